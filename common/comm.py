@@ -1,0 +1,262 @@
+"""Counted communication without autograd: what every differentiable collective and every optimizer is built on.
+
+Each function takes the group it talks in, adds a row to the ledger, and returns at once when the group
+has one rank. Sources and destinations are ranks *inside* the group.
+
+Sizes: n ranks in the group, S bytes of the whole tensor. "Sends" is per rank, the mean over the group.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import ledger
+
+T = TypeVar("T")
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+
+# What this rank is blocked in right now; the watchdog shows it when a run hangs.
+blocked_in: dict[str, object] = {}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that talk along one axis.
+
+    `ranks` are global ranks in order, `rank` is this rank's place among them; `pg` is None for one rank.
+    """
+
+    axis: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    pg: dist.ProcessGroup | None = None
+
+
+@dataclass
+class Pending:
+    """Communication under way; `wait()` blocks until it is done and adds its row to the ledger."""
+
+    op: str
+    group: Group
+    sent: Fraction | int
+    peer: str = ""
+    work: dist.Work | None = None
+    seconds: float = 0.0
+
+    def wait(self) -> None:
+        """Block until done; seconds blocked here are the exposed part of the communication."""
+        if self.work is not None:
+            self._blocked(self.work.wait)
+            ledger.record(self.op, self.group.axis, self.sent, self.seconds)
+            self.work = None
+
+    def _blocked(self, call: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        blocked_in.update(op=self.op + self.peer, axis=self.group.axis, since=start)
+        result = call()  # where it raises, blocked_in keeps saying where this rank stood
+        blocked_in.clear()
+        self.seconds += time.perf_counter() - start
+        return result
+
+    def start(self, call: Callable[[], dist.Work | None]) -> None:
+        """Hand the work to the process group; some backends block already here."""
+        self.work = self._blocked(call)
+
+
+def _run(
+    call: Callable[[], dist.Work | None],
+    op: str,
+    group: Group,
+    sent: Fraction | int,
+    async_op: bool = False,
+    peer: str = "",
+) -> Pending:
+    pending = Pending(op, group, sent, peer)
+    if group.size > 1:
+        pending.start(call)
+    if not async_op:
+        pending.wait()
+    return pending
+
+
+def share(x: Tensor, times: int, group: Group) -> Fraction:
+    """`times` * (n-1)/n of the bytes of x: what one of n ranks sends when the total is times * (n-1) * S."""
+    return Fraction(times * (group.size - 1) * x.numel() * x.element_size(), group.size)
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
+    """In place: P(x) to R(x). Sends 2(n-1)/n S (ring: reduce-scatter, then all-gather)."""
+    return _run(
+        lambda: dist.all_reduce(x, OPS[op], group=group.pg, async_op=True),
+        "all_reduce",
+        group,
+        share(x, 2, group),
+        async_op,
+    )
+
+
+def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
+    """In place: x of rank `src` to R(x). Sends (n-1)/n S."""
+    return _run(
+        lambda: dist.broadcast(x, group.ranks[src], group=group.pg, async_op=True),
+        "broadcast",
+        group,
+        share(x, 1, group),
+        async_op,
+    )
+
+
+def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> None:
+    """In place: P(x) to the sum on rank `dst`; other ranks' x is spoiled. Sends (n-1)/n S."""
+    _run(
+        lambda: dist.reduce(x, group.ranks[dst], OPS[op], group=group.pg, async_op=True),
+        "reduce",
+        group,
+        share(x, 1, group),
+    )
+
+
+def sizes_of(total: int, parts: int) -> list[int]:
+    """Sizes of `parts` pieces of `total` that differ by one at the most, the larger ones first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with dimension `dim` first, filled with zeros to `size`: collectives want equal pieces."""
+    x = x.movedim(dim, 0)
+    if x.shape[0] < size:
+        x = torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
+    return x.contiguous()
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """S(x on dim) to R: the pieces of all ranks joined along `dim`. Sends (n-1)/n S, S of the result.
+
+    sizes: each rank's length along `dim` where they differ; the shorter ones travel padded.
+    """
+    if group.size == 1:
+        return x
+    sizes = sizes or [x.shape[dim]] * group.size
+    piece = _padded(x, dim, max(sizes))
+    out = piece.new_empty(group.size * max(sizes), *piece.shape[1:])
+    _run(
+        lambda: dist.all_gather_into_tensor(out, piece, group=group.pg, async_op=True),
+        "all_gather",
+        group,
+        share(out, 1, group),
+    )
+    pieces = [p[:size] for p, size in zip(out.chunk(group.size), sizes, strict=True)]
+    return torch.cat(pieces).movedim(0, dim).contiguous()
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """P(x) to S(x on dim): this rank's piece of the sum, cut as `sizes_of` does. Sends (n-1)/n S."""
+    if group.size == 1:
+        return x
+    sizes = sizes_of(x.shape[dim], group.size)
+    pieces = torch.cat([_padded(p, dim, sizes[0]) for p in torch.split(x, sizes, dim)])
+    out = pieces.new_empty(sizes[0], *pieces.shape[1:])
+    _run(
+        lambda: dist.reduce_scatter_tensor(out, pieces, group=group.pg, async_op=True),
+        "reduce_scatter",
+        group,
+        share(pieces, 1, group),
+    )
+    return out[: sizes[group.rank]].movedim(0, dim).contiguous()
+
+
+def all_to_all(
+    x: Tensor,
+    group: Group,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Piece j of dimension 0 goes to rank j. Sends what is meant for others, counted exactly.
+
+    send_sizes, receive_sizes: lengths along dimension 0 to and from each rank; equal pieces when absent.
+    Raises ValueError where dimension 0 does not divide by n and no sizes are given.
+    """
+    if group.size == 1:
+        return x
+    if send_sizes is None and x.shape[0] % group.size:
+        raise ValueError(
+            f"all_to_all: length {x.shape[0]} does not divide into {group.size} equal pieces: give sizes"
+        )
+    send = list(send_sizes or [x.shape[0] // group.size] * group.size)
+    receive = list(receive_sizes or [x.shape[0] // group.size] * group.size)
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    row_bytes = math.prod(x.shape[1:]) * x.element_size()
+    _run(
+        lambda: dist.all_to_all_single(out, x.contiguous(), receive, send, group=group.pg, async_op=True),
+        "all_to_all",
+        group,
+        (sum(send) - send[group.rank]) * row_bytes,
+    )
+    return out
+
+
+def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
+    """Every rank's x as a list on rank `dst`, None elsewhere. Sends S on all ranks but `dst`."""
+    if group.size == 1:
+        return [x]
+    out = [torch.empty_like(x) for _ in group.ranks] if group.rank == dst else None
+    _run(
+        lambda: dist.gather(x.contiguous(), out, group.ranks[dst], group=group.pg, async_op=True),
+        "gather",
+        group,
+        x.numel() * x.element_size() * (group.rank != dst),
+    )
+    return out
+
+
+def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: Group, src: int = 0) -> Tensor:
+    """Piece j of rank `src` to rank j, into `out`. Rank `src` sends all pieces but its own."""
+    if group.size == 1:
+        return out.copy_(pieces[0]) if pieces else out
+    given = [p.contiguous() for p in pieces] if pieces and group.rank == src else None
+    _run(
+        lambda: dist.scatter(out, given, group.ranks[src], group=group.pg, async_op=True),
+        "scatter",
+        group,
+        (group.size - 1) * out.numel() * out.element_size() * (group.rank == src),
+    )
+    return out
+
+
+def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:
+    """One message to rank `dst`: sends S."""
+    return _run(
+        lambda: dist.isend(x.contiguous(), group.ranks[dst], group=group.pg, tag=tag),
+        "send",
+        group,
+        x.numel() * x.element_size(),
+        async_op,
+        peer=f" to {dst}",
+    )
+
+
+def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False) -> Pending:
+    """One message from rank `src` into x: sends nothing."""
+    return _run(
+        lambda: dist.irecv(x, group.ranks[src], group=group.pg, tag=tag),
+        "recv",
+        group,
+        0,
+        async_op,
+        peer=f" from {src}",
+    )
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of the group is here. The ledger counts no bytes for it."""
+    _run(lambda: dist.barrier(group=group.pg, async_op=True), "barrier", group, 0)

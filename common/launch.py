@@ -1,0 +1,108 @@
+"""Which rank is this process? Read from the environment of whatever launcher started it.
+
+torchrun, Open MPI, MPICH (and Intel MPI), Slurm, or none. Slurm's variables describe the allocation, so any
+other launcher inside it comes first. Two other launchers that disagree, or one that is only half there, are
+an error that names the variables: reading both and keeping the last is how a run trains with the wrong ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.watchdog import UsageError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all (rank of world_size) and among those of its host."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+# Each launcher's names for (rank, world size, local rank, local world size); the first that is set counts.
+# The last may be missing: then one host is assumed to hold all ranks.
+FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "openmpi": (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "mpich": (
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
+    "slurm": (
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ),
+}
+
+
+def _read(env: Mapping[str, str], launcher: str) -> tuple[Launch, str] | None:
+    """The launch that one family of variables describes, and how to show it; None when not started by it."""
+    found = [next((n for n in names if n in env), None) for names in FAMILIES[launcher]]
+    needed = list(zip(FAMILIES[launcher], found, strict=True))[:3]
+    if launcher == "slurm" and found[0] is None:
+        return None  # inside an allocation, not started by srun
+    if not any(found[:3]):
+        return None
+    if missing := [" or ".join(names) for names, name in needed if name is None]:
+        present = ", ".join(f"{n}={env[n]}" for n in found if n)
+        raise UsageError(
+            f"the environment of {launcher} is incomplete: {present} without {', '.join(missing)}; "
+            f"start with the launcher, or unset what is left over"
+        )
+    shown = ", ".join(f"{n}={env[n]}" for n in found if n)
+    try:
+        # Slurm writes the tasks of each node as "2(x3),1": the first number is taken
+        values = [int(re.sub(r"[(,].*", "", env[n])) for n in found if n]
+    except ValueError:
+        raise UsageError(
+            f"the environment of {launcher} holds something that is not a number: {shown}"
+        ) from None
+    rank, size, local, local_size = (*values, values[1])[:4]
+    if not (0 <= rank < size and 0 <= local < local_size <= size):
+        raise UsageError(
+            f"the environment of {launcher} is contradictory: {shown}; "
+            f"a rank lies between 0 and its world size minus 1, and no host holds more ranks than the world"
+        )
+    return Launch(launcher, rank, size, local, local_size), shown
+
+
+def resolve(env: Mapping[str, str] | None = None) -> Launch:
+    """The launch that the environment describes; one process when no launcher is found.
+
+    Raises UsageError for partial or contradictory variables, naming them.
+    """
+    env = os.environ if env is None else env
+    found = [read for name in ("torchrun", "openmpi", "mpich") if (read := _read(env, name))]
+    if not found and "PMIX_RANK" in env and "SLURM_PROCID" not in env:
+        raise UsageError(
+            f"PMIX_RANK={env['PMIX_RANK']} is set without a world size; start with mpirun, srun or torchrun"
+        )
+    for (first, a), (other, b) in itertools.pairwise(found):
+        if (first.rank, first.world_size) != (other.rank, other.world_size):
+            raise UsageError(
+                f"{first.launcher} and {other.launcher} contradict each other: {a} against {b}; unset one family"
+            )
+    if found:
+        launch, shown = found[0]
+        if env.get("PMIX_RANK", str(launch.rank)) != str(launch.rank):
+            raise UsageError(f"PMIX_RANK={env['PMIX_RANK']} contradicts {shown}; unset one of them")
+        return launch
+    slurm = _read(env, "slurm")
+    return slurm[0] if slurm else Launch("none")

@@ -1,0 +1,76 @@
+"""The communication ledger: every collective and every message adds a row.
+
+Bytes are exact. A collective counts what one rank sends on average in the bandwidth-optimal algorithm
+(an all-reduce of S bytes over n ranks: 2(n-1)/n * S); a message counts its own size. They are kept as
+fractions, so that `counted == formula` is an equality and not a tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import TracebackType
+
+from rich.table import Table
+
+_open: list[Ledger] = []
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call: what, along which axis, bytes sent by this rank, seconds this rank was blocked in it."""
+
+    op: str
+    axis: str
+    bytes: Fraction
+    seconds: float
+
+
+@dataclass
+class Ledger:
+    """Collects the rows of all communication that happens inside its `with` block.
+
+    Rows are added from the thread that communicates, which in a backward pass need not be the main one.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+
+    def __enter__(self) -> Ledger:
+        _open.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _open.remove(self)
+
+    def bytes(self, op: str | None = None, axis: str | None = None) -> Fraction:
+        """Bytes sent by this rank, of all rows or of one operation or axis."""
+        rows = (r for r in self.rows if op in (None, r.op) and axis in (None, r.axis))
+        return sum((r.bytes for r in rows), Fraction(0))
+
+    def seconds(self) -> float:
+        """Seconds this rank was blocked in communication."""
+        return sum(r.seconds for r in self.rows)
+
+    def table(self, title: str = "communication of this rank") -> Table:
+        """One line for each operation and axis: calls, bytes, seconds blocked."""
+        table = Table(title=title, title_justify="left")
+        for name in ("operation", "axis", "calls", "bytes sent", "seconds blocked"):
+            table.add_column(name, justify="left" if name in ("operation", "axis") else "right")
+        for op, axis in sorted({(r.op, r.axis) for r in self.rows}):
+            rows = [r for r in self.rows if (r.op, r.axis) == (op, axis)]
+            sent, seconds = sum(r.bytes for r in rows), sum(r.seconds for r in rows)
+            table.add_row(op, axis, str(len(rows)), show_bytes(sent), f"{seconds:.4f}")
+        return table
+
+
+def record(op: str, axis: str, sent: Fraction | int, seconds: float) -> None:
+    """Add a row to every open ledger; `sent` is in bytes."""
+    for ledger in _open:
+        ledger.rows.append(Row(op, axis, Fraction(sent), seconds))
+
+
+def show_bytes(sent: Fraction | int) -> str:
+    """`12,345,678` for whole bytes, one decimal where a share is not whole."""
+    return f"{int(sent):,}" if Fraction(sent).denominator == 1 else f"{float(sent):,.1f}"

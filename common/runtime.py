@@ -1,0 +1,189 @@
+"""Who am I: rank, world size, device and backend, from any launcher.
+
+    with runtime() as rt:
+        x = torch.ones(3, device=rt.device)
+        all_reduce(x, rt.world)
+
+`launch.resolve` reads the environment; here the process group is made, watched and always ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.comm import Group
+from common.launch import Launch, resolve
+from common.watchdog import RankFailed, UsageError, Watchdog, show_on_stderr
+
+__all__ = ["Launch", "RankFailed", "Runtime", "UsageError", "resolve", "runtime", "session"]
+
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank knows of itself. `timeout` is in seconds; `world` is the group of all ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    device: torch.device
+    backend: str
+    timeout: float
+    world: Group
+
+
+def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, str]:
+    """Device and backend: NCCL where each local rank has its own GPU, gloo elsewhere."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend not in ("auto", *BACKENDS):
+        raise UsageError(f"backend {backend!r} is unknown; choose one of auto, {', '.join(BACKENDS)}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {device!r} is unknown; choose one of auto, cpu, cuda")
+    if not gpus and (device == "cuda" or backend == "nccl"):
+        asked = "device cuda" if device == "cuda" else "backend nccl"
+        raise UsageError(
+            f"{asked} needs a GPU, and torch {torch.__version__} sees none here; use --device cpu --backend gloo"
+        )
+    if backend == "nccl" and launch.local_world_size > gpus:
+        raise UsageError(
+            f"backend nccl needs a GPU for each rank: {launch.local_world_size} ranks on this host, {gpus} GPUs; "
+            f"start {gpus} ranks, or use --backend gloo to share"
+        )
+    if device == "cpu" and backend == "nccl":
+        raise UsageError("backend nccl moves GPU tensors only; use --device cuda, or --backend gloo")
+    use_gpu = device == "cuda" or (device == "auto" and gpus > 0)
+    if backend == "auto":
+        backend = "nccl" if use_gpu and launch.local_world_size <= gpus else "gloo"
+        if use_gpu and backend == "gloo" and launch.local_rank == 0:
+            print(
+                f"{launch.local_world_size} ranks share {gpus} GPU(s): using gloo, not NCCL", file=sys.stderr
+            )
+    return torch.device("cuda", launch.local_rank % gpus) if use_gpu else torch.device("cpu"), backend
+
+
+def _address(launch: Launch) -> tuple[str, int]:
+    """Host and port of rank 0's store; port 0 means that rank 0 picks a free one and tells over MPI."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if launch.launcher == "slurm":
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "localhost")
+        host = host or re.sub(r"\[(\w+).*", r"\1", nodes.split(",")[0])
+        port = port or str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000)
+    if (host is None or port is None) and launch.launcher == "torchrun":
+        raise UsageError(
+            "MASTER_ADDR and MASTER_PORT are needed beside RANK and WORLD_SIZE; torchrun sets them"
+        )
+    if host is None or port is None:
+        return ("", 0)
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"MASTER_PORT={port} is not a port; give a number from 1 to 65535, such as 29500")
+    return host, int(port)
+
+
+def _store(launch: Launch, timeout: float) -> dist.Store:
+    """The store in which ranks find one another: in rank 0's process, or in torchrun's agent."""
+    if launch.world_size == 1:
+        return dist.HashStore()
+    host, port = _address(launch)
+    serve = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    wait = timedelta(seconds=timeout)
+    try:
+        if port:
+            store = dist.TCPStore(host, port, None, serve, wait, wait_for_workers=False)
+        else:
+            from mpi4py import MPI  # only mpirun leaves the address open
+
+            if serve:
+                store = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False)
+            host, port = MPI.COMM_WORLD.bcast((socket.gethostname(), store.port) if serve else None)
+            if not serve:
+                host = "127.0.0.1" if launch.world_size == launch.local_world_size else host
+                store = dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise UsageError(
+                f"port {port} on {host} is already in use; set MASTER_PORT to a free one, such as {_free_port()}"
+            ) from None
+        raise UsageError(
+            f"rank {launch.rank} found no answer at {host}:{port} within {timeout:g} s: "
+            f"is rank 0 started there, and is the port open?"
+        ) from None
+    return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def session(
+    launch: Launch,
+    store: dist.Store,
+    device: str,
+    backend: str,
+    timeout: float,
+    show: Callable[[str], None] = show_on_stderr,
+) -> Iterator[Runtime]:
+    """A process group over `store` that always ends. Raises RankFailed on every rank once one has failed."""
+    watchdog = Watchdog(store, launch.rank, launch.world_size, launch.launcher != "spawn", show)
+    try:
+        chosen, backend = _choose(launch, device, backend)
+        if launch.local_world_size > 1:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if launch.world_size == launch.local_world_size and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names of laptops often lead nowhere
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        watchdog.meet(timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("pg", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        pg = dist.group.WORLD if launch.world_size > 1 else None
+        world = Group("world", launch.rank, launch.world_size, tuple(range(launch.world_size)), pg)
+        local = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
+        yield Runtime(*local, launch.launcher, chosen, backend, timeout, world)
+        watchdog.finish(timeout)
+    except BaseException as error:
+        if launch.world_size > 1:
+            raise watchdog.failed(error) from error
+        raise
+    finally:
+        if dist.is_initialized() and not watchdog.someone_failed:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def runtime(device: str = "auto", backend: str = "auto", timeout: float = 60.0) -> Iterator[Runtime]:
+    """Join the world that the launcher started; leave it with the process group destroyed.
+
+    device: auto, cpu, cuda. backend: auto, gloo, nccl. timeout: seconds, the longest any wait may last.
+    With several ranks a failure ends the process here, after the first failing rank has shown why: a rank
+    that lingers would hold up the others. Exit code 2 for bad input, 1 for anything else.
+    """
+    launch = resolve()
+    store = _store(launch, timeout)
+    try:
+        with session(launch, store, device, backend, timeout) as rt:
+            yield rt
+    except RankFailed as failure:
+        # not sys.exit: exit handlers (MPI_Finalize, thread joins) wait for ranks that are gone
+        sys.stdout.flush()
+        os._exit(failure.code)

@@ -1,0 +1,159 @@
+"""Run a function on N local ranks, from a Python that has already imported torch.
+
+    results = spawn(work, 4, "an argument")      # work(rt, "an argument") on ranks 0..3
+
+Importing torch takes about 2 s a process, forking one that has it 30 ms; a process with threads must not
+fork. `forkserver` is the safe form: a server without threads imports torch once and forks each rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from common.launch import Launch
+from common.runtime import session
+from common.watchdog import RankFailed, describe, exit_code
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+END_WITHIN = 8.0  # seconds from the first failure until the last rank is ended by force
+
+
+Ranks = dict[Connection, tuple[int, BaseProcess]]
+
+
+class RankError(RuntimeError):
+    """Ranks that failed, died or never returned; the message is the first one's traceback."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _rank(
+    launch: Launch,
+    port: int,
+    device: str,
+    backend: str,
+    timeout: float,
+    pipe: Connection,
+    environment: dict[str, str],
+    task: bytes,
+) -> None:
+    """One rank's process: join, work, send the result."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+    def tell(report: str) -> None:
+        pipe.send((False, report))
+
+    try:
+        store: dist.Store = dist.HashStore()
+        if launch.world_size > 1:
+            wait_for = timedelta(seconds=timeout)
+            server = dist.TCPStore("127.0.0.1", port, None, False, wait_for, wait_for_workers=False)
+            store = dist.PrefixStore("run0", server)
+        with session(launch, store, device, backend, timeout, show=tell) as rt:
+            fn, args = pickle.loads(task)
+            result = pickle.dumps(fn(rt, *args))
+        pipe.send((True, result))
+    except RankFailed as failure:
+        sys.stdout.flush()
+        os._exit(failure.code)
+    except BaseException as error:
+        tell(describe(error, launch.rank))
+        os._exit(exit_code(error))
+
+
+def spawn(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    device: str = "cpu",
+    backend: str = "gloo",
+) -> list[Any]:
+    """The results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
+
+    fn must be importable by name (a function of a module), its arguments and results picklable.
+    timeout: seconds, for the whole call and for every wait inside it.
+    Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
+    the timeout, naming each rank that has not returned and where it stands.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    watch = dist.PrefixStore("run0", store)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "common.runtime"])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    task = pickle.dumps((fn, args))
+    ranks: Ranks = {}
+    for rank in range(world_size):
+        here, there = context.Pipe()
+        launch = Launch("spawn", rank, world_size, rank, world_size)
+        given = (launch, store.port, device, backend, timeout, there, environment, task)
+        process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)
+        process.start()
+        there.close()
+        ranks[here] = (rank, process)
+    try:
+        return _collect(ranks, watch, timeout)
+    finally:
+        for _, process in ranks.values():
+            process.kill()
+            process.join()
+
+
+def _collect(ranks: Ranks, store: dist.Store, timeout: float) -> list[Any]:
+    """Each rank's result, or RankError as `spawn` describes."""
+    results: dict[int, Any] = {}
+    report, code = "", 1
+    open_pipes, end = dict(ranks), time.monotonic() + timeout
+    while open_pipes and time.monotonic() < end:
+        for pipe in wait(list(open_pipes), max(0.0, end - time.monotonic())):
+            assert isinstance(pipe, Connection)
+            rank, process = open_pipes[pipe]
+            try:
+                good, payload = pipe.recv()
+            except EOFError:
+                del open_pipes[pipe]
+                process.join(END_WITHIN)
+                if (process.exitcode or 0) < 0 and not report:
+                    report = f"rank {rank} was ended by {signal.Signals(-(process.exitcode or 0)).name}"
+                    store.set("failure", report)
+                if rank not in results:
+                    end = min(end, time.monotonic() + END_WITHIN)
+                continue
+            if good:
+                results[rank] = pickle.loads(payload)
+            else:
+                report, code = report or payload, 2 if payload.startswith("error: ") else 1
+                end = min(end, time.monotonic() + END_WITHIN)
+    late = [rank for rank, _ in open_pipes.values() if rank not in results]
+    if late and not report:
+        report = _timed_out(late, store, timeout)
+    if report or len(results) < len(ranks):
+        raise RankError(report or "a rank ended without a result", code)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _timed_out(late: list[int], store: dist.Store, timeout: float) -> str:
+    store.set("failure", "timeout")
+    lines = [f"ranks {late} did not return within {timeout:g} s:"]
+    for rank in late:
+        try:
+            store.wait([f"where/{rank}"], timedelta(seconds=2))
+            lines.append(f"  rank {rank} stands {store.get(f'where/{rank}').decode()}")
+        except RuntimeError:
+            lines.append(f"  rank {rank} does not answer: it hangs outside Python")
+    return "\n".join(lines)

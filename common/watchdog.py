@@ -1,0 +1,180 @@
+"""One rank fails: all end, and the first failure is the one that is shown.
+
+Every rank runs a thread that looks into the store twice a second. The first rank to fail writes there;
+the others see it, write down where they stand, and end within `GRACE` seconds even when they are stuck.
+A rank that was killed cannot write: the first to miss it asks all ranks where they stand, and names those
+that do not answer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType
+
+import torch.distributed as dist
+
+from common.comm import blocked_in
+
+LOOK_EVERY = 0.5  # seconds between looks into the store
+GRACE = 4.0  # seconds a rank has to end by itself after another failed
+STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
+
+
+class UsageError(Exception):
+    """Bad input: one line that says what was given, what is needed, and what would work. Exit code 2."""
+
+
+class RankFailed(Exception):
+    """This rank must end with exit code `code`; why has been shown, by this rank or by the first to fail."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+def show_on_stderr(report: str) -> None:
+    """How a failure is shown, unless the launcher has a better way."""
+    print(report, file=sys.stderr, flush=True)
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for bad input, 1 for anything else."""
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def describe(error: BaseException, rank: int) -> str:
+    """One line for bad input, the traceback for anything else."""
+    if isinstance(error, UsageError):
+        return f"error: {error}"
+    return f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+
+
+def where(frame: FrameType | None) -> str:
+    """The collective this rank waits in, and the innermost line of code outside the libraries."""
+    lines = [
+        f"{f.filename}:{f.lineno} ({f.name})"
+        for f in traceback.extract_stack(frame)
+        if "site-packages" not in f.filename
+        and "<frozen" not in f.filename
+        and os.path.basename(f.filename) not in ("comm.py", "threading.py", "selectors.py")
+    ]
+    state = dict(blocked_in)
+    waiting = ""
+    if state:
+        seconds = time.perf_counter() - float(str(state["since"]))
+        waiting = f"in {state['op']} over {state['axis']!r} for {seconds:.1f} s, "
+    return waiting + (lines[-1] if lines else "unknown")
+
+
+class Watchdog(threading.Thread):
+    """Watches over one rank of a world; see the top of the file."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, holds_store: bool, show: Callable[[str], None]
+    ) -> None:
+        super().__init__(daemon=True, name="watchdog")
+        self.show = show
+        # its own connection: a look must not wait behind another thread's call
+        self.store: dist.Store = store.clone() if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
+        self.rank, self.world_size = rank, world_size
+        self.holds_store = holds_store and rank == 0
+        self.done = threading.Event()
+        self.someone_failed = False
+        self.main = threading.main_thread().ident
+
+    def meet(self, timeout: float) -> None:
+        """Wait until every rank is here. Raises UsageError that names the missing ones."""
+        if self.world_size == 1:
+            return
+        self.store.set(f"here/{self.rank}", "")
+        self.start()
+        missing = self._missing("here", timeout)
+        if missing:
+            raise UsageError(
+                f"ranks {missing} of {self.world_size} did not arrive within {timeout:g} s; "
+                f"start all ranks with the same world size and address"
+            )
+
+    def finish(self, timeout: float) -> None:
+        """A clean end: the rank that holds the store leaves last."""
+        if self.world_size > 1:
+            self.store.set(f"done/{self.rank}", "")
+            if self.holds_store:
+                self._missing("done", timeout)
+        self.done.set()
+
+    def run(self) -> None:
+        while not self.done.wait(LOOK_EVERY):
+            try:
+                failed = self.store.check(["failure"])
+            except RuntimeError:
+                if self.done.wait(LOOK_EVERY):
+                    return
+                failed = True
+                self.show(f"rank {self.rank}: {STORE_GONE}")
+            if failed:
+                self._answer(where(sys._current_frames().get(self.main or 0)))
+                if not self.done.wait(GRACE):
+                    sys.stdout.flush()
+                    os._exit(1)
+
+    def failed(self, error: BaseException) -> RankFailed:
+        """Show `error` if this rank is the first in the world to fail; otherwise leave that to the first."""
+        self.someone_failed = True
+        ended, report = RankFailed(exit_code(error)), describe(error, self.rank)
+        try:
+            if self.store.add("failures", 1) > 1:
+                self._answer(_where_raised(error))
+                with suppress(RuntimeError):
+                    self.store.wait(["shown"], timedelta(seconds=GRACE))
+                return ended
+            self.store.set("failure", report)
+            if isinstance(error, RuntimeError) and blocked_in:
+                report = self._roll_call(error)
+        except RuntimeError:
+            report = f"rank {self.rank}: {STORE_GONE}\n{report}"
+        self.show(report)
+        with suppress(RuntimeError):
+            self.store.set("shown", "")
+        if self.holds_store:
+            time.sleep(2 * LOOK_EVERY)  # let the others read it before this process ends
+        return ended
+
+    def _answer(self, place: str) -> None:
+        with suppress(RuntimeError):  # the store may be gone, and there is nobody left to tell
+            self.store.set(f"where/{self.rank}", place)
+
+    def _missing(self, key: str, timeout: float) -> list[int]:
+        """Ranks that have not written `key` within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        missing = [r for r in range(self.world_size) if r != self.rank]
+        while missing and time.monotonic() < end:
+            missing = [r for r in missing if not self.store.check([f"{key}/{r}"])]
+            time.sleep(0.01 if missing else 0)
+        return missing
+
+    def _roll_call(self, error: BaseException) -> str:
+        """The report on a broken or timed out collective: which ranks stand where, and which are silent."""
+        first_line = str(error).splitlines()[0].split("] ")[-1]
+        lines = [f"rank {self.rank} failed {_where_raised(error)}: {first_line}"]
+        silent = self._missing("where", 4 * LOOK_EVERY)
+        for rank in range(self.world_size):
+            if rank in silent:
+                lines.append(f"  rank {rank} does not answer: it was killed, or hangs outside Python")
+            elif rank != self.rank:
+                lines.append(f"  rank {rank} stood {self.store.get(f'where/{rank}').decode()}")
+        return "\n".join(lines)
+
+
+def _where_raised(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return where(trace.tb_frame if trace else None)

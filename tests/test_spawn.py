@@ -1,0 +1,82 @@
+"""Ranks start, return, fail and hang: what `spawn` and the watchdog under it say of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from common import comm
+from common.ledger import Ledger
+from common.runtime import Runtime, UsageError
+from common.spawn import RankError, spawn
+
+
+def add_up(rt: Runtime, extra: int) -> tuple[int, float]:
+    x = torch.tensor([float(rt.rank + extra)])
+    with Ledger() as ledger:
+        comm.all_reduce(x, rt.world)
+    return rt.rank, x.item()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_results_come_in_rank_order(world: int) -> None:
+    total = sum(rank + 10 for rank in range(world))
+    assert spawn(add_up, world, 10) == [(rank, total) for rank in range(world)]
+
+
+def raise_on_one(rt: Runtime, bad: int) -> None:
+    if rt.rank == bad:
+        raise ArithmeticError("the reason")
+    comm.barrier(rt.world)
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_first_traceback_is_the_one_shown(bad: int) -> None:
+    with pytest.raises(RankError) as error:
+        spawn(raise_on_one, 3, bad)
+    assert f"rank {bad} failed" in str(error.value)
+    assert "ArithmeticError: the reason" in str(error.value)
+    assert "Connection closed" not in str(error.value)
+
+
+def die(rt: Runtime) -> None:
+    if rt.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(torch.ones(1000), rt.world)
+
+
+def test_killed_rank_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL"):
+        spawn(die, 3)
+
+
+def sleep_forever(rt: Runtime) -> None:
+    if rt.rank == 1:
+        time.sleep(1000)
+    comm.all_reduce(torch.ones(10), rt.world)
+
+
+def test_hang_names_every_rank_and_where_it_stands() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        spawn(sleep_forever, 3, timeout=6)
+    message = str(error.value)
+    assert "all_reduce over 'world'" in message
+    assert "(sleep_forever)" in message
+    assert "rank 1" in message
+    assert time.monotonic() - start < 40
+
+
+def misuse(rt: Runtime) -> None:
+    raise UsageError("given 3, needed 4; 2 or 4 would work")
+
+
+def test_bad_input_is_one_line() -> None:
+    with pytest.raises(RankError) as error:
+        spawn(misuse, 4)
+    assert str(error.value) == "error: given 3, needed 4; 2 or 4 would work"
+    assert error.value.code == 2
