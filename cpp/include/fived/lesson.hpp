@@ -1,0 +1,48 @@
+// What every lesson's main() does: agree on the options, run, turn errors into one line and an exit code.
+#pragma once
+
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <string_view>
+
+#include "fived/error.hpp"
+#include "fived/mpi.hpp"
+#include "fived/options.hpp"
+
+namespace fived {
+
+/// Runs `prepare` (parse, read, check: no communication) on every rank, then `body`, which returns whether
+/// all was right. Exit codes: 0 right; 1 wrong, or an error that ends all ranks; 2 unusable input, said once,
+/// before any rank communicates. --help prints the options.
+template <class Prepare, class Body>
+int run_lesson(const Communicator& world, const std::string& name, int argc, char** argv,
+               const Options& options, Prepare prepare, Body body) {
+    for (int i = 1; i < argc; ++i) {
+        if (std::string_view(argv[i]) != "--help") continue;
+        if (world.rank() == 0) std::fputs(options.help().c_str(), stdout);
+        return 0;
+    }
+    std::string problem;
+    try {
+        options.parse(argc, argv);
+        prepare();
+    } catch (const UsageError& error) {
+        problem = error.what();
+    }
+    const int first = world.all_reduce(problem.empty() ? world.size() : world.rank(), MPI_MIN);
+    if (first < world.size()) {
+        if (first == world.rank()) std::fprintf(stderr, "%s: %s\n", name.c_str(), problem.c_str());
+        return 2;
+    }
+    try {
+        return body() ? 0 : 1;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s: rank %d: %s\n", name.c_str(), world.rank(), error.what());
+        std::fflush(nullptr);
+        MPI_Abort(MPI_COMM_WORLD, 1);
+        return 1;
+    }
+}
+
+}  // namespace fived

@@ -1,0 +1,55 @@
+// Optimizers on flat arrays: one pass over weights, gradients and state.
+#pragma once
+
+#include <cmath>
+#include <span>
+#include <vector>
+
+namespace fived {
+
+/// w -= rate g
+struct Sgd {
+    double rate = 0.1;
+
+    template <class T>
+    void step(std::span<T> weights, std::span<const T> gradients) const {
+        T* __restrict w = weights.data();
+        const T* __restrict g = gradients.data();
+        const T r = T(rate);
+#pragma omp simd
+        for (std::size_t i = 0; i < weights.size(); ++i) w[i] -= r * g[i];
+    }
+};
+
+/// Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), as torch.optim.AdamW.
+template <class T>
+class AdamW {
+  public:
+    double rate = 1e-3, beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8, decay = 0.01;
+
+    void step(std::span<T> weights, std::span<const T> gradients) {
+        mean_.resize(weights.size());
+        square_.resize(weights.size());
+        ++steps_;
+        const T keep = T(1 - rate * decay), b1 = T(beta1), b2 = T(beta2), c1 = T(1 - beta1),
+                c2 = T(1 - beta2);
+        const T size = T(rate / (1 - std::pow(beta1, steps_))), eps = T(epsilon);
+        const T root = T(1 / std::sqrt(1 - std::pow(beta2, steps_)));
+        T* __restrict w = weights.data();
+        T* __restrict m = mean_.data();
+        T* __restrict v = square_.data();
+        const T* __restrict g = gradients.data();
+#pragma omp simd
+        for (std::size_t i = 0; i < weights.size(); ++i) {
+            m[i] = b1 * m[i] + c1 * g[i];
+            v[i] = b2 * v[i] + c2 * g[i] * g[i];
+            w[i] = keep * w[i] - size * m[i] / (std::sqrt(v[i]) * root + eps);
+        }
+    }
+
+  private:
+    std::vector<T> mean_, square_;
+    int steps_ = 0;
+};
+
+}  // namespace fived

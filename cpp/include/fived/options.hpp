@@ -1,0 +1,102 @@
+// Command lines: each option is a variable with its default, changed by --name value or --name=value.
+#pragma once
+
+#include <charconv>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fived/error.hpp"
+
+namespace fived {
+
+class Options {
+  public:
+    explicit Options(std::string purpose) : purpose_(std::move(purpose)) {}
+
+    void add(const std::string& name, std::string& variable, const std::string& help) {
+        add(name, help, variable, [&variable](std::string_view value) { variable = value; });
+    }
+    /// One of `choices`.
+    void add(const std::string& name, std::string& variable, const std::vector<std::string>& choices,
+             const std::string& help) {
+        std::string list;
+        for (const std::string& choice : choices) list += (list.empty() ? "" : ", ") + choice;
+        add(name, help + " (" + list + ")", variable, [=, &variable](std::string_view value) {
+            variable = value;
+            for (const std::string& choice : choices)
+                if (choice == value) return;
+            throw UsageError("--" + name + " is " + variable + "; it is one of " + list);
+        });
+    }
+    /// A number of at least `least`.
+    template <class N>
+    void add(const std::string& name, N& variable, N least, const std::string& help) {
+        add(name, help, print(variable), [=, &variable](std::string_view value) {
+            const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), variable);
+            if (error != std::errc() || end != value.data() + value.size() || !(variable >= least))
+                throw UsageError("--" + name + " is " + std::string(value) + "; it is a number of at least " +
+                                 print(least));
+        });
+    }
+    void flag(const std::string& name, bool& variable, const std::string& help) {
+        options_.push_back({name, help, "", true, [&variable](std::string_view) { variable = true; }});
+    }
+
+    /// Sets the variables. Raises UsageError for what it does not know.
+    void parse(int argc, char** argv) const {
+        for (int i = 1; i < argc; ++i) {
+            const std::string_view word = argv[i];
+            const std::size_t equals = word.find('=');
+            const Option& option = find(word.substr(0, equals));
+            if (option.is_flag) {
+                if (equals != word.npos) throw UsageError("--" + option.name + " takes no value");
+                option.set("");
+            } else if (equals != word.npos) {
+                option.set(word.substr(equals + 1));
+            } else {
+                if (++i == argc) throw UsageError("--" + option.name + " needs a value");
+                option.set(argv[i]);
+            }
+        }
+    }
+    std::string help() const {
+        std::string text = purpose_ + "\n\n";
+        for (const Option& option : options_) {
+            std::string line = "  --" + option.name;
+            line.resize(std::max<std::size_t>(20, line.size() + 1), ' ');
+            text +=
+                line + option.help + (option.standard.empty() ? "" : "; default " + option.standard) + "\n";
+        }
+        return text;
+    }
+
+  private:
+    struct Option {
+        std::string name, help, standard;
+        bool is_flag;
+        std::function<void(std::string_view)> set;
+    };
+
+    void add(const std::string& name, const std::string& help, const std::string& standard,
+             std::function<void(std::string_view)> set) {
+        options_.push_back({name, help, standard, false, std::move(set)});
+    }
+    const Option& find(std::string_view word) const {
+        for (const Option& option : options_)
+            if (word == "--" + option.name) return option;
+        throw UsageError("unknown option " + std::string(word) + "; --help lists them");
+    }
+    template <class N>
+    static std::string print(N value) {
+        char digits[32];
+        return {digits, std::to_chars(digits, digits + sizeof digits, value).ptr};
+    }
+
+    std::string purpose_;
+    std::vector<Option> options_;
+};
+
+}  // namespace fived
