@@ -150,7 +150,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     piece = _padded(x, dim, max(sizes))
     out = piece.new_empty(group.size * max(sizes), *piece.shape[1:])
     _run(
-        lambda: dist.all_gather_into_tensor(out, piece, group=group.pg, async_op=True),
+        lambda: dist.all_gather_single(out, piece, group=group.pg, async_op=True),
         "all_gather",
         group,
         share(out, 1, group),
@@ -159,15 +159,19 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     return torch.cat(pieces).movedim(0, dim).contiguous()
 
 
-def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """P(x) to S(x on dim): this rank's piece of the sum, cut as `sizes_of` does. Sends (n-1)/n S."""
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """P(x) to S(x on dim): this rank's piece of the sum. Sends (n-1)/n S.
+
+    sizes: each rank's length along `dim`, as `sizes_of` cuts when absent; the shorter ones travel padded.
+    """
     if group.size == 1:
         return x
-    sizes = sizes_of(x.shape[dim], group.size)
-    pieces = torch.cat([_padded(p, dim, sizes[0]) for p in torch.split(x, sizes, dim)])
-    out = pieces.new_empty(sizes[0], *pieces.shape[1:])
+    sizes = list(sizes or sizes_of(x.shape[dim], group.size))
+    longest = max(sizes)
+    pieces = torch.cat([_padded(p, dim, longest) for p in torch.split(x, sizes, dim)])
+    out = pieces.new_empty(longest, *pieces.shape[1:])
     _run(
-        lambda: dist.reduce_scatter_tensor(out, pieces, group=group.pg, async_op=True),
+        lambda: dist.reduce_scatter_single(out, pieces, group=group.pg, async_op=True),
         "reduce_scatter",
         group,
         share(pieces, 1, group),
@@ -255,6 +259,17 @@ def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False
         async_op,
         peer=f" from {src}",
     )
+
+
+def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
+    """x of rank r-by: every rank sends to r+by and receives at once, so that no order can deadlock. Sends S."""
+    if group.size == 1 or by % group.size == 0:
+        return x.clone()
+    out = torch.empty_like(x)
+    sending = send(x, group, (group.rank + by) % group.size, async_op=True)
+    recv(out, group, (group.rank - by) % group.size)
+    sending.wait()
+    return out
 
 
 def barrier(group: Group) -> None:

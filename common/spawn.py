@@ -27,6 +27,7 @@ from common.runtime import session
 from common.watchdog import RankFailed, describe, exit_code
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+PRELOAD = ["torch", "torch.distributed", "common.runtime"]  # imported once, before the first spawn
 END_WITHIN = 8.0  # seconds from the first failure until the last rank is ended by force
 
 
@@ -94,7 +95,7 @@ def spawn(
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     watch = dist.PrefixStore("run0", store)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "common.runtime"])
+    context.set_forkserver_preload(PRELOAD)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     task = pickle.dumps((fn, args))
     ranks: Ranks = {}

@@ -1,0 +1,86 @@
+"""The five axes: which ranks talk along which of them.
+
+    mesh = Mesh(rt.world, dp=2, tp=2)
+    mesh.group("dp"), mesh.group("dp", "ep", "sp")     # one axis; the product of several
+
+Ranks count with tp innermost: rank = (((p*dp + d)*ep + e)*sp + s)*tp + t. Neighbours along tp talk most, so
+they are the ones that share a host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch.distributed as dist
+
+from common.comm import Group
+from common.watchdog import UsageError
+
+AXES = ("pp", "dp", "ep", "sp", "tp")
+
+
+class Mesh:
+    """A world of pp * dp * ep * sp * tp ranks; `at` is this rank's coordinate on each axis.
+
+    Raises UsageError when the product is not the world size.
+    """
+
+    def __init__(self, world: Group, pp: int = 1, dp: int = 1, ep: int = 1, sp: int = 1, tp: int = 1) -> None:
+        self.world = world
+        self.shape = dict(zip(AXES, (pp, dp, ep, sp, tp), strict=True))
+        given = " ".join(f"{axis}={n}" for axis, n in self.shape.items())
+        if min(self.shape.values()) < 1:
+            raise UsageError(f"mesh {given}: every axis needs at least 1 rank")
+        needed = math.prod(self.shape.values())
+        if needed != world.size:
+            others = needed // dp
+            fits = f"dp={world.size // others}" if world.size % others == 0 else f"a world of {needed} ranks"
+            raise UsageError(
+                f"mesh {given} needs {needed} ranks, the world has {world.size}; {fits} would fit"
+            )
+        self.at = self.coordinates(world.rank)
+        self._groups: dict[tuple[str, ...], Group] = {AXES: world}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Place of a global rank on each axis."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, self.shape[axis])
+        return {axis: place[axis] for axis in AXES}
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one along `axes` alone, in rank order.
+
+        The first call for some axes makes a process group on every rank: all ranks must make these calls in
+        the same order. Axes of size 1 cost nothing. Raises UsageError for an unknown axis.
+        """
+        if unknown := set(axes) - set(AXES):
+            raise UsageError(f"axis {unknown.pop()!r} is unknown; the axes are {', '.join(AXES)}")
+        wanted = tuple(a for a in AXES if a in axes and self.shape[a] > 1)
+        name = "+".join(a for a in AXES if a in axes)
+        if all(self.shape[a] == 1 or a in wanted for a in AXES):
+            wanted = AXES
+        if wanted not in self._groups:
+            self._groups[wanted] = self._make(wanted)
+        g = self._groups[wanted]
+        return Group(name, g.rank, g.size, g.ranks, g.pg)
+
+    def _make(self, axes: tuple[str, ...]) -> Group:
+        if not axes:
+            return Group("", 0, 1, (self.world.rank,))
+        mine: Group | None = None
+        others = [range(n) for axis, n in self.shape.items() if axis not in axes]
+        fixed = [axis for axis in AXES if axis not in axes]
+        for place in itertools.product(*others):
+            here = dict(zip(fixed, place, strict=True))
+            ranks = tuple(
+                r
+                for r in range(self.world.size)
+                if all(self.coordinates(r)[axis] == at for axis, at in here.items())
+            )
+            pg = dist.new_group([self.world.ranks[r] for r in ranks])  # every rank makes every group
+            if self.world.rank in ranks:
+                mine = Group("+".join(axes), ranks.index(self.world.rank), len(ranks), ranks, pg)
+        assert mine is not None
+        return mine

@@ -1,0 +1,136 @@
+"""Every collective's adjoint, its bytes, and uneven pieces, against plain arithmetic on one rank.
+
+A linear map A and its adjoint satisfy sum over ranks <A x, y> = <x, A^T y>. With all ranks' tensors held by
+rank 0 this is one dot product on each side.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common import collectives, comm
+from common.comm import sizes_of
+from common.ledger import Ledger
+from common.runtime import Runtime
+from common.spawn import spawn
+
+
+def shard_rows(rank: int, n: int, total: int) -> int:
+    return sizes_of(total, n)[rank]
+
+
+def apply(rt: Runtime, name: str, kwargs: dict[str, Any], rows: int) -> dict[str, Any]:
+    """y = A x on every rank, with the bytes of both directions and the two dot products' parts."""
+    torch.manual_seed(100 + rt.rank)
+    x = torch.randn(
+        rows if name != "gather" else shard_rows(rt.rank, rt.world_size, rows), 3, dtype=torch.float64
+    )
+    if name in ("copy", "scatter"):  # replicated input: the same on every rank
+        torch.manual_seed(7)
+        x = torch.randn(rows, 3, dtype=torch.float64)
+    x.requires_grad_()
+    kwargs = dict(kwargs)
+    if name == "gather":
+        kwargs["sizes"] = sizes_of(rows, rt.world_size)
+    with Ledger() as forward:
+        y = getattr(collectives, name)(x, rt.world, **kwargs)
+    torch.manual_seed(200 + rt.rank)
+    dy = torch.randn_like(y)
+    if name in ("reduce",) or (name == "gather" and kwargs.get("gradient") != "partial"):
+        torch.manual_seed(9)
+        dy = torch.randn_like(y)  # a replicated result has the same gradient on every rank
+    with Ledger() as backward:
+        y.backward(dy)
+    assert x.grad is not None
+    return dict(x=x.detach(), y=y.detach(), dy=dy, dx=x.grad, sent=(forward.bytes(), backward.bytes()))
+
+
+def dot(parts: list[dict[str, Any]], a: str, b: str, replicated: bool) -> Tensor:
+    """The global dot product: a replicated tensor counts once, pieces and parts add up."""
+    total = torch.stack([(p[a] * p[b]).sum() for p in parts])
+    return total[0] if replicated else total.sum()
+
+
+CASES = [
+    # name, arguments, is (x, dx) replicated, is (y, dy) replicated
+    ("copy", {}, True, False),
+    ("reduce", {}, False, True),
+    ("scatter", {"dim": 0}, True, False),
+    ("gather", {"dim": 0}, False, True),
+    ("gather", {"dim": 0, "gradient": "partial"}, False, False),
+    ("reduce_scatter", {"dim": 0}, False, False),
+    ("all_to_all", {}, False, False),
+    ("shift", {"by": 1}, False, False),
+    ("shift", {"by": -2}, False, False),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_adjoints(world: int) -> None:
+    for name, kwargs, x_replicated, y_replicated in CASES:
+        rows = 12 if name == "all_to_all" else 13  # 13 does not divide by 2, 3 or 4
+        parts = spawn(apply, world, name, kwargs, rows)
+        # x counts with every copy where it is replicated but its gradient is complete
+        left = dot(parts, "y", "dy", y_replicated)
+        right = dot(parts, "x", "dx", x_replicated)
+        assert torch.isclose(left, right, rtol=1e-12), (name, kwargs, left, right)
+
+
+def forward_only(rt: Runtime) -> dict[str, Tensor]:
+    n, r = rt.world_size, rt.rank
+    x = torch.arange(5.0) + 10 * r
+    return {
+        "reduce": collectives.reduce(x, rt.world),
+        "gather": collectives.gather(x[: 2 + (r == 0)], rt.world, 0, sizes=[3] + [2] * (n - 1)),
+        "scatter": collectives.scatter(torch.arange(7.0), rt.world, 0),
+        "shift": collectives.shift(x, rt.world),
+        "all_to_all": collectives.all_to_all(
+            torch.full((n * (n + 1) // 2,), float(r)), rt.world, list(range(1, n + 1)), [r + 1] * n
+        ),
+    }
+
+
+def test_values() -> None:
+    n = 3
+    out = spawn(forward_only, n)
+    for r in range(n):
+        assert out[r]["reduce"].tolist() == [30 + 3 * i for i in range(5)]
+        assert out[r]["gather"].tolist() == [0, 1, 2, 10, 11, 20, 21]
+        assert out[r]["scatter"].tolist() == [[0, 1, 2], [3, 4], [5, 6]][r]
+        assert out[r]["shift"].tolist() == [10 * ((r - 1) % n) + i for i in range(5)]
+        assert out[r]["all_to_all"].tolist() == [float(s) for s in range(n) for _ in range(r + 1)]
+
+
+def test_bytes_are_the_formulas() -> None:
+    n, rows = 4, 12
+    size = Fraction(rows * 3 * 8)
+    ring = size * (n - 1) / n
+    expected = {
+        "copy": (0, 2 * ring),
+        "reduce": (2 * ring, 0),
+        "scatter": (0, ring),
+        "reduce_scatter": (ring, ring),
+        "all_to_all": (ring, ring),
+        "shift": (size, size),
+    }
+    for name, sent in expected.items():
+        kwargs = {"dim": 0} if name in ("scatter", "reduce_scatter") else {}
+        for part in spawn(apply, n, name, kwargs, rows):
+            assert part["sent"] == sent, name
+    for gradient, back in (("replicated", 0), ("partial", ring)):
+        for part in spawn(apply, n, "gather", {"dim": 0, "gradient": gradient}, rows):
+            assert part["sent"] == (ring, back)
+
+
+def uneven_all_to_all(rt: Runtime) -> None:
+    comm.all_to_all(torch.ones(5), rt.world)
+
+
+def test_all_to_all_refuses_what_does_not_divide() -> None:
+    with pytest.raises(RuntimeError, match="length 5 does not divide into 2 equal pieces"):
+        spawn(uneven_all_to_all, 2)
