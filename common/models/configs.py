@@ -1,0 +1,86 @@
+"""The shapes of Transformers, by name: GPT-2's and LLaMA's, from tiny to real.
+
+    config("gpt2-10m"), gpt2(layers=6, width=384, heads=6, sequence=256)
+
+BERT is `causal=False`; experts are another value of `mlp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.runtime import UsageError
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a model. Raises UsageError when the heads do not divide the width or one another."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    sequence: int
+    """The longest sequence, in tokens."""
+    vocabulary: int = 256
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    epsilon: float = 1e-5
+    positions: Literal["learned", "rotary"] = "learned"
+    rotary_base: float = 10000.0
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    tied: bool = True
+    """The head is the embedding."""
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for size in ("layers", "width", "heads", "kv_heads", "mlp_width", "sequence", "vocabulary"):
+            if getattr(self, size) < 1:
+                raise UsageError(f"a Transformer needs {size} of at least 1, not {getattr(self, size)}")
+        if self.width % self.heads:
+            below = self.width // self.heads * self.heads
+            fits = " or ".join(str(w) for w in (below, below + self.heads) if w)
+            raise UsageError(f"width {self.width} does not divide into {self.heads} heads; {fits} would")
+        if self.heads % self.kv_heads:
+            fits = ", ".join(str(g) for g in range(1, self.heads + 1) if self.heads % g == 0)
+            raise UsageError(
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads; {fits} would do"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UsageError(f"rotary positions need an even width per head, not {self.head_width}")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def gpt2(layers: int, width: int, heads: int, sequence: int, vocabulary: int = 256) -> TransformerConfig:
+    """Radford et al., "Language models are unsupervised multitask learners" (2019)."""
+    return TransformerConfig(layers, width, heads, heads, 4 * width, sequence, vocabulary)
+
+
+def llama(
+    layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, sequence: int, vocabulary: int = 256
+) -> TransformerConfig:
+    """Touvron et al., "LLaMA" (2023), with the grouped-query attention of LLaMA 2."""
+    sizes = (layers, width, heads, kv_heads, mlp_width, sequence, vocabulary)
+    return TransformerConfig(*sizes, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False)
+
+
+CONFIGS = {
+    "gpt2-tiny": gpt2(layers=2, width=64, heads=4, sequence=64),
+    "gpt2-10m": gpt2(layers=6, width=384, heads=6, sequence=256),
+    "gpt2": gpt2(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257),
+    "llama-tiny": llama(layers=2, width=64, heads=4, kv_heads=2, mlp_width=176, sequence=64),
+    "llama-10m": llama(layers=6, width=384, heads=6, kv_heads=2, mlp_width=1024, sequence=256),
+    "llama2-7b": llama(32, 4096, heads=32, kv_heads=32, mlp_width=11008, sequence=4096, vocabulary=32000),
+}
+
+
+def config(name: str) -> TransformerConfig:
+    """The configuration of that name. Raises UsageError when there is none."""
+    if name not in CONFIGS:
+        raise UsageError(f"model {name!r} is unknown; choose one of {', '.join(CONFIGS)}")
+    return CONFIGS[name]

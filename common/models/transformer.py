@@ -1,0 +1,233 @@
+"""One plain Transformer. It knows nothing of ranks: strategies come to it, never the other way.
+
+    model = Transformer(config("gpt2-10m"))          # or "llama-tiny"; configs.py has the sizes
+    logits_BSV = model(tokens_BS)
+    loss_sum, targets = cross_entropy_sum(logits_BSV, targets_BS)
+
+GPT-2 and LLaMA are configurations of the same modules under the same names, so a strategy is written once,
+for `layer.attention` (q_proj, k_proj, v_proj, o_proj), `attention.attend` (the core, between the projections)
+and `layer.mlp` (up_proj, down_proj, and gate_proj in SwiGLU). The queries, keys and values of GPT-2 are three
+matrices here, where Hugging Face fuses them, because three split by heads and one does not. Linear weights
+are [out, in]. `huggingface.py` holds the table between these names and Hugging Face's; the numbers are equal.
+
+Initial values are a function of (seed, parameter name, position): whatever part of the model a rank builds,
+it is the same part. A tied head is not a parameter: it is the embedding, used twice.
+
+    B batch  S sequence  D width  V vocabulary  H query heads  G key-value heads  K width of a head
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import random
+from common.models.configs import TransformerConfig, config
+from common.runtime import UsageError
+
+__all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
+
+
+def rotate(x_BHSK: Tensor, positions_S: Tensor, base: float) -> Tensor:
+    """Rotary position embedding (Su et al., 2021): turns the pair (k, k + K/2) by position * base^(-2k/K).
+
+    `positions_S` may also be [B, S].
+    """
+    half = x_BHSK.shape[-1] // 2
+    precise = torch.promote_types(x_BHSK.dtype, torch.float32)  # bfloat16 cannot count beyond 256
+    frequency_k = base ** (-torch.arange(half, dtype=precise, device=x_BHSK.device) / half)
+    angle_Sk = (positions_S.to(precise)[..., None] * frequency_k).unsqueeze(-3)
+    cos, sin = angle_Sk.cos().to(x_BHSK.dtype), angle_Sk.sin().to(x_BHSK.dtype)
+    a, b = x_BHSK[..., :half], x_BHSK[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v; query head h reads key-value head h // (H / G). Returns [B, H, S, K]."""
+    grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
+    return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=causal, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        D, K, bias = config.width, config.head_width, config.bias
+        self.causal, self.head_width = config.causal, K
+        self.rotary_base = config.rotary_base if config.positions == "rotary" else None
+        self.q_proj = nn.Linear(D, config.heads * K, bias)
+        self.k_proj = nn.Linear(D, config.kv_heads * K, bias)
+        self.v_proj = nn.Linear(D, config.kv_heads * K, bias)
+        self.o_proj = nn.Linear(config.heads * K, D, bias)
+        self.attend = attend
+
+    def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
+        def heads(x: Tensor) -> Tensor:  # as many as the projection gives: all, or a rank's share
+            return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+
+        q_BHSK = heads(self.q_proj(x_BSD))
+        k_BGSK = heads(self.k_proj(x_BSD))
+        v_BGSK = heads(self.v_proj(x_BSD))
+        if self.rotary_base is not None:
+            q_BHSK = rotate(q_BHSK, positions_S, self.rotary_base)
+            k_BGSK = rotate(k_BGSK, positions_S, self.rotary_base)
+        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, self.causal)
+        y_BSD: Tensor = self.o_proj(y_BHSK.transpose(1, 2).flatten(2))
+        return y_BSD
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))) with the tanh approximation of GELU, as in GPT-2."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.width, config.mlp_width, config.bias)
+        self.down_proj = nn.Linear(config.mlp_width, config.width, config.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        y_BSD: Tensor = self.down_proj(F.gelu(self.up_proj(x_BSD), approximate="tanh"))
+        return y_BSD
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, "GLU variants improve Transformer", 2020)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.mlp_width, config.bias)
+        self.up_proj = nn.Linear(config.width, config.mlp_width, config.bias)
+        self.down_proj = nn.Linear(config.mlp_width, config.width, config.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        y_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return y_BSD
+
+
+def make_norm(config: TransformerConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, config.epsilon)
+    return nn.LayerNorm(config.width, config.epsilon)
+
+
+def make_mlp(config: TransformerConfig) -> nn.Module:
+    """Any map of x_BSD to [B, S, D] can stand here; a mixture of experts is one."""
+    return SwiGLU(config) if config.mlp == "swiglu" else GeluMLP(config)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
+
+    def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_S)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Transformer(nn.Module):
+    """tokens_BS -> logits_BSV. Under `with torch.device("meta")` it has shapes and no numbers.
+
+    A part of it gets the numbers that the whole would have by
+    `initialise(model.layers[3], config, seed, prefix="layers.3.")`.
+    """
+
+    def __init__(self, config: TransformerConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device()
+        with torch.device("meta"):  # torch's own initial values would be drawn for nothing
+            self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+            learned = config.positions == "learned"
+            self.embed_positions = nn.Embedding(config.sequence, config.width) if learned else None
+            self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            self.norm = make_norm(config)
+            self.lm_head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+        self.to(dtype)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            initialise(self, config, seed)
+
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        """`positions_S` are the tokens' places in the sequence when they are not 0 to S - 1.
+
+        Raises UsageError when the sequence is longer than the learned positions.
+        """
+        if positions_S is None:
+            positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        x_BSD = self.embed(tokens_BS, positions_S)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, positions_S)
+        return self.head(x_BSD)
+
+    def embed(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+        x_BSD: Tensor = self.embed_tokens(tokens_BS)
+        if self.embed_positions is None:
+            return x_BSD
+        if tokens_BS.shape[1] > self.config.sequence:
+            raise UsageError(
+                f"a sequence of {tokens_BS.shape[1]} tokens is too long for a model with "
+                f"{self.config.sequence} learned positions"
+            )
+        x_BSD = x_BSD + self.embed_positions(positions_S)
+        return x_BSD
+
+    def head(self, x_BSD: Tensor) -> Tensor:
+        matrix = self.embed_tokens if self.lm_head is None else self.lm_head
+        logits_BSV: Tensor = F.linear(self.norm(x_BSD), matrix.weight)
+        return logits_BSV
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, sequence: int) -> int:
+        """Operations of a token's forward and backward pass: 6 * weights + 12 * layers * sequence * width.
+
+        Two a multiply-add, the backward twice the forward. The weights are those that multiply: the head, not
+        the embeddings, norms and biases (Kaplan et al., "Scaling laws", 2020, section 2.1). The second term is
+        attention, its masked half counted as if computed (Chowdhery et al., "PaLM", 2022, appendix B).
+        """
+        c = self.config
+        matrices = sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
+        return 6 * (matrices + c.vocabulary * c.width) + 12 * c.layers * sequence * c.width
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: str = "") -> None:
+    """GPT-2's initial values: weights N(0, 0.02²), smaller into the residual stream; biases 0; norms 1.
+
+    `prefix` is the module's place in the model, such as "layers.3.". The 2 * layers projections that add to
+    the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al., 2019, section 2.3).
+    """
+    for short, p in module.named_parameters():
+        name = prefix + short
+        if name.endswith("bias"):
+            p.zero_()
+        elif "norm" in name:
+            p.fill_(1)
+        else:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+            values = random.normals(seed, random.stream_of(name), p.numel())
+            p.copy_(torch.from_numpy(values * std).view(p.shape))
+
+
+def cross_entropy_sum(
+    logits_BSV: Tensor, targets_BS: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """(sum of the cross-entropies in nats, number of targets), both scalars.
+
+    The loss of a step is the first, summed over all ranks and micro-batches, divided by the second, summed
+    likewise: never a mean of means, which is another number as soon as parts differ in size.
+    """
+    precise = torch.promote_types(logits_BSV.dtype, torch.float32)
+    logits_NV, targets_N = logits_BSV.flatten(0, -2).to(precise), targets_BS.flatten()
+    total = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
+    return total, (targets_N != ignore_index).sum()
