@@ -179,7 +179,7 @@ main() {
     if [[ -f $stamp && $state == "$(cat "$stamp")" ]]; then
         echo "up to date: $venv"
     else
-        echo "installing into $venv: some minutes, and up to 6 GB where torch comes with CUDA"
+        echo "installing into $venv: some minutes and 2 GB, more where torch comes with CUDA"
         rm -f "$stamp" build/CMakeCache.txt
         make_environment
         install_packages

