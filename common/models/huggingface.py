@@ -1,0 +1,243 @@
+"""Weights in Hugging Face's layout: a folder with config.json and model.safetensors, for GPT-2 and LLaMA.
+
+    model = read_huggingface(Path("gpt2"))
+    write_huggingface(model, Path("out"))             # transformers' from_pretrained(out) gives the same logits
+
+The tables below are the whole difference. LLaMA's weights only have other names. GPT-2 keeps query, key and value
+in one matrix and stores its four matrices [in, out] (`Conv1D`); here all are [out, in].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.models.configs import TransformerConfig
+from common.models.transformer import Transformer
+from common.runtime import UsageError
+
+Json = dict[str, Any]
+
+# Hugging Face's module: ours; * is the layer's number. Several of ours are one of theirs, stacked on `out`.
+GPT2 = {
+    "transformer.wte": ["embed_tokens"],
+    "transformer.wpe": ["embed_positions"],
+    "transformer.h.*.ln_1": ["layers.*.attention_norm"],
+    "transformer.h.*.attn.c_attn": [f"layers.*.attention.{x}_proj" for x in "qkv"],
+    "transformer.h.*.attn.c_proj": ["layers.*.attention.o_proj"],
+    "transformer.h.*.ln_2": ["layers.*.mlp_norm"],
+    "transformer.h.*.mlp.c_fc": ["layers.*.mlp.up_proj"],
+    "transformer.h.*.mlp.c_proj": ["layers.*.mlp.down_proj"],
+    "transformer.ln_f": ["norm"],
+    "lm_head": ["lm_head"],
+}
+LLAMA = {
+    "model.embed_tokens": ["embed_tokens"],
+    "model.layers.*.input_layernorm": ["layers.*.attention_norm"],
+    **{f"model.layers.*.self_attn.{x}_proj": [f"layers.*.attention.{x}_proj"] for x in "qkvo"},
+    "model.layers.*.post_attention_layernorm": ["layers.*.mlp_norm"],
+    **{f"model.layers.*.mlp.{x}_proj": [f"layers.*.mlp.{x}_proj"] for x in ("gate", "up", "down")},
+    "model.norm": ["norm"],
+    "lm_head": ["lm_head"],
+}
+TABLES = {"gpt2": GPT2, "llama": LLAMA}
+# config.json: our field and theirs
+FIELDS = {
+    "gpt2": {
+        "layers": "n_layer",
+        "width": "n_embd",
+        "heads": "n_head",
+        "mlp_width": "n_inner",
+        "sequence": "n_positions",
+        "epsilon": "layer_norm_epsilon",
+        "vocabulary": "vocab_size",
+        "tied": "tie_word_embeddings",
+    },
+    "llama": {
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "mlp_width": "intermediate_size",
+        "sequence": "max_position_embeddings",
+        "epsilon": "rms_norm_eps",
+        "rotary_base": "rope_theta",
+        "vocabulary": "vocab_size",
+        "tied": "tie_word_embeddings",
+    },
+}
+STYLE: dict[str, Json] = {
+    "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "causal": True},
+    "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu", "bias": False, "causal": True},
+}
+# What config.json may ask for and this Transformer does not do: any other value is refused.
+ONLY: dict[str, dict[str, tuple[object, ...]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    "llama": {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "rope_scaling": (None,),
+        "rope_type": ("default",),
+    },
+}
+# Not weights: masks and tables that old files carry, and the head of a model whose head is its embedding.
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
+
+
+def model_type(config: TransformerConfig) -> str:
+    """The architecture of Hugging Face's that this is. Raises UsageError when it is none."""
+    for kind, style in STYLE.items():
+        same = all(getattr(config, field) == value for field, value in style.items())
+        if same and ("kv_heads" in FIELDS[kind] or config.kv_heads == config.heads):
+            return kind
+    raise UsageError(f"only GPT-2 and LLaMA have a layout of Hugging Face's here, not {config}")
+
+
+def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool]]:
+    """(their parameter, ours, whether theirs is transposed) for the whole model."""
+    for theirs, ours in TABLES[model_type(config)].items():
+        if theirs == "lm_head" and config.tied:
+            continue
+        has_bias = config.bias and not theirs.endswith(("wte", "wpe", "lm_head"))
+        for layer in range(config.layers) if "*" in theirs else [0]:
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                names = [f"{name}.{kind}".replace("*", str(layer)) for name in ours]
+                transposed = kind == "weight" and ".c_" in theirs
+                yield f"{theirs}.{kind}".replace("*", str(layer)), names, transposed
+
+
+def to_huggingface(config: TransformerConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights, or their gradients, under Hugging Face's names and in its shapes."""
+    out = {}
+    for theirs, names, transposed in _pairs(config):
+        x = torch.cat([ours[name].detach() for name in names])
+        out[theirs] = x.T.contiguous() if transposed else x
+    return out
+
+
+def write_huggingface(model: Transformer, folder: Path) -> None:
+    """Writes config.json and model.safetensors; a failure leaves neither file half-written.
+
+    Raises UsageError when the folder cannot be written or the model is neither GPT-2 nor LLaMA.
+    """
+    weights = to_huggingface(model.config, dict(model.named_parameters()))
+    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    config = json.dumps({**_write_config(model.config), "dtype": dtype}, indent=2) + "\n"
+    partial = folder / ".partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, partial, metadata={"format": "pt"})
+        partial.replace(folder / "model.safetensors")
+        partial.write_text(config)
+        partial.replace(folder / "config.json")
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise UsageError(f"cannot write the model to {folder}: {error}") from None
+
+
+@torch.no_grad()
+def read_huggingface(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a folder, on the CPU. Of the files, one matrix at a time is in memory.
+
+    Raises UsageError for a missing, truncated or unknown file, and for what this Transformer does not do.
+    """
+    config = _read_config(folder / "config.json")
+    with torch.device("meta"):
+        model = Transformer(config, dtype=dtype)
+    model.to_empty(device="cpu")
+    ours, stored = dict(model.named_parameters()), _stored(folder, model_type(config))
+    for theirs, names, transposed in _pairs(config):
+        if theirs not in stored:
+            raise UsageError(f"{folder} has no weight {theirs}")
+        file, name = stored.pop(theirs)
+        with _open(file) as weights:
+            x = weights.get_tensor(name)
+        parts = [ours[name] for name in names]
+        needed = [sum(len(p) for p in parts), *parts[0].shape[1:]]
+        x = x.T if transposed and x.dim() == 2 else x
+        if list(x.shape) != needed:
+            raise UsageError(f"{theirs} in {file} has shape {list(x.shape)}, config.json asks for {needed}")
+        for p, piece in zip(parts, x.split([len(p) for p in parts]), strict=True):
+            p.copy_(piece)
+    if unknown := [name for name in stored if not name.endswith(IGNORED)]:
+        raise UsageError(f"{folder} has a weight that this model has no place for: {unknown[0]}")
+    return model
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from None
+
+
+def _stored(folder: Path, kind: str) -> dict[str, tuple[Path, str]]:
+    """Where each weight is: its file and its name there. Large models are in several files with an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = {name: folder / file for name, file in _read_json(index).get("weight_map", {}).items()}
+    else:
+        with _open(folder / "model.safetensors") as weights:
+            files = dict.fromkeys(weights.keys(), folder / "model.safetensors")
+    bare = kind == "gpt2" and "wte.weight" in files  # saved as a GPT2Model, without its head
+    return {f"transformer.{name}" if bare else name: (file, name) for name, file in files.items()}
+
+
+def _read_json(file: Path) -> Json:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"cannot read {file}: it is not a JSON object")
+    return content
+
+
+def _read_config(file: Path) -> TransformerConfig:
+    theirs = _read_json(file)
+    kind = theirs.get("model_type")
+    if kind not in TABLES:
+        raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2 and llama can be read")
+    defaults = {"rope_theta": 10000.0, "rope_type": "default", "tie_word_embeddings": kind == "gpt2"}
+    theirs = {**defaults, **(theirs.get("rope_parameters") or {}), **theirs}
+    for key, allowed in ONLY[kind].items():
+        if theirs.get(key, allowed[0]) not in allowed:
+            raise UsageError(f"{file}: {key} is {theirs[key]!r}; only {allowed[0]!r} can be read")
+    sizes: Json = {ours: theirs.get(name) for ours, name in FIELDS[kind].items()}
+    sizes["kv_heads"] = sizes.get("kv_heads") or sizes["heads"]
+    if kind == "gpt2" and sizes["width"] is not None:
+        sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
+    if missing := [FIELDS[kind].get(ours, ours) for ours, value in sizes.items() if value is None]:
+        raise UsageError(f"{file} does not say {missing[0]}")
+    config = TransformerConfig(**sizes, **STYLE[kind])
+    if theirs.get("head_dim") not in (None, config.head_width):
+        raise UsageError(f"{file}: head_dim is {theirs['head_dim']}; only {config.head_width} can be read")
+    return config
+
+
+def _write_config(config: TransformerConfig) -> Json:
+    kind = model_type(config)
+    theirs: Json = {"model_type": kind, "bos_token_id": None, "eos_token_id": None}
+    theirs |= {name: getattr(config, ours) for ours, name in FIELDS[kind].items()}
+    if kind == "gpt2":  # its dropout is not 0 by default
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return theirs | {"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"} | dropout
+    rope = {"rope_type": "default", "rope_theta": config.rotary_base}
+    return theirs | {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rope_parameters": rope}
