@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,26 +95,30 @@ def _address(launch: Launch) -> tuple[str, int]:
 
 
 def _store(launch: Launch, timeout: float) -> dist.Store:
-    """The store in which ranks find one another: in rank 0's process, or in torchrun's agent."""
+    """The store in which ranks find one another and say that they failed.
+
+    A file when mpirun started all ranks on one host: it needs no port and outlives any rank. Otherwise TCP,
+    served by torchrun's agent or by rank 0.
+    """
     if launch.world_size == 1:
         return dist.HashStore()
     host, port = _address(launch)
-    serve = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    wait = timedelta(seconds=timeout)
+    wait, serve = timedelta(seconds=timeout), launch.rank == 0
     try:
-        if port:
-            store = dist.TCPStore(host, port, None, serve, wait, wait_for_workers=False)
-        else:
-            from mpi4py import MPI  # only mpirun leaves the address open
+        if not port:
+            from mpi4py import MPI
 
+            if launch.world_size == launch.local_world_size:
+                return dist.FileStore(MPI.COMM_WORLD.bcast(_temporary_file() if serve else None), -1)
             if serve:
                 store = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False)
             host, port = MPI.COMM_WORLD.bcast((socket.gethostname(), store.port) if serve else None)
-            if not serve:
-                host = "127.0.0.1" if launch.world_size == launch.local_world_size else host
-                store = dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
+            return store if serve else dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
+        serve = serve and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(host, port, None, serve, wait, wait_for_workers=False)
+        return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "in use" in str(error):
+        if serve and "in use" in str(error):
             raise UsageError(
                 f"port {port} on {host} is already in use; set MASTER_PORT to a free one, such as {_free_port()}"
             ) from None
@@ -120,7 +126,14 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
             f"rank {launch.rank} found no answer at {host}:{port} within {timeout:g} s: "
             f"is rank 0 started there, and is the port open?"
         ) from None
-    return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _temporary_file() -> str:
+    """An empty file that goes when this process ends in good order."""
+    handle, path = tempfile.mkstemp(prefix="ranks-")
+    os.close(handle)
+    atexit.register(os.unlink, path)
+    return path
 
 
 def _free_port() -> int:

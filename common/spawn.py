@@ -11,8 +11,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,7 +46,7 @@ class RankError(RuntimeError):
 
 def _rank(
     launch: Launch,
-    port: int,
+    meeting: str,
     device: str,
     backend: str,
     timeout: float,
@@ -60,11 +62,7 @@ def _rank(
         pipe.send((False, report))
 
     try:
-        store: dist.Store = dist.HashStore()
-        if launch.world_size > 1:
-            wait_for = timedelta(seconds=timeout)
-            server = dist.TCPStore("127.0.0.1", port, None, False, wait_for, wait_for_workers=False)
-            store = dist.PrefixStore("run0", server)
+        store = dist.FileStore(meeting, -1)
         with session(launch, store, device, backend, timeout, show=tell) as rt:
             fn, args = pickle.loads(task)
             result = pickle.dumps(fn(rt, *args))
@@ -92,8 +90,8 @@ def spawn(
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    watch = dist.PrefixStore("run0", store)
+    folder = tempfile.mkdtemp(prefix="spawn-")
+    meeting = os.path.join(folder, "store")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
@@ -102,17 +100,18 @@ def spawn(
     for rank in range(world_size):
         here, there = context.Pipe()
         launch = Launch("spawn", rank, world_size, rank, world_size)
-        given = (launch, store.port, device, backend, timeout, there, environment, task)
+        given = (launch, meeting, device, backend, timeout, there, environment, task)
         process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)
         process.start()
         there.close()
         ranks[here] = (rank, process)
     try:
-        return _collect(ranks, watch, timeout)
+        return _collect(ranks, dist.FileStore(meeting, -1), timeout)
     finally:
         for _, process in ranks.values():
             process.kill()
             process.join()
+        shutil.rmtree(folder)
 
 
 def _collect(ranks: Ranks, store: dist.Store, timeout: float) -> list[Any]:

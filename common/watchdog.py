@@ -82,7 +82,7 @@ class Watchdog(threading.Thread):
         super().__init__(daemon=True, name="watchdog")
         self.show = show
         # its own connection: a look must not wait behind another thread's call
-        self.store: dist.Store = store.clone() if isinstance(store, dist.PrefixStore) else store  # type: ignore[attr-defined]
+        self.store: dist.Store = store.clone() if world_size > 1 else store  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
         self.holds_store = holds_store and rank == 0
         self.done = threading.Event()
