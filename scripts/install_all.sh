@@ -122,7 +122,8 @@ make_environment() {
         [[ $have == "$want" || ${have%.*} == "${want%.*}" ]] ||
             fail "$venv holds $have, asked for is $want; remove that folder, or name another with VENV="
     fi
-    pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
+    # venv writes `activate` last: without it, an earlier run was cut short
+    { [[ -f $venv/bin/activate ]] && pip --version >/dev/null 2>&1; } || "$python" -m venv "$venv"
 }
 
 install_packages() {

@@ -15,26 +15,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = (
-    "bash",
-    "cat",
-    "chmod",
-    "cp",
-    "dirname",
-    "env",
-    "grep",
-    "mkdir",
-    "nproc",
-    "rm",
-    "sh",
-    "touch",
-    "uname",
-)
+TOOLS = "bash cat chmod cp dirname env grep mkdir nproc rm sh touch uname"
 
 # Answers `-m venv` and `-m pip` in an instant and notes the calls; everything else goes to the real interpreter.
 PYTHON = f"""#!/bin/sh
 case "$*" in
-"-m venv "*) mkdir -p "$3/bin" "$3/etc" && cp "$0" "$3/bin/python" && cp "${{0%/*}}/cmake" "$3/bin/cmake" ;;
+"-m venv "*)
+    mkdir -p "$3/bin" "$3/etc"
+    [ -e "$3/bin/python" ] || cp "$0" "$3/bin/python"
+    if [ "$FAILS" = venv ]; then exit 1; fi
+    touch "$3/bin/activate" ;;
 *"pip --disable-pip-version-check --version") ;;
 "-m pip "*)
     echo "$*" >>"$CALLS"
@@ -67,7 +57,7 @@ class Machine:
         (self.root / "scripts").mkdir(parents=True)
         for name in ("requirements.txt", "pyproject.toml", "scripts/install_all.sh"):
             shutil.copy(ROOT / name, self.root / name)
-        for tool in TOOLS:
+        for tool in TOOLS.split():
             (self.bin / tool).symlink_to(shutil.which(tool) or tool)
         program(self.bin / "python3", PYTHON)
         program(self.bin / "cmake", CMAKE)
@@ -172,8 +162,10 @@ def test_interrupted_run_is_completed(machine: Machine) -> None:
     machine.setup()
     calls = [call for call in machine.calls.read_text().splitlines() if "pip" in call]
     shutil.rmtree(machine.venv)
+    assert machine.setup(FAILS="venv").returncode != 0
     for call in calls:
         assert machine.setup(FAILS=call).returncode != 0
+        assert (machine.venv / "bin/activate").exists()
         assert machine.calls.read_text().splitlines()[-1] == call
     assert "up to date" not in machine.setup().stdout
     assert "up to date" in machine.setup().stdout
