@@ -152,7 +152,7 @@ def session(
     show: Callable[[str], None] = show_on_stderr,
 ) -> Iterator[Runtime]:
     """A process group over `store` that always ends. Raises RankFailed on every rank once one has failed."""
-    watchdog = Watchdog(store, launch.rank, launch.world_size, launch.launcher != "spawn", show)
+    watchdog = Watchdog(store, launch.rank, launch.world_size, show)
     try:
         chosen, backend = _choose(launch, device, backend)
         if launch.local_world_size > 1:

@@ -8,6 +8,7 @@ fork. `forkserver` is the safe form: a server without threads imports torch once
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -80,13 +81,15 @@ def spawn(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
+    limit: float | None = 0.0,
     device: str = "cpu",
     backend: str = "gloo",
 ) -> list[Any]:
     """The results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
 
     fn must be importable by name (a function of a module), its arguments and results picklable.
-    timeout: seconds, for the whole call and for every wait inside it.
+    timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
+    left out, None for no limit.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands.
     """
@@ -106,7 +109,7 @@ def spawn(
         there.close()
         ranks[here] = (rank, process)
     try:
-        return _collect(ranks, dist.FileStore(meeting, -1), timeout)
+        return _collect(ranks, dist.FileStore(meeting, -1), timeout if limit == 0.0 else limit or math.inf)
     finally:
         for _, process in ranks.values():
             process.kill()
@@ -114,13 +117,13 @@ def spawn(
         shutil.rmtree(folder)
 
 
-def _collect(ranks: Ranks, store: dist.Store, timeout: float) -> list[Any]:
+def _collect(ranks: Ranks, store: dist.Store, limit: float) -> list[Any]:
     """Each rank's result, or RankError as `spawn` describes."""
     results: dict[int, Any] = {}
     report, code = "", 1
-    open_pipes, end = dict(ranks), time.monotonic() + timeout
+    open_pipes, end = dict(ranks), time.monotonic() + limit
     while open_pipes and time.monotonic() < end:
-        for pipe in wait(list(open_pipes), max(0.0, end - time.monotonic())):
+        for pipe in wait(list(open_pipes), min(3600.0, max(0.0, end - time.monotonic()))):
             assert isinstance(pipe, Connection)
             rank, process = open_pipes[pipe]
             try:
@@ -141,15 +144,15 @@ def _collect(ranks: Ranks, store: dist.Store, timeout: float) -> list[Any]:
                 end = min(end, time.monotonic() + END_WITHIN)
     late = [rank for rank, _ in open_pipes.values() if rank not in results]
     if late and not report:
-        report = _timed_out(late, store, timeout)
+        report = _timed_out(late, store, limit)
     if report or len(results) < len(ranks):
         raise RankError(report or "a rank ended without a result", code)
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _timed_out(late: list[int], store: dist.Store, timeout: float) -> str:
+def _timed_out(late: list[int], store: dist.Store, limit: float) -> str:
     store.set("failure", "timeout")
-    lines = [f"ranks {late} did not return within {timeout:g} s:"]
+    lines = [f"ranks {late} did not return within {limit:g} s:"]
     for rank in late:
         try:
             store.wait([f"where/{rank}"], timedelta(seconds=2))

@@ -76,15 +76,12 @@ def where(frame: FrameType | None) -> str:
 class Watchdog(threading.Thread):
     """Watches over one rank of a world; see the top of the file."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, holds_store: bool, show: Callable[[str], None]
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, show: Callable[[str], None]) -> None:
         super().__init__(daemon=True, name="watchdog")
         self.show = show
         # its own connection: a look must not wait behind another thread's call
         self.store: dist.Store = store.clone() if world_size > 1 else store  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
-        self.holds_store = holds_store and rank == 0
         self.done = threading.Event()
         self.someone_failed = False
         self.main = threading.main_thread().ident
@@ -103,11 +100,13 @@ class Watchdog(threading.Thread):
             )
 
     def finish(self, timeout: float) -> None:
-        """A clean end: the rank that holds the store leaves last."""
+        """A clean end: all leave together, since others may still be connecting to this rank, or need its store."""
         if self.world_size > 1:
             self.store.set(f"done/{self.rank}", "")
-            if self.holds_store:
-                self._missing("done", timeout)
+            blocked_in.update(op="the end of the run", axis="world", since=time.perf_counter())
+            if missing := self._missing("done", timeout):
+                raise RuntimeError(f"ranks {missing} have not come to their end within {timeout:g} s")
+            blocked_in.clear()
         self.done.set()
 
     def run(self) -> None:
@@ -120,7 +119,8 @@ class Watchdog(threading.Thread):
                 failed = True
                 self.show(f"rank {self.rank}: {STORE_GONE}")
             if failed:
-                self._answer(where(sys._current_frames().get(self.main or 0)))
+                if not self.someone_failed:
+                    self._answer(where(sys._current_frames().get(self.main or 0)))
                 if not self.done.wait(GRACE):
                     sys.stdout.flush()
                     os._exit(1)
@@ -134,6 +134,7 @@ class Watchdog(threading.Thread):
                 self._answer(_where_raised(error))
                 with suppress(RuntimeError):
                     self.store.wait(["shown"], timedelta(seconds=GRACE))
+                time.sleep(3 * LOOK_EVERY)  # the first to fail ends first: launchers blame the first to end
                 return ended
             self.store.set("failure", report)
             if isinstance(error, RuntimeError) and blocked_in:
@@ -143,8 +144,7 @@ class Watchdog(threading.Thread):
         self.show(report)
         with suppress(RuntimeError):
             self.store.set("shown", "")
-        if self.holds_store:
-            time.sleep(2 * LOOK_EVERY)  # let the others read it before this process ends
+        time.sleep(2 * LOOK_EVERY)  # the store may end with this process: let the others read it
         return ended
 
     def _answer(self, place: str) -> None:

@@ -1,0 +1,113 @@
+"""What every lesson's command line shares: options, three ways to start, exit codes.
+
+    python file.py --nproc 4        torchrun --nproc_per_node=4 file.py        mpirun -np 4 python file.py
+
+A lesson ends with `run(main, Options)`; `main(rt, options)` runs on every rank and returns whether what it
+set out to prove holds. Exit code 0: proved; 1: it differs, or a rank failed; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import torch
+import tyro
+from rich.console import Console
+
+from common.launch import resolve
+from common.runtime import Runtime, runtime
+from common.spawn import RankError, spawn
+from common.watchdog import UsageError
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass
+class LessonOptions:
+    """Options that all lessons share."""
+
+    nproc: int | None = None
+    """Ranks to start on this machine; leave it out under torchrun, mpirun and srun."""
+    steps: int = 3
+    """Training steps."""
+    seed: int = 0
+    """Seed of the weights and of the batches."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """Type of weights and gradients."""
+    device: Annotated[str, tyro.conf.arg(metavar="{auto,cpu,cuda}")] = "auto"
+    """Where tensors live; auto takes a GPU when there is one."""
+    backend: Annotated[str, tyro.conf.arg(metavar="{auto,gloo,nccl}")] = "auto"
+    """Who carries the messages; auto takes NCCL when each rank has its own GPU."""
+    timeout: float = 60.0
+    """Seconds, the longest that any wait may last."""
+    data: Path | None = None
+    """Text to train on: a file or a folder; Python's standard library when left out."""
+    json: Path | None = None
+    """File to which the records of this run are appended, one JSON object a line."""
+    trace: Path | None = None
+    """Folder for a Chrome trace of all ranks."""
+    plot: Path | None = None
+    """File for this lesson's picture."""
+
+
+O = TypeVar("O", bound=LessonOptions)  # noqa: E741
+
+
+def console(rt: Runtime) -> Console:
+    """Prints on rank 0 and nowhere else; 110 columns when it is not a terminal."""
+    out = Console(quiet=rt.rank != 0, highlight=False)
+    return out if out.is_terminal else Console(quiet=rt.rank != 0, highlight=False, width=110)
+
+
+def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:
+    """Append records to a file, one JSON object a line. Raises UsageError when it cannot be written."""
+    if path is None:
+        return
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def run(main: Callable[[Runtime, O], bool], options_type: type[O]) -> NoReturn:
+    """Parse the command line, run `main` on every rank, exit."""
+    options = tyro.cli(options_type, description=sys.modules[main.__module__].__doc__)
+    try:
+        sys.exit(0 if _start(main, options) else 1)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.code)
+
+
+def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
+    launch = resolve()
+    if options.nproc is not None and options.nproc < 1:
+        raise UsageError(f"--nproc {options.nproc}: at least 1 rank is needed")
+    if launch.launcher == "none" and (options.nproc or 1) > 1:
+        return all(
+            spawn(
+                main,
+                options.nproc or 1,
+                options,
+                timeout=options.timeout,
+                limit=None,
+                device=options.device,
+                backend=options.backend,
+            )
+        )
+    if options.nproc not in (None, launch.world_size):
+        raise UsageError(
+            f"--nproc {options.nproc} contradicts {launch.launcher}, which started {launch.world_size} ranks; "
+            f"leave --nproc out under a launcher"
+        )
+    with runtime(options.device, options.backend, options.timeout) as rt:
+        return main(rt, options)
