@@ -1,0 +1,125 @@
+// Python module dp_mpi: the data-parallel MLP on numpy arrays and an mpi4py communicator.
+#include <map>
+#include <memory>
+#include <variant>
+
+#include "dp_mpi.hpp"
+#include "fived/python.hpp"
+
+namespace {
+
+using namespace fived;
+
+/// One Python class for both types of arithmetic.
+class Model {
+  public:
+    virtual ~Model() = default;
+    virtual double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y,
+                                      std::size_t global_count, std::size_t micro_batches) = 0;
+    virtual double gradient_norm() = 0;
+    virtual void sgd(double rate) = 0;
+    virtual void adamw(double rate, std::pair<double, double> betas, double epsilon, double decay) = 0;
+    virtual py::dict values(bool gradients) = 0;
+    virtual void set_weights(const std::map<std::string, py::array>& weights) = 0;
+    virtual std::size_t bytes_sent() const = 0;
+    virtual double exposed_seconds() const = 0;
+};
+
+template <class T>
+class ModelOf final : public Model {
+  public:
+    ModelOf(const std::vector<int>& sizes, const py::object& comm, std::uint64_t seed, double bucket_mb,
+            Reduction reduction) {
+        if (!comm.is_none()) comm_.emplace(communicator(comm));
+        const py::gil_scoped_release waiting;
+        model_.emplace(sizes, seed, comm_ ? &*comm_ : nullptr, std::size_t(bucket_mb * 1e6), reduction);
+    }
+    double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y, std::size_t global_count,
+                              std::size_t micro_batches) override {
+        const Array<T> x_BI = Array<T>::ensure(x);
+        const MatrixView<const T> view = matrix(x_BI);
+        const auto targets = readable(y);
+        const py::gil_scoped_release waiting;
+        return model_->loss_and_gradients(view, targets, global_count, micro_batches);
+    }
+    double gradient_norm() override { return model_->gradient_norm(); }
+    void sgd(double rate) override {
+        sgd_.rate = rate;
+        model_->step(sgd_);
+    }
+    void adamw(double rate, std::pair<double, double> betas, double epsilon, double decay) override {
+        adamw_.rate = rate, adamw_.beta1 = betas.first, adamw_.beta2 = betas.second;
+        adamw_.epsilon = epsilon, adamw_.decay = decay;
+        model_->step(adamw_);
+    }
+    py::dict values(bool gradients) override {
+        const std::span<T> flat = gradients ? model_->mlp().gradients() : model_->mlp().weights();
+        py::dict named;
+        for (const Parameter& p : model_->mlp().parameters()) {
+            py::array_t<T> copy(p.size(), flat.data() + p.offset);
+            named[p.name.c_str()] = is_bias(p) ? copy : py::array_t<T>(copy.reshape({p.rows, p.columns}));
+        }
+        return named;
+    }
+    void set_weights(const std::map<std::string, py::array>& weights) override {
+        for (const Parameter& p : model_->mlp().parameters()) {
+            const auto found = weights.find(p.name);
+            if (found == weights.end()) throw std::invalid_argument("no weights for " + p.name);
+            const Array<T> values = Array<T>::ensure(found->second);
+            if (std::size_t(values.size()) != p.size())
+                throw std::invalid_argument(p.name + " has " + std::to_string(p.size()) +
+                                            " elements; given " + std::to_string(values.size()));
+            std::ranges::copy(readable(values), model_->mlp().weights().begin() + p.offset);
+        }
+    }
+    std::size_t bytes_sent() const override { return model_->bytes_sent(); }
+    double exposed_seconds() const override { return model_->exposed_seconds(); }
+
+  private:
+    static bool is_bias(const Parameter& p) { return p.name.ends_with("bias"); }
+
+    std::optional<Communicator> comm_;
+    std::optional<DataParallelMlp<T>> model_;
+    Sgd sgd_;
+    AdamW<T> adamw_;
+};
+
+std::unique_ptr<Model> make(const std::vector<int>& sizes, const std::string& dtype, const py::object& comm,
+                            std::uint64_t seed, double bucket_mb, const std::string& reduction) {
+    if (dtype != "float64" && dtype != "float32")
+        throw std::invalid_argument("dtype is " + dtype + "; it is float64 or float32");
+    if (reduction != "overlapped" && reduction != "ring")
+        throw std::invalid_argument("reduction is " + reduction + "; it is overlapped or ring");
+    const Reduction how = reduction == "ring" ? Reduction::ring : Reduction::overlapped;
+    if (dtype == "float64") return std::make_unique<ModelOf<double>>(sizes, comm, seed, bucket_mb, how);
+    return std::make_unique<ModelOf<float>>(sizes, comm, seed, bucket_mb, how);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(dp_mpi, module) {
+    using namespace py::literals;
+    module.doc() = "Data parallelism by MPI: an MLP whose gradients are summed over an mpi4py communicator.";
+    py::class_<Model>(module, "MLP",
+                      "The MLP of common/models/mlp.py on every rank of comm; serial when comm is None.")
+        .def(py::init(&make), "sizes"_a, "dtype"_a = "float64", "comm"_a = py::none(), "seed"_a = 0,
+             "bucket_mb"_a = 1.0, "reduction"_a = "overlapped")
+        .def("loss_and_gradients", &Model::loss_and_gradients, "x"_a, "y"_a, "global_count"_a,
+             "micro_batches"_a = 1,
+             "This rank's samples x [B, inputs], y [B] uint8 of a global batch of global_count. Returns its "
+             "loss.")
+        .def("gradient_norm", &Model::gradient_norm, "2-norm of all gradients of the global batch.")
+        .def("sgd", &Model::sgd, "rate"_a, py::call_guard<py::gil_scoped_release>())
+        .def("adamw", &Model::adamw, "rate"_a = 1e-3, "betas"_a = std::pair(0.9, 0.999), "epsilon"_a = 1e-8,
+             "decay"_a = 0.01, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "weights", [](Model& model) { return model.values(false); },
+            "Copies by name, layers.0.weight [O, I] ...")
+        .def(
+            "gradients", [](Model& model) { return model.values(true); }, "Copies by name.")
+        .def("set_weights", &Model::set_weights, "weights"_a, "All of them, by name, on every rank.")
+        .def_property_readonly("bytes_sent", &Model::bytes_sent,
+                               "Bytes of gradients this rank sent in the last step.")
+        .def_property_readonly("exposed_seconds", &Model::exposed_seconds,
+                               "Seconds in MPI in the last step.");
+}

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <bit>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -14,9 +15,9 @@
 
 namespace fived {
 
-/// Bytes of a message of the ring: small enough that a message is added while it is still in the cache, and
-/// that the next is under way meanwhile.
-inline std::size_t ring_message = 128 * 1024;
+/// Bytes of a message of the ring: a message is added while the next is under way; shorter ones overlap
+/// better, but each costs a handshake.
+inline std::size_t ring_message = std::size_t{1} << 20;
 
 /// One turn of the ring: P-1 steps, in each of which every rank passes one piece to the next rank. Rank r
 /// first sends piece `first`; what it receives it adds to its own (`add`) or keeps, and passes on in the next
@@ -34,10 +35,10 @@ std::size_t ring_turn(const Communicator& comm, std::span<T> data, int first, bo
     };
     const auto received = [&](std::size_t k) { return sent(k + messages); };
 
-    std::vector<T> scratch(add ? 2 * (largest / messages + 1) : 0);
+    const std::size_t half = add ? largest / messages + 1 : 0;  // two landings: one fills while one is added
+    const auto scratch = std::make_unique_for_overwrite<T[]>(2 * half);
     const auto landing = [&](std::size_t k) {
-        const std::size_t n = received(k).size();
-        return add ? std::span(scratch).subspan(k % 2 * scratch.size() / 2, n) : received(k);
+        return add ? std::span(scratch.get() + k % 2 * half, received(k).size()) : received(k);
     };
     std::size_t bytes = 0;
     std::vector<Request> sends(total);

@@ -1,0 +1,80 @@
+// Our collectives against MPI's own, at uneven and tiny sizes, and the bytes they say they sent.
+#include <vector>
+
+#include "check.hpp"
+#include "fived/collectives.hpp"
+
+using namespace fived;
+
+namespace {
+
+/// Small whole numbers, so that sums are exact in any order.
+template <class T>
+std::vector<T> numbers(std::size_t n, int rank) {
+    std::vector<T> values(n);
+    for (std::size_t i = 0; i < n; ++i) values[i] = T((i * 7 + std::size_t(rank) * 13) % 32);
+    return values;
+}
+
+template <class T>
+void test_all_reduce(const Communicator& world, std::size_t n) {
+    const std::size_t P = world.size(), r = world.rank();
+    std::vector<T> expected = numbers<T>(n, world.rank());
+    world.all_reduce(std::span(expected));
+
+    std::vector<T> ring = numbers<T>(n, world.rank());
+    const std::size_t bytes = ring_all_reduce(world, std::span(ring));
+    CHECK(ring == expected);
+    CHECK(bytes == ring_all_reduce_bytes(n, sizeof(T), world.size(), world.rank()));
+    CHECK(world.all_reduce(std::uint64_t(bytes)) == 2 * (P - 1) * n * sizeof(T));
+
+    std::vector<T> doubling = numbers<T>(n, world.rank());
+    const std::size_t sent = recursive_doubling_all_reduce(world, std::span(doubling));
+    CHECK(doubling == expected);
+    const std::size_t rounds[] = {0, 0, 1, 1, 2}, extra = P == 3 && r != 1 ? 1 : 0;
+    CHECK(sent == n * sizeof(T) * (P == 3 && r == 2 ? 1 : rounds[P] + extra));
+
+    std::vector<T> scattered = numbers<T>(n, world.rank());
+    ring_reduce_scatter(world, std::span(scattered));
+    CHECK(std::ranges::equal(piece(std::span(scattered), P, r), piece(std::span(expected), P, r)));
+    ring_all_gather(world, std::span(scattered));
+    CHECK(scattered == expected);
+}
+
+void test_broadcast(const Communicator& world) {
+    for (int root = 0; root < world.size(); ++root) {
+        std::vector<float> values = numbers<float>(1000, world.rank());
+        const std::size_t bytes = tree_broadcast(world, std::span(values), root);
+        CHECK(values == numbers<float>(1000, root));
+        CHECK(world.all_reduce(std::uint64_t(bytes)) == (world.size() - 1) * 4000u);
+    }
+    std::vector<float> values(1);
+    CHECK(contains(message_of([&] { tree_broadcast(world, std::span(values), 9); }), "no rank 9"));
+}
+
+/// Ranks that bring buffers of different lengths are told so, each with its own part of the truth.
+void test_mismatch(const Communicator& world) {
+    if (world.size() != 2) return;
+    const Communicator pair = world.dup("mismatch");
+    std::vector<double> values(world.rank() == 0 ? 10 : 8);
+    const std::string message = message_of([&] { ring_all_reduce(pair, std::span(values)); });
+    CHECK(contains(message, "MPI_Irecv on 'mismatch', rank " + std::to_string(world.rank()) + " of 2"));
+    CHECK(contains(message, world.rank() == 0 ? "4 elements arrived from rank 1, 5 expected" : "runcate"));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    fived::Environment mpi(argc, argv);
+    const Communicator world = Communicator::world();
+    for (const std::size_t message : {std::size_t{64}, ring_message}) {
+        ring_message = message;  // many messages a step, then one
+        for (const std::size_t n : {0, 1, 2, 3, 5, 64, 1001, 40000}) {
+            test_all_reduce<float>(world, n);
+            test_all_reduce<double>(world, n);
+        }
+    }
+    test_broadcast(world);
+    test_mismatch(world);
+    return world.all_reduce(failures) > 0;
+}
