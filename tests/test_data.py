@@ -57,6 +57,8 @@ def test_a_part_is_what_the_whole_has_there(seed, stream, start, count, data):
 def test_normals_are_normal():
     x = random.normals(1, 2, 100_000)
     assert np.array_equal(x[70_000:], random.normal(1, 2, np.arange(70_000, 100_000)))  # across chunks
+    u = random.uniform(1, 2, [14, 15])
+    assert x[7] == np.sqrt(-2 * np.log(1 - u[0])) * np.cos(2 * np.pi * u[1])
     moments = [np.mean(x**k) for k in (1, 2, 3, 4)]
     assert np.allclose(moments, [0, 1, 0, 3], atol=0.05)
     assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 0.02

@@ -190,12 +190,12 @@ def _open(file: Path) -> Iterator[Any]:
 
 def _stored(folder: Path, kind: str) -> dict[str, tuple[Path, str]]:
     """Where each weight is: its file and its name there. Large models are in several files with an index."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.exists() and not single.exists():
         files = {name: folder / file for name, file in _read_json(index).get("weight_map", {}).items()}
     else:
-        with _open(folder / "model.safetensors") as weights:
-            files = dict.fromkeys(weights.keys(), folder / "model.safetensors")
+        with _open(single) as weights:
+            files = dict.fromkeys(weights.keys(), single)
     bare = kind == "gpt2" and "wte.weight" in files  # saved as a GPT2Model, without its head
     return {f"transformer.{name}" if bare else name: (file, name) for name, file in files.items()}
 
