@@ -1,0 +1,267 @@
+"""The course's plots: throughput, scaling, communication, bandwidth, loss, timelines.
+
+`figure` makes axes in the course's style and saves them; each other function draws into one of them.
+
+    with figure(Path("data-parallel.png"), columns=2) as (left, right):
+        throughput_bars(left, {"ddp": {1: 900.0, 2: 1700.0}}, unit="tokens/s")
+        scaling_lines(right, {"ddp": {1: 1.0, 2: 1.9}})
+
+A series keeps the colour of its place in the mapping it comes in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; yellow is too pale for lines.
+INK, FAINT = "#333333", "#8C8C8C"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", INK)
+MARKERS = "osD^vPX"
+STYLE: dict[str, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.alpha": 0.25,
+    **dict.fromkeys(
+        ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"),
+        INK,
+    ),
+    "lines.linewidth": 2,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.hashsalt": "5d-parallel",  # the same picture gives the same file
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """What is drawn and saved inside it follows the course's style."""
+    with mpl.rc_context(STYLE):
+        yield
+
+
+@contextmanager
+def figure(
+    *paths: Path, columns: int = 1, width: float = 6.4, height: float = 3.4
+) -> Iterator[tuple[Axes, ...]]:
+    """Axes side by side, saved at the end to each path (.png, .svg, .pdf). Sizes in inches."""
+    with style():
+        drawn = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(drawn)
+        yield tuple(drawn.subplots(1, columns, squeeze=False)[0])
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def colour(place: int) -> str:
+    """The colour of the series at this place; after seven they begin again."""
+    return COLOURS[place % len(COLOURS)]
+
+
+def throughput_bars(
+    axes: Axes, rates: Mapping[str, Mapping[int, float]], *, unit: str, title: str = ""
+) -> None:
+    """One bar a rank count, in a block for each implementation: name -> ranks -> rate in `unit`."""
+    ticks: dict[float, str] = {}
+    largest = max((rate for by_ranks in rates.values() for rate in by_ranks.values()), default=1.0)
+    row = 0.0
+    for place, (name, by_ranks) in enumerate(rates.items()):
+        axes.text(largest / 100, row, name, va="center", fontweight="bold", fontsize=9)
+        for ranks, rate in sorted(by_ranks.items()):
+            row += 1
+            ticks[row] = f"{ranks} rank" + "s" * (ranks > 1)
+            axes.barh(row, rate, height=0.8, color=colour(place))
+            axes.text(rate + largest / 60, row, si_text(rate), va="center", fontsize=9)
+        row += 1.4
+    axes.set(xlim=(0, largest * 1.15), ylim=(row - 0.6, -0.6), xlabel=unit, title=title)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def scaling_lines(
+    axes: Axes,
+    speed_ups: Mapping[str, Mapping[int, float]],
+    *,
+    cores: int | None = None,
+    title: str = "",
+) -> None:
+    """Speed-up over one rank: name -> ranks -> times faster; ideal is one for each rank, up to `cores`."""
+    most = max((ranks for by_ranks in speed_ups.values() for ranks in by_ranks), default=1)
+    counts = sorted({ranks for by_ranks in speed_ups.values() for ranks in by_ranks} | {1, most})
+    cores = min(cores or most, most)
+    axes.plot([1, cores, most], [1, cores, cores], "--", color=FAINT, linewidth=1.5, label="ideal")
+    for place, (name, by_ranks) in enumerate(speed_ups.items()):
+        x, y = zip(*sorted(by_ranks.items()), strict=True)
+        axes.plot(x, y, MARKERS[place % len(MARKERS)] + "-", color=colour(place), label=name)
+    if cores < most:
+        axes.axvspan(cores, most * 1.1, color=FAINT, alpha=0.12, linewidth=0)
+        where = axes.get_xaxis_transform()
+        axes.text(most * 1.08, 0.03, "ranks share cores", ha="right", fontsize=8, transform=where)
+    values = [1.0, cores, *(value for by_ranks in speed_ups.values() for value in by_ranks.values())]
+    low, high = min(values) * 0.85, max(values) * 1.15
+    ticks = [m * 2.0**power for power in range(-10, 20) for m in (1, 1.5)]
+    for axis, places in (axes.xaxis, counts), (axes.yaxis, [tick for tick in ticks if low < tick < high]):
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_locator(FixedLocator(places))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_locator(NullLocator())
+    axes.set(xlim=(0.93, most * 1.1), ylim=(low, high))
+    axes.set(xlabel="ranks", ylabel="speed-up over one rank", title=title)
+    axes.grid(axis="y")
+    axes.legend(loc="best")
+
+
+def share_bars(
+    axes: Axes, parts: Mapping[str, Mapping[str, float]], *, unit: str = "ms a step", title: str = ""
+) -> None:
+    """Time by what it went into, as shares of each row's sum: row -> part -> time; the sum stands behind."""
+    kinds = list(dict.fromkeys(kind for row in parts.values() for kind in row))
+    for y, row in enumerate(parts.values()):
+        total, left = sum(row.values()), 0.0
+        for kind, value in row.items():
+            share = value / total
+            place = kinds.index(kind)
+            axes.barh(y, share, left=left, height=0.7, color=colour(place))
+            if share > 0.07:
+                _inside(axes, left + share / 2, y, f"{share:.0%}", colour(place))
+            left += share
+        axes.text(1.01, y, f"{total:.3g} {unit}", va="center", fontsize=9)
+    axes.set_yticks(range(len(parts)), list(parts))
+    axes.set(xlim=(0, 1), ylim=(len(parts) - 0.5, -0.5), xlabel="share of the step's time")
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.spines["left"].set_visible(False)
+    _legend_above(axes, kinds, title)
+
+
+def bandwidth_lines(
+    axes: Axes,
+    bandwidths: Mapping[str, Mapping[int, float]],
+    *,
+    limit: tuple[str, float] | None = None,
+    title: str = "",
+    quantity: str = "bus bandwidth",
+) -> None:
+    """Bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit to compare it with."""
+    for place, (name, by_size) in enumerate(bandwidths.items()):
+        x, y = zip(*sorted(by_size.items()), strict=True)
+        axes.plot(x, y, MARKERS[place % len(MARKERS)] + "-", color=colour(place), label=name)
+    sizes = sorted({size for by_size in bandwidths.values() for size in by_size})
+    if limit:
+        axes.plot([sizes[0], sizes[-1]], [limit[1]] * 2, "--", color=FAINT, linewidth=1.5)
+        axes.annotate(limit[0], (sizes[0], limit[1]), (0, 3), textcoords="offset points", fontsize=9)
+    axes.set_xscale("log", base=2)
+    if len(sizes) <= 8:
+        axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_major_formatter(lambda size, _: bytes_text(size))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="message size", ylabel=f"{quantity} (GB/s)", title=title)
+    values = [value for by_size in bandwidths.values() for value in by_size.values()]
+    axes.set_ylim(0, 1.15 * max([*values, limit[1] if limit else 0.0], default=1))
+    axes.grid(axis="y")
+    axes.legend(loc="best")
+
+
+def loss_curves(
+    axes: Axes, losses: Mapping[str, Sequence[float]], *, unit: str = "nats a token", title: str = ""
+) -> None:
+    """Loss over steps: name -> loss of each step. Curves that coincide stay visible: dashes over lines."""
+    for place, (name, values) in enumerate(losses.items()):
+        dashes = "-" if place == 0 else (place * 3, (3, 3 * (len(losses) - 1) or 3))
+        width = 4.0 if place == 0 and len(losses) > 1 else 2.0
+        axes.plot(values, linestyle=dashes, linewidth=width, color=colour(place), label=name)
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y")
+    axes.legend(loc="best", handlelength=3.5)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What a rank did from `start` to `end` (seconds); the label, such as a micro-batch, stands inside."""
+
+    start: float
+    end: float
+    kind: str
+    label: str = ""
+
+
+def timeline(
+    axes: Axes,
+    rows: Mapping[str, Sequence[Interval]],
+    *,
+    unit: str = "s",
+    scale: float = 1.0,
+    kinds: Sequence[str] = (),
+    title: str = "",
+) -> None:
+    """One row a rank, coloured by kind: row -> intervals. Times are shown times `scale`, in `unit`.
+
+    `kinds` fixes the order of the colours, so that two timelines agree; what is left blank is idle.
+    """
+    kinds = list(dict.fromkeys([*kinds, *(i.kind for row in rows.values() for i in row)]))
+    end = max((i.end for row in rows.values() for i in row), default=1.0) * scale
+    for y, row in enumerate(rows.values()):
+        axes.barh(y, end, height=0.8, color=FAINT, alpha=0.12)
+        for item in row:
+            start, length = item.start * scale, (item.end - item.start) * scale
+            fill = colour(kinds.index(item.kind))
+            axes.barh(y, length, left=start, height=0.8, color=fill, edgecolor="white", linewidth=0.5)
+            if item.label and length > 0.012 * len(item.label) * end:
+                _inside(axes, start + length / 2, y, item.label, fill)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set(xlim=(0, end), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time ({unit})")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    _legend_above(axes, kinds, title)
+
+
+def bytes_text(size: float) -> str:
+    """A size in binary units, as short as can be: 4 KiB."""
+    power = min(4, int(math.log2(size) // 10)) if size >= 1 else 0
+    return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def si_text(value: float) -> str:
+    """Three digits and a prefix: 5.15k."""
+    power = min(4, max(0, int(math.log10(abs(value)) // 3))) if value else 0
+    return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
+
+
+def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
+    """Text on a coloured bar, white where the colour is dark."""
+    r, g, b = mpl.colors.to_rgb(fill)
+    dark = 0.299 * r + 0.587 * g + 0.114 * b < 0.5
+    axes.text(
+        x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black", clip_on=True
+    )
+
+
+def _legend_above(axes: Axes, kinds: Sequence[str], title: str) -> None:
+    """Colours and their names in one line over the plot, the title over it."""
+    handles = [Patch(color=colour(place), label=kind) for place, kind in enumerate(kinds)]
+    axes.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=len(kinds) or 1, handlelength=1
+    )
+    axes.set_title(title, pad=22)
