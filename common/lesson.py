@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -22,6 +23,7 @@ from rich.console import Console
 from common.launch import resolve
 from common.runtime import Runtime, runtime
 from common.spawn import RankError, spawn
+from common.utils.profiler import profiled
 from common.watchdog import UsageError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -50,7 +52,7 @@ class LessonOptions:
     json: Path | None = None
     """File to which the records of this run are appended, one JSON object a line."""
     trace: Path | None = None
-    """Folder for a Chrome trace of all ranks."""
+    """Folder for a Chrome trace of all ranks; their times are printed at the end."""
     plot: Path | None = None
     """File for this lesson's picture."""
 
@@ -90,6 +92,8 @@ def run(main: Callable[[Runtime, O], bool], options_type: type[O]) -> NoReturn:
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     launch = resolve()
+    if options.trace:
+        main = partial(profiled, options.trace, main)
     if options.nproc is not None and options.nproc < 1:
         raise UsageError(f"--nproc {options.nproc}: at least 1 rank is needed")
     if launch.launcher == "none" and (options.nproc or 1) > 1:

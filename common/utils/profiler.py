@@ -1,0 +1,235 @@
+"""Where does a rank's time go: computing, waiting for communication, hiding it, idle? For all ranks at once.
+
+    with profile(rt, trace=Path("out")) as report:
+        step()
+    console(rt).print(report.table())            # out/trace.json opens in https://ui.perfetto.dev
+
+    python common/utils/profiler.py --script your_script.py [its arguments]
+    torchrun --nproc_per_node=2 common/utils/profiler.py --trace out --script your_script.py [its arguments]
+
+torch.profiler (Kineto) records, `common.utils.timeline` says what is counted as what. A script runs unchanged, as
+`__main__`, with its own arguments and exit code, and may destroy its process group: ranks meet in the trace's folder,
+which all hosts must share. Each leaves its part there; rank 0 waits `--timeout` seconds for the others and merges.
+A script that raises shows its traceback and leaves no trace. Ranks that a script starts by `common.spawn` are
+profiled in place of the process that waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as kineto
+
+from common import comm, spawn
+from common.comm import Group
+from common.launch import resolve
+from common.runtime import Runtime
+from common.utils import timeline
+from common.utils.timeline import Event, Shares
+from common.watchdog import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass
+class Report:
+    """Each rank's shares, in rank order; filled when the profiled block ends."""
+
+    ranks: dict[int, Shares] = field(default_factory=dict)
+
+    def table(self) -> Table:
+        """One line for each rank: seconds and share of its total by class, peak memory in MB (10^6 bytes)."""
+        table = Table(
+            title="seconds by rank: compute + exposed communication + idle = total", title_justify="left"
+        )
+        cuda = any(s.cuda for s in self.ranks.values())
+        for name in ("rank", "total", "compute", "exposed", "hidden", "idle", "peak MB") + ("GPU MB",) * cuda:
+            table.add_column(name, justify="right")
+        for rank, s in self.ranks.items():
+            classes = (f"{t:.3f} {t / s.total:4.0%}" for t in (s.compute, s.exposed, s.hidden, s.idle))
+            memory = (f"{b / 1e6:.0f}" for b in (s.resident, s.cuda)[: 1 + cuda])
+            table.add_row(str(rank), f"{s.total:.3f}", *classes, *memory)
+        return table
+
+
+def peak_resident() -> int:
+    """Most bytes this process ever held in memory. Not `ru_maxrss`: a new process starts with its parent's."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _prepare(folder: Path | None) -> None:
+    """Raises UsageError for what would only show at the end, after all the work."""
+    if torch._C._autograd._profiler_enabled():
+        raise UsageError(
+            "a profiler is already running in this process; use one of --script, --trace, profile()"
+        )
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(f"trace folder {folder} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def _recorded() -> Iterator[Callable[[], tuple[Shares, list[Event]]]]:
+    """Record this process. The function it gives, called after the block, returns shares and events."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and stop on stderr
+    activities = [ProfilerActivity.CPU]
+    gpu = torch.cuda.is_available()
+    if gpu:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.reset_peak_memory_stats()
+
+    def result() -> tuple[Shares, list[Event]]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "kineto.json")
+            recorder.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text())
+        return timeline.read(trace, peak_resident(), torch.cuda.max_memory_allocated() if gpu else 0)
+
+    with kineto(activities=activities) as recorder, record_function(timeline.WINDOW):
+        yield result
+
+
+@contextmanager
+def profile(where: Runtime | Group, trace: Path | None = None) -> Iterator[Report]:
+    """Profile a block on every rank of a world or a group; the report is complete, on all of them, after it.
+
+    trace: folder for the merged Chrome trace `trace.json`, one block a folder. After the block the ranks exchange
+    seven numbers each (an all-gather, which an open ledger counts). When the block raises nothing is written.
+    Raises UsageError when the folder cannot be written or a profiler is already running.
+    """
+    group = where.world if isinstance(where, Runtime) else where
+    _prepare(trace)
+    report = Report()
+    with _recorded() as result:
+        yield report
+    shares, events = result()
+    if trace:
+        timeline.write_part(trace, group.rank, socket.gethostname(), shares, events)
+    device = "cuda" if group.pg and "nccl" in dist.get_backend(group.pg) else "cpu"
+    numbers = comm.all_gather(torch.tensor([astuple(shares)], dtype=torch.float64, device=device), group)
+    report.ranks = {rank: Shares(*row) for rank, row in enumerate(numbers.tolist())}
+    if trace and group.rank == 0:
+        timeline.merge(trace, range(group.size))
+
+
+def profiled(trace: Path, fn: Callable[..., T], rt: Runtime, *args: Any) -> T:
+    """fn(rt, *args) under `profile`; rank 0 prints the table."""
+    with profile(rt, trace) as report:
+        result = fn(rt, *args)
+    if rt.rank == 0:
+        _show(report, trace)
+    return result
+
+
+def _show(report: Report, trace: Path) -> None:
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    out.print(report.table())
+    out.print(f"trace of {len(report.ranks)} ranks: {trace / 'trace.json'} (open in ui.perfetto.dev)")
+
+
+@dataclass
+class Options:
+    """Profile a script on all its ranks."""
+
+    script: Path
+    """Python script; all that follows are its own arguments."""
+    trace: Path = Path("profile")
+    """Folder for trace.json, shared by all hosts."""
+    timeout: float = 60.0
+    """Seconds that rank 0 waits for the other ranks' traces."""
+
+
+def _run(script: Path, arguments: list[str]) -> object:
+    """Run a script as `python script arguments` would; its exit code, or what it gave to sys.exit."""
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def _wait(folder: Path, size: int, started: float, timeout: float) -> list[int]:
+    """Ranks whose parts of this run have come; older files are another run's."""
+    end = time.monotonic() + timeout
+    while True:
+        paths = {rank: timeline.part(folder, rank) for rank in range(size)}
+        here = [rank for rank, path in paths.items() if path.exists() and path.stat().st_mtime >= started]
+        if len(here) == size or time.monotonic() > end:
+            return here
+        time.sleep(0.05)
+
+
+def _profile_script(options: Options, arguments: list[str]) -> object:
+    """Run and report; returns the script's exit code."""
+    launch, started, trace = resolve(), time.time(), options.trace.resolve()  # the script may change folder
+    if not options.script.is_file():
+        raise UsageError(f"--script {options.script} is not a file; give the path of a Python script")
+    _prepare(options.trace)
+    plain, spawned = spawn.spawn, []
+
+    def spawn_profiled(fn: Callable[..., Any], world_size: int, *args: Any, **how: Any) -> list[Any]:
+        spawned.append(world_size)
+        return plain(partial(profiled, trace, fn), world_size, *args, **how)
+
+    spawn.spawn = spawn_profiled
+    with _recorded() as result:
+        code = _run(options.script, arguments)
+    if spawned:
+        return code
+    timeline.write_part(trace, launch.rank, socket.gethostname(), *result())
+    if launch.rank == 0:
+        here = _wait(trace, launch.world_size, started, options.timeout)
+        _show(Report(timeline.merge(trace, here)), options.trace)
+        if missing := sorted(set(range(launch.world_size)) - set(here)):
+            print(f"no trace from ranks {missing} within {options.timeout:g} s", file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    """The command line above."""
+    given = sys.argv[1:]
+    cut = given.index("--script") + 2 if "--script" in given else len(given)
+    options = tyro.cli(Options, args=given[:cut])
+    try:
+        sys.exit(_profile_script(options, given[cut:]))  # type: ignore[arg-type]
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    # the ranks that a script spawns must find these functions under the module's own name
+    from common.utils import profiler
+
+    profiler.main()
