@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(x: Tensor, map: Map, adjoint: Map) -> Tensor:
-    return cast(Tensor, _Linear.apply(x, map, adjoint))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Linear.apply(x, map, adjoint))
 
 
 def _same(x: Tensor) -> Tensor:

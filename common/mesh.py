@@ -58,7 +58,7 @@ class Mesh:
         if unknown := set(axes) - set(AXES):
             raise UsageError(f"axis {unknown.pop()!r} is unknown; the axes are {', '.join(AXES)}")
         wanted = tuple(a for a in AXES if a in axes and self.shape[a] > 1)
-        name = "+".join(a for a in AXES if a in axes)
+        name = "world" if set(axes) == set(AXES) else "+".join(a for a in AXES if a in axes)
         if all(self.shape[a] == 1 or a in wanted for a in AXES):
             wanted = AXES
         if wanted not in self._groups:

@@ -30,7 +30,8 @@ from common.runtime import session
 from common.watchdog import RankFailed, describe, exit_code
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
-PRELOAD = ["torch", "torch.distributed", "common.runtime"]  # imported once, before the first spawn
+# imported once, before the first spawn; optimizers import torch._dynamo
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "common.runtime", "common.models.transformer"]
 END_WITHIN = 8.0  # seconds from the first failure until the last rank is ended by force
 
 

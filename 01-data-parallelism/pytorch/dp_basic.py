@@ -1,0 +1,271 @@
+"""Data parallelism by hand: every rank holds the model, sees a part of the batch, and sums the gradients.
+
+    gradient of the loss over the global batch  =  sum over ranks of the gradients of their parts
+
+                     rank 0                rank 1                rank 2
+    batch            samples 0 1 2         samples 3 4 5         samples 6 7 8 9     (parts may differ)
+    backward         d(sum of losses)/T    d(sum of losses)/T    d(sum of losses)/T  T: targets of ALL ranks
+                        \\___________________ all-reduce ____________________/
+    gradients        the same on all ranks, so the same step of the optimizer, so the same weights
+
+Three versions, each faster than the one before and all with the same numbers:
+    naive      one all-reduce for each parameter, after the backward pass: waits for every message in turn
+    bucketed   gradients join buckets as they become ready; full buckets travel while backward goes on
+    ddp        torch.nn.parallel.DistributedDataParallel, the library's bucketed version
+
+Cost of a step: 2(n-1)/n bytes per byte of gradient and rank, whatever the version; memory: one more copy of
+the gradients (the buckets). The buckets hide the time of all but the last one behind the backward pass.
+
+    python dp_basic.py --nproc 4      torchrun --nproc_per_node=4 dp_basic.py      mpirun -np 4 python dp_basic.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from dp_training import (
+    Batches,
+    TrainingOptions,
+    Version,
+    benchmark,
+    bytes_of_run,
+    check,
+    make_model,
+    timing_table,
+    training_step,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import comm
+from common.comm import Group, Pending
+from common.equality import OPTIMIZERS, compare, follow, worst_of_world
+from common.ledger import Ledger
+from common.lesson import DTYPES, console, run, write_records
+from common.mesh import Mesh
+from common.proof import Proof
+from common.runtime import Runtime
+
+VERSIONS = ("naive", "bucketed", "ddp")
+
+
+def broadcast_model(model: nn.Module, group: Group) -> None:
+    """Give every rank the parameters and buffers of rank 0. Sends (n-1)/n of the model's bytes."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        comm.broadcast(tensor.data, group)
+
+
+def all_reduce_gradients(model: nn.Module, group: Group) -> None:
+    """The naive version: sum each gradient over the group, one after the other, in place.
+
+    A parameter that no rank used keeps its None, as on one device: AdamW decays the weights of a zero gradient
+    but leaves those of None alone. Hence the first message: one number a parameter, does this rank use it?
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    used = torch.stack([p.new_tensor(float(p.grad is not None)) for p in parameters])
+    comm.all_reduce(used, group)
+    for p, ranks in zip(parameters, used.tolist(), strict=True):
+        if ranks:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            comm.all_reduce(p.grad, group)
+
+
+@dataclass
+class Bucket:
+    """A flat piece of memory that holds the gradients of some parameters and travels as one message."""
+
+    flat: Tensor
+    views: dict[int, Tensor]  # index of the parameter: its place in `flat`
+    missing: set[int] = field(default_factory=set)
+    pending: Pending | None = None
+
+
+class DataParallel:
+    """The bucketed version.
+
+        dp = DataParallel(model, group)
+        with dp.no_sync():                  # all micro-batches but the last
+            loss(...).backward()
+        loss(...).backward()                # buckets leave while this runs
+        dp.finish()                         # p.grad is the sum over ranks; clip and step as on one device
+
+    Losses are sums over targets divided by the targets of the whole global batch, so gradients are summed,
+    never averaged, and ranks may hold unequal parts, or none. Raises RuntimeError when a second backward runs
+    before finish(): its gradients would join buckets that have left.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, bucket_mb: float = 8.0) -> None:
+        broadcast_model(model, group)
+        self.group, self.bucket_bytes = group, bucket_mb * 2**20
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.synchronising, self.order_known = True, False
+        # backward runs through the layers from the last to the first
+        self._make_buckets(reversed(range(len(self.parameters))))
+        for index, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(partial(self._ready, index))
+
+    def _make_buckets(self, order: Iterable[int]) -> None:
+        """Cut the parameters, in the order in which gradients come, into buckets of `bucket_bytes`.
+
+        The last bucket ends with one number for each parameter: how many ranks used it.
+        """
+        groups: list[list[int]] = [[]]
+        size = 0.0
+        for index in order:
+            p = self.parameters[index]
+            if groups[-1] and (size >= self.bucket_bytes or p.dtype != self.parameters[groups[-1][0]].dtype):
+                groups.append([])
+                size = 0.0
+            groups[-1].append(index)
+            size += p.numel() * p.element_size()
+        self.buckets = []
+        for members in groups:
+            sizes = [self.parameters[i].numel() for i in members]
+            tail = len(self.parameters) if members is groups[-1] else 0
+            flat = self.parameters[members[0]].new_zeros(sum(sizes) + tail)
+            pieces = torch.split(flat, [*sizes, tail])
+            views = {i: v.view_as(self.parameters[i]) for i, v in zip(members, pieces[:-1], strict=True)}
+            self.buckets.append(Bucket(flat, views))
+        self.used = pieces[-1]
+        self.place = {index: bucket for bucket in self.buckets for index in bucket.views}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.order: list[int] = []
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.missing, bucket.pending = set(bucket.views), None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate: backward passes in here send nothing."""
+        self.synchronising = False
+        try:
+            yield
+        finally:
+            self.synchronising = True
+
+    def _ready(self, index: int, p: Tensor) -> None:
+        """The hook that autograd calls when p.grad holds this backward's gradient, earlier ones included."""
+        if not self.synchronising:
+            return
+        bucket = self.place[index]
+        if index not in bucket.missing:
+            raise RuntimeError(
+                "backward ran twice before finish(): put all micro-batches but the last in no_sync()"
+            )
+        self._fill(index)
+        self.order.append(index)
+        # ranks may become ready in different orders; messages must match, so buckets leave in theirs.
+        # The last one waits for finish(), which knows what was used.
+        while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].missing:
+            self._launch()
+
+    def _fill(self, index: int) -> None:
+        """Make p.grad a view into the bucket, so that from now on autograd accumulates there."""
+        p, bucket = self.parameters[index], self.place[index]
+        view = bucket.views[index]
+        if p.grad is None:
+            view.zero_()  # unused here; another rank may have used it
+        elif p.grad.data_ptr() != view.data_ptr():
+            view.copy_(p.grad)
+            p.grad = view
+        bucket.missing.discard(index)
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self.launched]
+        bucket.pending = comm.all_reduce(bucket.flat, self.group, async_op=True)
+        self.launched += 1
+
+    def finish(self) -> None:
+        """Send what is left, wait for all buckets; then p.grad is the sum over the ranks, or None if unused."""
+        for bucket in self.buckets:
+            for index in sorted(bucket.missing):  # unused in this backward: earlier micro-batches may count
+                self._fill(index)
+        self.used.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
+        while self.launched < len(self.buckets):
+            self._launch()
+        for bucket in self.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+        for index, ranks in enumerate(self.used.tolist()):
+            self.parameters[index].grad = self.place[index].views[index] if ranks else None
+        self._settle_order()
+
+    def _settle_order(self) -> None:
+        """After the first backward, cut the buckets anew in the order that rank 0 saw; all ranks must agree."""
+        order = self.order + [i for i in reversed(range(len(self.parameters))) if i not in set(self.order)]
+        if not self.order_known:
+            agreed = torch.tensor(order, device=self.parameters[0].device)
+            comm.broadcast(agreed, self.group)
+            self._make_buckets(agreed.tolist())
+            self.order_known = True
+        self._reset()
+
+
+def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -> Version:
+    """One of the three versions around `model`."""
+    if name == "naive":
+        broadcast_model(model, rt.world)
+        return Version(model, finish=partial(all_reduce_gradients, model, rt.world))
+    if name == "bucketed":
+        dp = DataParallel(model, rt.world, o.bucket_mb)
+        return Version(model, dp.no_sync, dp.finish)
+    if rt.world_size == 1:
+        return Version(model)  # DDP needs a process group; one rank needs no DDP
+    ddp = DistributedDataParallel(model, process_group=rt.world.pg, bucket_cap_mb=o.bucket_mb)
+    return Version(ddp, ddp.no_sync, averages=True)
+
+
+def prove(rt: Runtime, o: TrainingOptions) -> bool:
+    """Train with every version and optimizer, on all ranks and on one; show what differs and what it took."""
+    mesh, alone = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    proof, ledgers = Proof(DTYPES[o.dtype]), {}
+    for optimizer in OPTIMIZERS:
+        model = make_model(o, rt.device)
+        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
+        for name in o.versions:
+            model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+            with Ledger() as ledger:
+                version = make_version(name, model, rt, o)
+                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+                found = compare(reference, follow(model, optimizer, o.steps, step, mesh))
+            # DDP's messages pass the ledger by
+            counted = None if name == "ddp" and rt.world_size > 1 else ledger.bytes()
+            formula = bytes_of_run(model, rt.world, o.steps, order=name == "bucketed")
+            proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
+            ledgers[name] = ledger
+    out = console(rt)
+    out.print(
+        proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
+    )
+    shown = "bucketed" if "bucketed" in ledgers else o.versions[0]
+    out.print(ledgers[shown].table(f"communication of rank 0: {shown}, {optimizer}, {o.steps} steps"))
+    records = benchmark(rt, replace(o, steps=5), make_version)
+    out.print(timing_table(records))
+    if rt.rank == 0:
+        proved = [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records]
+        write_records(o.json, [r.as_json() for r in proved])
+    out.print(proof.sentence())
+    return proof.holds
+
+
+def main(rt: Runtime, o: TrainingOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    check(rt, VERSIONS, o)
+    if not o.benchmark:
+        return prove(rt, o)
+    records = benchmark(rt, o, make_version)
+    console(rt).print(timing_table(records))
+    if rt.rank == 0:
+        write_records(o.json, [r.as_json() for r in records])
+    return True
+
+
+if __name__ == "__main__":
+    run(main, TrainingOptions)

@@ -1,0 +1,142 @@
+"""Parallel against one device: the same steps on both, and the largest difference of each kind, by name.
+
+    reference = follow(model, "adamw", steps, step)                  # on one device
+    parallel = follow(model, "adamw", steps, step, mesh)             # on the mesh; gathers what is split
+    compare(reference, parallel)["gradients"]    # Difference(2.2e-16, "layers.0.mlp.up_proj.weight, step 2")
+
+A difference is relative: max|a - b| / max|a| of the tensor, a from the one device. A tensor that is zero up
+to rounding (below the square root of the type's epsilon times the model's largest number) is measured on the
+model's scale: the gradient of a key bias, say, is zero because softmax does not see a shift of all scores,
+and rounding is all that is left of it.
+
+Tolerances: the same arithmetic in the same order, 0; sums in another order, 1e-12 in float64 (about 4000
+roundings of 2^-52) and 1e-5 in float32. AdamW divides by sqrt(v) + eps: where a gradient is zero up to rounding
+it enlarges that rounding by lr / eps, and it hides any constant factor on the gradients. So eps is LLaMA 2's
+1e-5 (arXiv:2307.09288, section 2.2), with which the tolerance holds, and SGD always runs beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from common import comm
+from common.mesh import AXES, Mesh
+from common.placement import gradient_norm, placement
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+KINDS = ("loss", "gradients", "gradient norm", "weights")
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5),
+}
+
+
+@dataclass
+class Followed:
+    """All that a training run leaves: per step the loss, every gradient and their norm; the last weights.
+
+    Tensors are whole and under their canonical names; a gradient that is None is left out.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative difference of one kind, and where it is."""
+
+    value: float
+    where: str
+
+
+def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
+    """The full tensor of which x is this rank's piece, as `parameter` lies on the mesh."""
+    x = x.detach().clone()
+    for axis, shard in placement(parameter).items():
+        assert mesh is not None
+        x = comm.all_gather(x, mesh.group(axis), shard.dim)
+    return x
+
+
+def follow(
+    model: nn.Module, optimizer: str, steps: int, step: Callable[[int], Tensor], mesh: Mesh | None = None
+) -> Followed:
+    """Train `steps` steps. `step(t)` leaves synchronised gradients and returns the loss of the global batch."""
+    named = dict(model.named_parameters())
+    chosen = OPTIMIZERS[optimizer](list(named.values()))
+    result = Followed()
+    for t in range(steps):
+        chosen.zero_grad()
+        result.losses.append(step(t).item())
+        result.gradients.append(
+            {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
+        )
+        if mesh is None:
+            squares = [g.double().square().sum() for g in result.gradients[-1].values()]
+            result.norms.append(math.sqrt(sum(squares, torch.zeros(())).item()))
+        else:
+            result.norms.append(gradient_norm(named.values(), mesh).item())
+        chosen.step()
+    result.weights = {name: whole(p, p, mesh) for name, p in named.items()}
+    return result
+
+
+def _largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix: str) -> Difference:
+    """The worst tensor of two dictionaries; infinite where names, shapes or finiteness do not agree."""
+    if odd := set(reference) ^ set(other):
+        return Difference(math.inf, f"{min(odd)} on one side only{suffix}")
+    worst = Difference(0.0, "")
+    model_scale = max((a.abs().max().item() for a in reference.values() if a.numel()), default=0.0)
+    for name, a in reference.items():
+        b = other[name].to(a.device)
+        if a.shape != b.shape:
+            return Difference(math.inf, f"{name}: {tuple(a.shape)} against {tuple(b.shape)}{suffix}")
+        if a.numel() == 0:
+            continue
+        scale = a.abs().max().item()
+        scale = scale if scale > math.sqrt(torch.finfo(a.dtype).eps) * model_scale else model_scale
+        value = (a - b).abs().max().item() / (scale or 1.0)
+        value = value if math.isfinite(value) else math.inf
+        if value > worst.value:
+            worst = Difference(value, name + suffix)
+    return worst
+
+
+def _scalars(values: list[float]) -> dict[str, Tensor]:
+    return {f"step {t}": torch.tensor(v, dtype=torch.float64) for t, v in enumerate(values)}
+
+
+def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
+    """The largest difference of each of KINDS. Different numbers of steps are an infinite difference."""
+    if len(reference.losses) != len(other.losses):
+        steps = f"{len(reference.losses)} against {len(other.losses)} steps"
+        return dict.fromkeys(KINDS, Difference(math.inf, steps))
+    gradients = [
+        _largest(a, b, f", step {t}")
+        for t, (a, b) in enumerate(zip(reference.gradients, other.gradients, strict=True))
+    ]
+    return {
+        "loss": _largest(_scalars(reference.losses), _scalars(other.losses), ""),
+        "gradients": max(gradients, key=lambda d: d.value),
+        "gradient norm": _largest(_scalars(reference.norms), _scalars(other.norms), ""),
+        "weights": _largest(reference.weights, other.weights, ""),
+    }
+
+
+def worst_of_world(found: dict[str, Difference], mesh: Mesh) -> dict[str, Difference]:
+    """The largest values over all ranks; the names are this rank's own."""
+    values = torch.tensor([found[kind].value for kind in KINDS], dtype=torch.float64)
+    group = mesh.group(*AXES)
+    if group.pg is not None and torch.distributed.get_backend(group.pg) == "nccl":
+        values = values.cuda()
+    comm.all_reduce(values, group, "max")
+    return {k: Difference(v, found[k].where) for k, v in zip(KINDS, values.tolist(), strict=True)}

@@ -1,0 +1,111 @@
+"""Time steps in turn, so that a machine whose speed drifts is fair to all of them, and write the records.
+
+measured = in_turn({"ours": step_a, "theirs": step_b}, rounds=7, group=rt.world)
+measured["ours"].seconds      # one number a round: the slowest rank's, between barriers
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from common import comm
+from common.comm import Group
+from common.ledger import Ledger
+
+
+@dataclass
+class Measured:
+    """Per round: seconds of the slowest rank, its seconds blocked in communication, bytes this rank sent."""
+
+    seconds: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a round."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median of the seconds."""
+        return (max(self.seconds) - min(self.seconds)) / self.median
+
+
+def in_turn(
+    cases: dict[str, Callable[[], object]], rounds: int, group: Group, warm_up: int = 2, device: str = "cpu"
+) -> dict[str, Measured]:
+    """Call every case once a round, `rounds` times, after `warm_up` rounds that do not count."""
+    measured = {name: Measured() for name in cases}
+    for round in range(-warm_up, rounds):
+        for name, case in cases.items():
+            comm.barrier(group)
+            with Ledger() as ledger:
+                start = time.perf_counter()
+                case()
+                if device != "cpu":
+                    torch.cuda.synchronize()
+                took = torch.tensor([time.perf_counter() - start, ledger.seconds()], device=device)
+            comm.all_reduce(took, group, "max")
+            if round >= 0:
+                seconds, blocked = took.tolist()
+                measured[name].seconds.append(seconds)
+                measured[name].blocked.append(blocked)
+                measured[name].sent.append(float(ledger.bytes()))
+    return measured
+
+
+def peak_memory(group: Group) -> int:
+    """Largest resident set of this process so far in bytes, or of its GPU memory; the maximum over ranks."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
+    else:
+        scale = 1 if sys.platform == "darwin" else 1024
+        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+    comm.all_reduce(peak, group, "max")
+    return int(peak.item())
+
+
+@dataclass
+class BenchmarkRecord:
+    """One line of --json: what ran, how fast, how much it sent; times in seconds, sizes in bytes.
+
+    tokens_per_step and flop_per_step are of all ranks together, bytes of one rank and step.
+    """
+
+    strategy: str
+    implementation: str
+    language: str
+    ranks: int
+    backend: str
+    dtype: str
+    model: str
+    parameters: int
+    tokens_per_step: int
+    flop_per_step: int
+    step_seconds: list[float]
+    communication_seconds: float | None
+    bytes_counted: float | None
+    bytes_formula: float
+    peak_memory_bytes: int
+    scaling: str
+    equal: bool | None = None
+    largest_difference: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The record with the number of steps and the versions that ran it."""
+        versions = {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "threads": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
+        }
+        return {**asdict(self), "steps": len(self.step_seconds), "versions": versions}
