@@ -153,7 +153,10 @@ def profiled(trace: Path, fn: Callable[..., T], rt: Runtime, *args: Any) -> T:
 def _show(report: Report, trace: Path) -> None:
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     out.print(report.table())
-    out.print(f"trace of {len(report.ranks)} ranks: {trace / 'trace.json'} (open in ui.perfetto.dev)")
+    out.print(
+        f"trace of {len(report.ranks)} ranks: {trace / 'trace.json'} (open in ui.perfetto.dev)",
+        soft_wrap=True,
+    )
 
 
 @dataclass

@@ -1,0 +1,302 @@
+"""The profiler puts time into the right class, joins the ranks' traces and leaves the script as it was."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import comm, lesson
+from common import spawn as spawning
+from common.runtime import Runtime, UsageError
+from common.spawn import RankError, spawn
+from common.utils import profiler, timeline
+from common.utils.profiler import Report, profile
+from common.utils.timeline import Event, sweep
+
+PROFILER = Path(profiler.__file__)
+LATE = 0.3  # seconds that a rank sleeps
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))))
+
+
+@given(intervals, intervals)
+def test_sweep_is_set_arithmetic(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    points_a, points_b = ({t for start, end in s for t in range(start, end)} for s in (a, b))
+    flags = {t: f for start, end, f in sweep(a, b) for t in range(int(start), int(end))}
+    assert {t for t, f in flags.items() if f[0]} == points_a
+    assert {t for t, f in flags.items() if f[1]} == points_b
+    assert {t for t, f in flags.items() if all(f)} == points_a & points_b
+    assert {t for t, f in flags.items() if any(f)} == points_a | points_b
+
+
+def trace_of(*spans: tuple[str, str, int, float, float]) -> dict[str, Any]:
+    """A Kineto trace of (category, name, thread, start, end) in microseconds, profiled from 0 to 100."""
+    events: list[Event] = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": start, "dur": end - start}
+        for cat, name, tid, start, end in (("user_annotation", timeline.WINDOW, 1, 0, 100), *spans)
+    ]
+    return {"baseTimeNanoseconds": 5_000_000, "traceEvents": events}
+
+
+def micros(trace: dict[str, Any]) -> tuple[float, ...]:
+    s = timeline.read(trace)[0]
+    return tuple(round(1e6 * t, 6) for t in (s.compute, s.exposed, s.hidden, s.idle))
+
+
+OPERATOR, NOTE = "cpu_op", "user_annotation"
+
+
+def test_a_wait_is_a_gap_while_gloo_works() -> None:
+    launch = (OPERATOR, "c10d::allreduce_", 1, 20, 25)
+    gloo = (NOTE, "gloo:all_reduce", 2, 22, 70)
+    assert micros(trace_of((OPERATOR, "aten::mm", 1, 0, 20), launch, gloo)) == (20, 50, 0, 30)
+    assert micros(trace_of((OPERATOR, "aten::mm", 1, 25, 60), launch, gloo)) == (35, 15, 35, 50)
+
+
+def test_a_wait_inside_a_backward_node_is_not_compute() -> None:
+    node = (OPERATOR, "autograd::engine::evaluate_function: _LinearBackward", 1, 0, 100)
+    python = (OPERATOR, "_LinearBackward", 1, 0, 100)
+    launch, gloo = (OPERATOR, "c10d::allreduce_", 1, 10, 12), (NOTE, "gloo:all_reduce", 2, 11, 90)
+    assert micros(trace_of(node, python, launch, gloo, (OPERATOR, "aten::add", 1, 90, 95))) == (5, 80, 0, 15)
+
+
+def test_what_a_collective_copies_is_not_compute() -> None:
+    packing = [(OPERATOR, "c10d::_reduce_scatter_base_", 1, 10, 30), (OPERATOR, "aten::clone", 1, 11, 29)]
+    assert micros(trace_of(*packing, (OPERATOR, "aten::copy_", 2, 40, 50))) == (0, 20, 0, 80)
+
+
+def test_on_a_gpu_kernels_count_and_the_host_does_not() -> None:
+    host = [
+        (OPERATOR, "aten::mm", 1, 0, 5),
+        (OPERATOR, "c10d::allreduce_", 1, 5, 9),
+        (NOTE, "nccl:all_reduce", 1, 5, 99),
+    ]
+    device = [
+        ("kernel", "sgemm_128x64", 7, 10, 50),
+        ("kernel", "ncclDevKernel_AllReduce_Sum_f32", 20, 40, 80),
+    ]
+    assert micros(trace_of(*host, *device)) == (40, 30, 10, 30)
+
+
+def test_only_the_window_counts() -> None:
+    assert micros(trace_of((OPERATOR, "aten::mm", 1, -50, 10), (OPERATOR, "aten::mm", 1, 90, 500))) == (
+        20,
+        0,
+        0,
+        80,
+    )
+
+
+def sleeping(rt: Runtime) -> None:
+    time.sleep(LATE)
+
+
+def multiplying(rt: Runtime) -> None:
+    x = torch.ones(400, 400)
+    end = time.monotonic() + LATE
+    while time.monotonic() < end:
+        x @ x
+
+
+def waiting(rt: Runtime) -> None:
+    time.sleep(LATE * (rt.rank == 1))
+    comm.all_reduce(torch.ones(1000), rt.world)
+
+
+def overlapping(rt: Runtime) -> None:
+    time.sleep(LATE * (rt.rank == 1))
+    pending = comm.all_reduce(torch.ones(1000), rt.world, async_op=True)
+    x = torch.ones(400, 400)
+    while pending.work and not pending.work.is_completed():
+        x @ x
+    pending.wait()
+
+
+def phases(rt: Runtime) -> dict[str, Report]:
+    torch.ones(400, 400) @ torch.ones(400, 400)
+    comm.all_reduce(torch.ones(1000), rt.world)
+    reports = {}
+    for phase in (sleeping, multiplying, waiting, overlapping):
+        comm.barrier(rt.world)
+        with profile(rt) as reports[phase.__name__]:
+            phase(rt)
+    return reports
+
+
+def test_phases_fall_into_their_classes() -> None:
+    first, second = spawn(phases, 2)
+    assert first == second  # every rank knows every rank's shares
+    for report in first.values():
+        assert list(report.ranks) == [0, 1]
+        for s in report.ranks.values():
+            assert s.compute + s.exposed + s.idle == pytest.approx(s.total)
+            assert 0 <= s.hidden <= s.compute
+            assert s.resident > 50e6
+    most = 0.6  # of the total; other processes may take the cores meanwhile
+    assert all(s.idle > most * s.total for s in first["sleeping"].ranks.values())
+    assert all(s.compute > most * s.total for s in first["multiplying"].ranks.values())
+    on_time, late = first["waiting"].ranks.values()
+    assert on_time.exposed > most * on_time.total
+    assert on_time.hidden < 0.1 * on_time.total
+    assert late.idle > most * late.total
+    busy = first["overlapping"].ranks[0]
+    assert busy.hidden > most * busy.total
+    assert busy.exposed < 0.4 * busy.total
+
+
+def traced(rt: Runtime, folder: Path) -> None:
+    with profile(rt.world, folder):
+        waiting(rt)
+
+
+def all_reduces(trace: dict[str, Any]) -> dict[int, Event]:
+    return {e["pid"]: e for e in trace["traceEvents"] if e["name"] == "gloo:all_reduce"}
+
+
+def test_one_trace_holds_all_ranks_on_one_clock(tmp_path: Path) -> None:
+    spawn(traced, 3, tmp_path / "new" / "folder")
+    files = list((tmp_path / "new" / "folder").iterdir())
+    assert [f.name for f in files] == ["trace.json"]
+    events = json.loads(files[0].read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1, 2}
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert [name.split(" on ")[0] for name in names] == ["rank 0", "rank 1", "rank 2"]
+    assert min(e["ts"] for e in events if e["ph"] == "X") == 0
+    on_time, late, _ = (all_reduces({"traceEvents": events})[rank] for rank in range(3))
+    assert on_time["dur"] > 2 * late["dur"]
+    assert on_time["ts"] < late["ts"] < on_time["ts"] + on_time["dur"]
+    shown = [e for e in events if e["name"] == "exposed" and e["pid"] == 0]
+    assert max(e["dur"] for e in shown) >= on_time["dur"] * 0.9
+
+
+def failing(rt: Runtime, folder: Path) -> None:
+    with profile(rt, folder):
+        raise ArithmeticError("the reason")
+
+
+def test_a_block_that_raises_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="ArithmeticError: the reason"):
+        spawn(failing, 2, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_is_said_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"trace folder .*file.* cannot be written"):
+        profiler._prepare(tmp_path / "file" / "below")
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+print("given", sys.argv[1:], __name__, sys.path[0])
+dist.init_process_group("gloo")
+x = torch.nn.Linear(50, 50)
+model = torch.nn.parallel.DistributedDataParallel(x)
+model(torch.ones(8, 50)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_with_its_own_process_group(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", PROFILER)
+    done = run(
+        *launch, "--trace", tmp_path / "out", "--script", tmp_path / "script.py", "--trace", "mine", "-h"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"given ['--trace', 'mine', '-h'] __main__ {tmp_path}") == 2
+    assert "trace of 2 ranks" in done.stdout
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    assert set(all_reduces(trace)) == {0, 1}
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, *command: str | Path) -> object:
+    """The command line without a new Python; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["profiler.py", *map(str, command)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    with pytest.raises(SystemExit) as end:
+        profiler.main()
+    return end.value.code
+
+
+@pytest.mark.parametrize("code", ["7", "0", "'a reason'"])
+def test_the_exit_code_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    (tmp_path / "script.py").write_text(f"import sys, torch\ntorch.ones(3) + 1\nsys.exit({code})\n")
+    given = ("--trace", tmp_path / "out", "--script", tmp_path / "script.py")
+    assert in_this_process(monkeypatch, *given) == ast.literal_eval(code)
+    assert (tmp_path / "out" / "trace.json").exists()
+
+
+def test_an_exception_shows_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import torch\ntorch.ones(3) + 1\n1 / 0\n")
+    done = run(PROFILER, "--trace", tmp_path / "out", "--script", tmp_path / "script.py")
+    assert done.returncode == 1
+    assert f'{tmp_path / "script.py"}", line 3' in done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_script_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, "--script", tmp_path / "missing.py") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --script ")
+    assert err.count("\n") == 1
+
+
+LESSON = '''
+"""A lesson."""
+import torch
+from common import comm
+from common.lesson import LessonOptions, run
+def main(rt, options):
+    comm.all_reduce(torch.ones(10), rt.world)
+    return options.steps == 3
+if __name__ == "__main__":
+    run(main, LessonOptions)
+'''
+
+
+def test_the_ranks_that_a_script_spawns(tmp_path: Path) -> None:
+    (tmp_path / "lesson.py").write_text(LESSON)
+    done = run(PROFILER, "--trace", tmp_path / "out", "--script", tmp_path / "lesson.py", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trace of 2 ranks") == 1
+    assert set(all_reduces(json.loads((tmp_path / "out" / "trace.json").read_text()))) == {0, 1}
+
+
+def lesson_main(rt: Runtime, options: lesson.LessonOptions) -> bool:
+    waiting(rt)
+    return options.steps == 4
+
+
+def test_a_lesson_traces_itself(tmp_path: Path) -> None:
+    options = lesson.LessonOptions(nproc=2, steps=4, trace=tmp_path)
+    assert lesson._start(lesson_main, options)
+    assert set(all_reduces(json.loads((tmp_path / "trace.json").read_text()))) == {0, 1}
+
+
+def test_a_part_of_an_earlier_run_is_not_merged(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        timeline.part(tmp_path, rank).write_text("{}")
+    now = time.time() + 1
+    os.utime(timeline.part(tmp_path, 0), (now, now))
+    assert profiler._wait(tmp_path, 2, now - 0.5, timeout=0) == [0]
