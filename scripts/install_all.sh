@@ -180,9 +180,9 @@ main() {
     if [[ -f $stamp && $state == "$(cat "$stamp")" ]]; then
         echo "up to date: $venv"
     else
-        echo "installing into $venv: some minutes and 2 GB, more where torch comes with CUDA"
-        rm -f "$stamp" build/CMakeCache.txt
+        echo "installing into $venv: some minutes, and 2 GB or 6 with CUDA"
         make_environment
+        rm -f "$stamp" build/CMakeCache.txt
         install_packages
     fi
     export PATH="$venv/bin:$PATH"
