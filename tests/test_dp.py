@@ -1,0 +1,196 @@
+"""Data parallelism in PyTorch: equal to one device at every world size, and what breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dp_basic import DataParallel, all_reduce_gradients, broadcast_model, make_version
+from dp_training import Batches, TrainingOptions, Version, bytes_of_run, make_model, training_step
+from torch import Tensor, nn
+
+from common.comm import Group
+from common.equality import KINDS, OPTIMIZERS, Difference, compare, follow
+from common.ledger import Ledger
+from common.mesh import Mesh
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+ALONE = Group("one", 0, 1, (0,))
+Found = dict[str, Difference]
+
+
+def against_one_device(rt: Runtime, o: TrainingOptions, name: str) -> list[Found]:
+    """Differences of SGD and AdamW; the ledger's bytes are checked on the way."""
+    found = []
+    for optimizer in OPTIMIZERS:
+        batches = Batches(replace(o, micro_batches=1), ALONE, rt.device)
+        model = make_model(o, rt.device)
+        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, ALONE))
+        model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
+        with Ledger() as ledger:
+            version = make_version(name, model, rt, o)
+            step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+            parallel = follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size))
+        if name != "ddp":
+            assert ledger.bytes() == bytes_of_run(model, rt.world, o.steps, order=name == "bucketed")
+        found.append(compare(reference, parallel))
+    return found
+
+
+# 7 and 5 samples do not divide by 2, 3 or 4; buckets of 10 kB make dozens, one of 100 MB holds all
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["naive", "bucketed", "ddp"])
+def test_equal_to_one_device(world: int, name: str) -> None:
+    for model, batch, micro_batches, bucket_mb in (
+        ("gpt2-tiny", 7, 1, 0.01),
+        ("gpt2-tiny", 7, 3, 0.1),
+        ("llama-tiny", 5, 2, 100.0),
+    ):
+        if model == "llama-tiny" and name == "ddp":
+            continue
+        o = TrainingOptions(
+            model=model, batch=batch, micro_batches=micro_batches, bucket_mb=bucket_mb, sequence=12, steps=2
+        )
+        for found in spawn(against_one_device, world, o, name):
+            for differences in found:
+                for kind in KINDS:
+                    assert differences[kind].value <= 1e-12, (model, batch, micro_batches, differences)
+
+
+class Branches(nn.Module):
+    """`often` is used by samples above 0, `rarely` by those below, `never` by none; `twice` is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.twice = nn.Linear(3, 3, dtype=torch.float64)
+        self.often, self.rarely, self.never = (nn.Linear(3, 1, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        h_BI = self.twice(torch.tanh(self.twice(x_BI)))
+        branch = self.often if x_BI.sum() > 0 else self.rarely
+        return branch(h_BI).square().sum()
+
+
+def branches(rt: Runtime, version: str, samples: list[float]) -> dict[str, Tensor | None]:
+    """Gradients after one step of accumulation over this rank's samples, the rest of them elsewhere."""
+    model = Branches()
+    inputs = [torch.full((1, 3), s, dtype=torch.float64) for s in samples]
+    mine = inputs[rt.rank :: rt.world_size]
+    if version == "naive":
+        for x in mine:
+            model(x).backward()
+        all_reduce_gradients(model, rt.world)
+    else:
+        dp = DataParallel(model, rt.world, bucket_mb=2e-5)
+        for _ in range(2):  # the second step runs on the order of buckets that the first one settled
+            for p in model.parameters():
+                p.grad = None
+            with dp.no_sync():
+                for x in mine[:-1]:
+                    model(x).backward()
+            for x in mine[-1:]:
+                model(x).backward()
+            dp.finish()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("version", ["naive", "bucketed"])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1.0, -2.0, 3.0, 4.0, 0.5],  # `rarely` on one rank only
+        [-1.0, 1.0, 2.0, 1.5, 2.5],  # on rank 0 in an early micro-batch only: the last one does not see it
+        [1.0, 2.0],  # rank 2 of 3 has nothing at all
+    ],
+)
+def test_unused_and_shared_parameters(version: str, samples: list[float]) -> None:
+    model = Branches()
+    for s in samples:
+        model(torch.full((1, 3), s, dtype=torch.float64)).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert expected["never.weight"] is None
+    for found in spawn(branches, 3, version, samples):
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert found[name] is None, name
+            else:
+                assert torch.allclose(found[name], gradient, rtol=1e-13, atol=0), name
+
+
+def backward_twice(rt: Runtime) -> None:
+    model = nn.Linear(2, 2)
+    DataParallel(model, rt.world)
+    model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_backward_twice_is_refused() -> None:
+    with pytest.raises(RankError, match=r"backward ran twice before finish\(\)"):
+        spawn(backward_twice, 2)
+
+
+def in_place_zeroing(rt: Runtime) -> list[Tensor]:
+    """zero_grad(set_to_none=False) keeps the old tensors, which are views of buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    dp = DataParallel(model, rt.world, bucket_mb=1e-5)
+    gradients = []
+    for t in range(3):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((1, 3), 1.0 + t + rt.rank, dtype=torch.float64)).sum().backward()
+        dp.finish()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return gradients
+
+
+def test_gradients_zeroed_in_place() -> None:
+    alone = spawn(in_place_zeroing_alone, 1)[0]
+    for found in spawn(in_place_zeroing, 2):
+        for a, b in zip(alone, found, strict=True):
+            assert torch.allclose(a, b, rtol=1e-13)
+
+
+def in_place_zeroing_alone(rt: Runtime) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    gradients = []
+    for t in range(3):
+        model.zero_grad()
+        x = torch.tensor([[1.0 + t + r] * 3 for r in range(2)], dtype=torch.float64)
+        model(x).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return gradients
+
+
+def broadcast(rt: Runtime) -> list[Tensor]:
+    torch.manual_seed(rt.rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    broadcast_model(model, rt.world)
+    return [t.clone() for t in model.state_dict().values()]
+
+
+def test_all_start_with_the_model_of_rank_0() -> None:
+    first, *others = spawn(broadcast, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def mixed_types(rt: Runtime) -> tuple[int, list[Tensor]]:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)])
+    for p in model.parameters():
+        p.data.fill_(0.5)
+    dp = DataParallel(model, rt.world)
+    x = torch.ones(1, 2)
+    sum(layer(x.to(layer.weight.dtype)).sum().double() for layer in model).backward()
+    buckets = len(dp.buckets)
+    dp.finish()
+    return buckets, [p.grad for p in model.parameters()]
+
+
+def test_types_do_not_share_a_bucket() -> None:
+    for buckets, gradients in spawn(mixed_types, 2):
+        assert buckets == 3
+        assert all(torch.all(g == 2) for g in gradients)

@@ -1,0 +1,181 @@
+"""Museum of silent bugs, data parallelism: each trains, none crashes, and all have been shipped.
+
+For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+equality with one device in every gradient and weight; `pytest -s tests/test_museum_dp.py` prints the numbers,
+the loss among them, which for most looks right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from dp_basic import DataParallel, all_reduce_gradients, broadcast_model
+from dp_training import Batches, TrainingOptions, make_model
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import Group
+from common.equality import OPTIMIZERS, Difference, compare, follow
+from common.mesh import Mesh
+from common.models.transformer import cross_entropy_sum
+from common.runtime import Runtime
+from common.spawn import spawn
+
+ALONE = Group("one", 0, 1, (0,))
+# 7 samples on 2 ranks: 3 and 4
+OPTIONS = TrainingOptions(model="gpt2-tiny", batch=7, micro_batches=2, sequence=12, steps=3)
+
+
+@dataclass
+class Recipe:
+    """A way to synchronise: what is set up, how a loss sum is scaled, what happens in the last backward and after."""
+
+    set_up: Callable[[nn.Module, Group], None] = lambda model, group: None
+    scale: Callable[[int, int, int], float] = lambda here, everywhere, ranks: 1 / everywhere
+    finish: Callable[[nn.Module, Group], None] = all_reduce_gradients
+
+
+def clip(model: nn.Module, group: Group) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
+
+
+# The last micro-batch is announced to hooks that synchronise in it.
+in_last = {"now": False}
+
+
+def hook_on_the_parameter(model: nn.Module, group: Group) -> None:
+    """The hook of `register_post_accumulate_grad_hook` gets the parameter. This averages weights, not gradients."""
+
+    def hook(p: Tensor) -> None:
+        if in_last["now"]:
+            comm.all_reduce(p.data, group, "avg")
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+
+def hook_on_the_last_gradient(model: nn.Module, group: Group) -> None:
+    """The hook of `register_hook` gets this backward's gradient alone; what was accumulated stays local."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        if in_last["now"]:
+            comm.all_reduce(total, group)
+        return total
+
+    for p in model.parameters():
+        p.register_hook(hook)
+
+
+def clip_then_reduce(model: nn.Module, group: Group) -> None:
+    clip(model, group)
+    all_reduce_gradients(model, group)
+
+
+def reduce_then_clip(model: nn.Module, group: Group) -> None:
+    all_reduce_gradients(model, group)
+    clip(model, group)
+
+
+NOTHING: Callable[[nn.Module, Group], None] = lambda model, group: None  # noqa: E731
+EXHIBITS = {
+    "the hook that averages weights": Recipe(hook_on_the_parameter, finish=NOTHING),
+    "the hook that sees the last micro-batch": Recipe(hook_on_the_last_gradient, finish=NOTHING),
+    "the mean of means": Recipe(scale=lambda here, everywhere, ranks: 1 / (here * ranks)),
+    "the clip before the reduction": Recipe(finish=clip_then_reduce),
+    "right": Recipe(),
+    "right, clipped": Recipe(finish=reduce_then_clip),
+}
+
+
+def train(model: nn.Module, recipe: Recipe, batches: Batches, group: Group) -> Callable[[int], Tensor]:
+    """The training step as `recipe` has it."""
+    recipe.set_up(model, group)
+
+    def step(t: int) -> Tensor:
+        parts = batches.parts(t)
+        targets = torch.tensor(sum(y.numel() for _, y in parts))
+        here = int(targets.item())
+        comm.all_reduce(targets, group)
+        everywhere, loss = int(targets.item()), torch.zeros((), dtype=torch.float64)
+        for i, (x, y) in enumerate(parts):
+            in_last["now"] = i == len(parts) - 1
+            total, _ = cross_entropy_sum(model(x), y)
+            (total * recipe.scale(here, everywhere, group.size)).backward()
+            loss += total.detach()
+        recipe.finish(model, group)
+        comm.all_reduce(loss, group)
+        return loss / everywhere
+
+    return step
+
+
+def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
+    """Differences of the exhibit to one device, for each optimizer."""
+    found = {}
+    recipe = EXHIBITS[name]
+    for optimizer in OPTIMIZERS:
+        model = make_model(OPTIONS, rt.device)
+        finish = clip if "clip" in name else NOTHING
+        batches = Batches(replace(OPTIONS, micro_batches=1), ALONE, rt.device)
+        step = train(model, Recipe(finish=finish), batches, ALONE)
+        reference = follow(model, optimizer, OPTIONS.steps, step)
+        model = make_model(OPTIONS, rt.device)
+        broadcast_model(model, rt.world)
+        step = train(model, recipe, Batches(OPTIONS, rt.world, rt.device), rt.world)
+        parallel = follow(model, optimizer, OPTIONS.steps, step, Mesh(rt.world, dp=rt.world_size))
+        found[optimizer] = compare(reference, parallel)
+    return found
+
+
+def show(name: str, found: dict[str, dict[str, Difference]]) -> None:
+    for optimizer, differences in found.items():
+        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
+        print(f"\n{name}, {optimizer}: {values}", end="")
+
+
+@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
+def test_caught(name: str) -> None:
+    found = spawn(visit, 2, name)[0]
+    show(name, found)
+    assert found["sgd"]["gradients"].value > 1e-3
+    assert found["sgd"]["weights"].value > 1e-5
+    if "hook" not in name:
+        assert found["adamw"]["loss"].value < 0.01  # a loss curve does not show it
+
+
+@pytest.mark.parametrize("name", ["right", "right, clipped"])
+def test_right(name: str) -> None:
+    for found in spawn(visit, 2, name):
+        show(name, found)
+        for differences in found.values():
+            assert max(d.value for d in differences.values()) <= 1e-12
+
+
+def factor(rt: Runtime, times: float) -> dict[str, dict[str, Difference]]:
+    """Gradients `times` too large: the classic one, and why SGD must be in every comparison."""
+    found = {}
+    for optimizer in OPTIMIZERS:
+        runs = []
+        for scale in (1.0, times):
+            model = make_model(OPTIONS, rt.device)
+            dp = DataParallel(model, rt.world)
+            recipe = Recipe(
+                scale=lambda here, everywhere, ranks, scale=scale: scale / everywhere,
+                finish=lambda model, group, dp=dp: dp.finish(),
+            )
+            batches = Batches(replace(OPTIONS, micro_batches=1), rt.world, rt.device)
+            step = train(model, recipe, batches, rt.world)
+            runs.append(follow(model, optimizer, OPTIONS.steps, step, Mesh(rt.world, dp=rt.world_size)))
+        found[optimizer] = compare(*runs)
+    return found
+
+
+def test_adamw_alone_hides_a_constant_factor() -> None:
+    found = spawn(factor, 2, 8.0)[0]
+    show("gradients 8 times too large", found)
+    assert found["sgd"]["weights"].value > 20 * found["adamw"]["weights"].value
+    assert found["adamw"]["gradients"].value > 1
