@@ -248,6 +248,7 @@ int main(int argc, char** argv) {
     const auto prepare = [&] {
         text = load_text(settings.data);
         settings.check(world.size(), text);
+        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
     };
     return run_lesson(world, "dp_mpi", argc, argv, options, prepare, [&] {
         return settings.dtype == "float64" ? Lesson<double>(world, settings, text).run()

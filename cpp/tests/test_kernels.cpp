@@ -70,7 +70,7 @@ void test_gradients() {
         mlp.weights()[i] = w;
         CHECK(std::abs((above - below) / (2 * h) - gradients[i]) < 1e-8);
     }
-    // Two parts, and one of no rows, add up to the whole.
+    // Two parts, and one of no rows, add up to the whole; a model may start with no rows.
     mlp.loss_and_gradients(x_BI.row_block(0, 3), std::span(y).first(3), 1.0 / 7, false, nothing);
     mlp.loss_and_gradients(x_BI.row_block(3, 0), {}, 1.0 / 7, true, nothing);
     mlp.loss_and_gradients(x_BI.row_block(3, 4), std::span(y).subspan(3), 1.0 / 7, true, nothing);

@@ -45,6 +45,8 @@ class Mlp {
         }
         weights_.resize(offset);
         gradients_.resize(offset);
+        z_.resize(layers());
+        a_.resize(layers() - 1);
         initialise(seed);
     }
 
@@ -72,6 +74,11 @@ class Mlp {
             throw std::invalid_argument("the MLP takes [B, " + std::to_string(inputs()) +
                                         "] and B targets; given [" + std::to_string(x_BI.rows) + ", " +
                                         std::to_string(x_BI.columns) + "] and " + std::to_string(y_B.size()));
+        for (std::size_t b = 0; b < y_B.size(); ++b)
+            if (y_B[b] >= sizes_.back())
+                throw std::invalid_argument("target " + std::to_string(y_B[b]) + " of sample " +
+                                            std::to_string(b) + " is no class; there are " +
+                                            std::to_string(sizes_.back()));
         reserve(x_BI.rows);
         if (!accumulate)
             for (const Parameter& p : parameters_)
@@ -131,8 +138,6 @@ class Mlp {
     void reserve(std::size_t B) {
         if (B <= capacity_) return;
         capacity_ = B;
-        z_.resize(layers());
-        a_.resize(layers() - 1);
         for (std::size_t l = 0; l < layers(); ++l) z_[l].resize(B * outputs(l));
         for (std::size_t l = 0; l < a_.size(); ++l) a_[l].resize(B * outputs(l));
         da_.resize(B * *std::ranges::max_element(sizes_));

@@ -46,6 +46,11 @@ inline std::int64_t peak_memory_bytes() {
 #endif
 }
 
+/// Raises UsageError when nothing can be appended to `file`: better said before the work than after.
+inline void check_writable(const std::string& file) {
+    if (!std::ofstream(file, std::ios::app)) throw UsageError("cannot write to " + file);
+}
+
 /// A JSON object, built key by key.
 class Record {
   public:
@@ -57,6 +62,7 @@ class Record {
     std::string line() const { return "{" + body_ + "}"; }
     /// Appends the line to `file`. Raises UsageError when that fails.
     void append_to(const std::string& file) const {
+        check_writable(file);
         std::ofstream stream(file, std::ios::app);
         stream << line() + "\n" << std::flush;
         if (!stream) throw UsageError("cannot write to " + file);

@@ -1,0 +1,99 @@
+"""Runs the module fived's collectives on every rank; rank 0 writes what came out as JSON.
+
+python cpp_worker.py RESULT, under mpirun.
+"""
+
+import json
+import sys
+
+import numpy as np
+from fived import collectives, mpi
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+SIZES = [0, 1, 5, 1000, 300_001]
+
+
+def numbers(n, dtype, rank):
+    """Whole numbers, so that every order of summation gives the same."""
+    return ((np.arange(n) * 7 + rank * 13) % 32).astype(dtype)
+
+
+def all_reduces(comm, dtype):
+    """For each function and length: is it the sum, and the bytes of each rank."""
+    rows = []
+    for name in ("ring_all_reduce", "recursive_doubling_all_reduce"):
+        for n in SIZES:
+            array = numbers(n, dtype, comm.rank)
+            sent = getattr(collectives, name)(comm, array)
+            right = np.array_equal(array, sum(numbers(n, dtype, r) for r in range(comm.size)))
+            rows.append([name, n, WORLD.allreduce(right, MPI.LAND), WORLD.allgather(sent)])
+    return rows
+
+
+def scatter_gather(comm):
+    """After the reduce-scatter only the rank's own piece is complete; the all-gather completes the rest."""
+    n = 1001
+    array, total = numbers(n, np.float64, comm.rank), sum(numbers(n, np.float64, r) for r in range(comm.size))
+    begin, end = collectives.piece(n, comm.size, comm.rank)
+    collectives.ring_reduce_scatter(comm, array)
+    mine = np.array_equal(array[begin:end], total[begin:end])
+    collectives.ring_all_gather(comm, array)
+    return WORLD.allreduce(mine and np.array_equal(array, total), MPI.LAND)
+
+
+def broadcasts(comm):
+    right = True
+    for root in range(comm.size):
+        array = numbers(1000, np.float32, comm.rank)
+        collectives.tree_broadcast(comm, array, root)
+        right &= np.array_equal(array, numbers(1000, np.float32, root))
+    return WORLD.allreduce(right, MPI.LAND)
+
+
+def mismatch(comm):
+    """The message of each rank when rank 0 sends 3 elements and rank 1 expects 5."""
+    try:
+        if comm.rank == 0:
+            mpi.send(comm, np.zeros(3), to=1)
+        if comm.rank == 1:
+            mpi.receive(comm, np.zeros(5), source=0)
+        return ""
+    except mpi.MpiError as error:
+        return str(error)
+
+
+def waits_without_the_gil(comm):
+    """Rank 1 waits in a thread while its main thread sends what the wait needs."""
+    from threading import Thread
+
+    if comm.size == 1 or comm.rank > 1:
+        return True
+    if comm.rank == 0:
+        got = np.zeros(2)
+        mpi.receive(comm, got, source=1, tag=1)
+        mpi.send(comm, got, to=1, tag=2)
+        return True
+    back = np.zeros(2)
+    waiting = Thread(target=mpi.receive, args=(comm, back), kwargs={"source": 0, "tag": 2})
+    waiting.start()
+    mpi.send(comm, np.ones(2), to=0, tag=1)
+    waiting.join()
+    return bool(np.all(back == 1))
+
+
+if __name__ == "__main__":
+    world = mpi.Communicator(WORLD)
+    half = world.split(color=world.rank % 2, key=0, name="half")
+    results = {
+        "float32": all_reduces(world, np.float32),
+        "float64": all_reduces(world, np.float64),
+        "scatter_gather": scatter_gather(world),
+        "broadcasts": broadcasts(world),
+        "halves": WORLD.allgather([half.name, half.rank, half.size]),
+        "mismatch": WORLD.allgather(mismatch(world)),
+        "threads": WORLD.allreduce(waits_without_the_gil(world), MPI.LAND),
+    }
+    if WORLD.rank == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)

@@ -1,0 +1,52 @@
+"""Trains the MLP of dp_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+
+python dp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `train`'s arguments.
+"""
+
+import json
+import sys
+
+import dp_mpi
+import numpy as np
+from fived import collectives, text
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+
+
+def spread(arrays):
+    """The largest difference of any element between any two ranks."""
+    largest = np.concatenate([a.ravel() for a in arrays.values()])
+    smallest = largest.copy()
+    WORLD.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+    WORLD.Allreduce(MPI.IN_PLACE, smallest, MPI.MIN)
+    return float(np.max(largest - smallest))
+
+
+def train(sizes, batch, steps, micro_batches, optimizer, reduction, bucket_mb):
+    model = dp_mpi.MLP(sizes, comm=WORLD, seed=3, bucket_mb=bucket_mb, reduction=reduction)
+    begin, end = collectives.piece(batch, WORLD.size, WORLD.rank)
+    source, _, _ = text.load("")
+    losses, norms = [], []
+    for step in range(steps):
+        x, y = text.mlp_samples(source, 3, step, begin, end, sizes[0] // 8)
+        losses.append(model.loss_and_gradients(x, y, batch, micro_batches))
+        norms.append(model.gradient_norm())
+        gradients = model.gradients()
+        model.sgd(0.1) if optimizer == "sgd" else model.adamw(1e-3)
+    weights = model.weights()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": {name: g.tolist() for name, g in gradients.items()},
+        "weights": {name: w.tolist() for name, w in weights.items()},
+        "apart": max(spread(gradients), spread(weights)),
+        "bytes": WORLD.allgather(model.bytes_sent),
+    }
+
+
+if __name__ == "__main__":
+    results = [train(**case) for case in json.loads(sys.argv[2])]
+    if WORLD.rank == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)

@@ -1,0 +1,70 @@
+"""Runs a command under mpirun for tests, ends it with all its ranks when it takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARIES = ROOT / "build" / "bin"
+
+
+def need_module(name: str) -> None:
+    """Fails the test when the C++ part is not built: tests build nothing."""
+    if importlib.util.find_spec(name) is None:
+        pytest.fail(f"the Python module {name} is not built: run make setup", pytrace=False)
+
+
+def need_binary(name: str) -> Path:
+    if not (BINARIES / name).exists():
+        pytest.fail(f"build/bin/{name} is not built: run make setup", pytrace=False)
+    return BINARIES / name
+
+
+def run(command: list[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Exit code, stdout and stderr; on a timeout the whole process group is killed and the test fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=-1, stderr=-1, text=True, start_new_session=True, env=environment
+    )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+    os.killpg(process.pid, signal.SIGTERM)  # mpirun, told to end, ends its ranks
+    try:
+        process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    pytest.fail(f"no end within {timeout} s: {' '.join(command)[:200]}", pytrace=False)
+
+
+def mpirun(ranks: int, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """The mpirun of this Python's environment, else the one on the PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    if launcher is None:
+        pytest.fail("there is no mpirun: run make setup", pytrace=False)
+    return run([launcher, "-np", str(ranks), *map(str, command)])
+
+
+def run_worker(ranks: int, worker: str, folder: Path, *arguments: str) -> Any:
+    """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument.
+
+    `-m mpi4py` ends all ranks when one raises.
+    """
+    result = folder / "result.json"
+    script = ROOT / "tests" / "mpi" / worker
+    done = mpirun(ranks, sys.executable, "-m", "mpi4py", script, result, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(result.read_text())
