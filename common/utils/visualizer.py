@@ -29,6 +29,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 INK, FAINT = "#333333", "#8C8C8C"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", INK)
 MARKERS = "osD^vPX"
+PARTS = 4  # parts of a whole begin here, so that they do not look like implementations
 STYLE: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -121,7 +122,7 @@ def scaling_lines(
     values = [1.0, cores, *(value for by_ranks in speed_ups.values() for value in by_ranks.values())]
     low, high = min(values) * 0.85, max(values) * 1.15
     ticks = [m * 2.0**power for power in range(-10, 20) for m in (1, 1.5)]
-    for axis, places in (axes.xaxis, counts), (axes.yaxis, [tick for tick in ticks if low < tick < high]):
+    for axis, places in (axes.xaxis, counts), (axes.yaxis, ticks):
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         axis.set_major_locator(FixedLocator(places))
         axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -141,7 +142,7 @@ def share_bars(
         total, left = sum(row.values()), 0.0
         for kind, value in row.items():
             share = value / total
-            place = kinds.index(kind)
+            place = PARTS + kinds.index(kind)
             axes.barh(y, share, left=left, height=0.7, color=colour(place))
             if share > 0.07:
                 _inside(axes, left + share / 2, y, f"{share:.0%}", colour(place))
@@ -152,7 +153,7 @@ def share_bars(
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.spines["left"].set_visible(False)
-    _legend_above(axes, kinds, title)
+    _legend_above(axes, kinds, title, PARTS)
 
 
 def bandwidth_lines(
@@ -258,9 +259,9 @@ def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
     )
 
 
-def _legend_above(axes: Axes, kinds: Sequence[str], title: str) -> None:
+def _legend_above(axes: Axes, kinds: Sequence[str], title: str, first: int = 0) -> None:
     """Colours and their names in one line over the plot, the title over it."""
-    handles = [Patch(color=colour(place), label=kind) for place, kind in enumerate(kinds)]
+    handles = [Patch(color=colour(place), label=kind) for place, kind in enumerate(kinds, first)]
     axes.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=len(kinds) or 1, handlelength=1
     )

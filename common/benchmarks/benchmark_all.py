@@ -1,0 +1,219 @@
+"""Runs every chapter's implementations, languages and rank counts in turn, and writes a report of them.
+
+    python common/benchmarks/benchmark_all.py                      make benchmark does the same
+    python common/benchmarks/benchmark_all.py --only 'dp_mpi*' --ranks 1 2 4
+    python common/benchmarks/benchmark_all.py --resume             goes on where an earlier run ended
+
+Writes into --output: records.jsonl (one record a line: what, where, when, by which command, how fast), plots/,
+logs/ and report.html. Chapters list what to run in their benchmark.toml: see common/benchmarks/cases.py.
+Exit code 0: all ran; 1: a case failed, the report says which; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table as RichTable
+
+from common.benchmarks import plots, report, runner, tables
+from common.benchmarks.cases import Task, load, select
+from common.benchmarks.measures import timings
+from common.utils.environment import describe
+from common.watchdog import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+Record = dict[str, Any]
+IMPORTANT = (
+    "implementation",
+    "ranks",
+    "step (ms)",
+    "tokens/s",
+    "speed-up over one rank",
+    "equal to one device",
+)
+
+
+@dataclass
+class Options:
+    """What to run and where to write."""
+
+    output: Path = Path("results")
+    """Folder for records, plots, logs and report.html."""
+    only: tuple[str, ...] = ()
+    """Patterns of the cases to run, such as dp_mpi or '*-weak-2'."""
+    ranks: tuple[int, ...] = ()
+    """Rank counts; left out: those that the cases list, up to twice the cores of this machine."""
+    quick: bool = False
+    """Fewer steps: to see that all works."""
+    resume: bool = False
+    """Keep the records that are there, and run what is missing or failed."""
+    timeout: float = 180.0
+    """Seconds that a case may take."""
+    picture: Path | None = None
+    """File for the figure of the README."""
+
+
+def main(options: Options, root: Path = ROOT) -> int:
+    """Run the cases and write the report; the exit code. Raises UsageError."""
+    tasks = select(load(root), options.only, options.ranks, options.quick, plots.cores())
+    file = options.output / "records.jsonl"
+    earlier = report.read(file) if options.resume else []
+    failed = {r["command"] for r in earlier if "error" in r}
+    records = [r for r in earlier if r["command"] not in failed]
+    done = {r["command"] for r in records}
+    tasks = [task for task in tasks if command_line(task, root) not in done]
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    except OSError as error:
+        raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
+    where = {"machine": machine(), "commit": commit(root)}
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=110)
+    with progress(console, len(tasks)) as show:
+        for task in tasks:
+            show(task.name, None)
+            outcome = runner.run(task, options.output / "logs", options.timeout)
+            made = [_record(task, outcome, one, where, root) for one in _outcomes(outcome)]
+            with file.open("a") as lines:
+                lines.writelines(json.dumps(r) + "\n" for r in made)
+            records += made
+            show(task.name, outcome)
+    return _finish(records, options, console)
+
+
+def command_line(task: Task, root: Path) -> str:
+    """What to type in the repository's root to see this task's numbers."""
+    folder = task.folder
+    shown = folder.relative_to(root) if folder.is_relative_to(root) else folder
+    threads = f"OMP_NUM_THREADS=1 {task.command}"
+    return threads if shown == Path() else f"cd {shown} && {threads}"
+
+
+def _outcomes(outcome: runner.Outcome) -> list[Record]:
+    return outcome.records + ([{"error": outcome.error}] if outcome.error else [])
+
+
+def _record(task: Task, outcome: runner.Outcome, one: Record, where: Record, root: Path) -> Record:
+    """A record as it is kept: what the program said, and what only we know."""
+    return {
+        "chapter": task.case.title,
+        "case": task.name,
+        "ranks": task.ranks,
+        "scaling": task.scaling,
+        **one,
+        "purpose": task.case.purpose,
+        "command": command_line(task, root),
+        "elapsed": round(outcome.seconds, 3),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        **where,
+    }
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {"processor": (names or [platform.processor() or platform.machine()])[0], **describe()}
+
+
+def commit(root: Path) -> str:
+    """The repository's commit, and whether files differ from it; "unknown" in a copy without git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (", with changes" if git("status", "--short") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Outcome | None], None]]:
+    """show(name, outcome): a bar with the time that remains on a terminal, elsewhere a line a case."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("remaining"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=3600,  # cases differ: average over all
+    )
+    with bar:
+        line = bar.add_task("", total=total)
+
+        def show(name: str, outcome: runner.Outcome | None) -> None:
+            if outcome is None:
+                bar.update(line, description=name)
+                return
+            bar.advance(line)
+            number = f"[{bar.tasks[0].completed:.0f}/{total}]"
+            result = (
+                f"[red]failed: {escape(outcome.error)}[/]" if outcome.error else f"{outcome.seconds:.1f} s"
+            )
+            if outcome.error or not console.is_terminal:
+                console.print(f"{escape(number)} {name}  {result}", soft_wrap=True)
+
+        yield show
+
+
+def _finish(records: Sequence[Record], options: Options, console: Console) -> int:
+    path = report.write(records, options.output)
+    timed = [t for t in timings(records) if t.purpose == "time"]
+    if options.picture and timed:
+        plots.picture(timed, options.picture)
+    for work in dict.fromkeys(t.work for t in timed):
+        same = report.in_order([t for t in timed if t.work == work and t.scaling == "strong"])
+        if same:
+            show_table(tables.throughput(same, timings(records)), console)
+    for good, sentence in report.verdicts(records):
+        console.print(("" if good else "[red]") + escape(sentence))
+    console.print(f"report: {path}", soft_wrap=True)
+    return 1 if any("error" in r for r in records) else 0
+
+
+def show_table(table: tables.Table, console: Console) -> None:
+    """A table of the report in the terminal, its most important columns."""
+    shown = RichTable(title=table.title, title_justify="left")
+    chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in IMPORTANT]
+    for head in (table.heads[place] for place in chosen):
+        shown.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left")
+    for row in table.rows:
+        shown.add_row(*(row.cells[place] for place in chosen), style="red" if row.bad else None)
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Options, description=__doc__)))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; --resume goes on from here", file=sys.stderr)
+        sys.exit(130)

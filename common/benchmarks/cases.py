@@ -1,0 +1,183 @@
+"""Which commands the benchmark runs: the cases that each chapter lists in its benchmark.toml.
+
+    title = "Data parallelism"                  # the heading in the report
+
+    [[case]]
+    name = "dp_mpi"                             # unique; --only selects by it
+    launcher = "mpirun"                         # or "torchrun", or "python" (the command starts its ranks itself)
+    command = "build/bin/dp_mpi --benchmark --scaling {scaling}"     # may also hold {ranks}
+    folder = ".."                               # where it runs, seen from the file; default: beside the file
+    ranks = [1, 2, 4]                           # rank counts it can run with
+    scalings = ["strong", "weak"]               # default: ["strong"]
+    quick = "--steps 5"                         # added with --quick
+    purpose = "time"                            # default; or "equality": a run that compares with one device
+
+Every command understands --json FILE, which is added here, and appends its records to that file. With one rank
+weak and strong scaling are the same work, which runs once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import string
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from common.watchdog import UsageError
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+LAUNCHERS = {
+    "mpirun": "mpirun -np {ranks} ",
+    "torchrun": "torchrun --standalone --nproc_per_node={ranks} ",
+    "python": "python ",
+}
+CHOICES = {"launcher": tuple(LAUNCHERS), "scalings": ("strong", "weak"), "purpose": ("time", "equality")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command line of a chapter; the module's docstring says what each field means."""
+
+    title: str
+    file: Path
+    name: str
+    launcher: str
+    command: str
+    ranks: tuple[int, ...]
+    folder: str = "."
+    scalings: tuple[str, ...] = ("strong",)
+    quick: str = ""
+    purpose: str = "time"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a case."""
+
+    case: Case
+    ranks: int
+    scaling: str
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique among all tasks; also the name of its logs."""
+        return f"{self.case.name}-{self.scaling}-{self.ranks}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the command runs."""
+        return (self.case.file.parent / self.case.folder).resolve()
+
+    @property
+    def command(self) -> str:
+        """What a person types in that folder."""
+        words = LAUNCHERS[self.case.launcher] + self.case.command
+        words = words.format(ranks=self.ranks, scaling=self.scaling)
+        return f"{words} {self.case.quick}" if self.quick and self.case.quick else words
+
+
+def load(root: Path) -> list[Case]:
+    """The cases of common/ and of every chapter, in order. Raises UsageError, one line, for a file that is wrong."""
+    files = [root / "common/benchmarks/benchmark.toml", *sorted(root.glob("[0-9][0-9]-*/benchmark.toml"))]
+    cases = [case for file in files if file.exists() for case in _read(file, str(file.relative_to(root)))]
+    names = [case.name for case in cases]
+    for case in cases:
+        if names.count(case.name) > 1:
+            raise UsageError(
+                f"two cases are called {case.name!r}, one of them in {case.file.relative_to(root)}"
+            )
+    if not cases:
+        raise UsageError(f"no cases in {root}: none of its chapters has a benchmark.toml")
+    return cases
+
+
+def _read(file: Path, shown: str) -> list[Case]:
+    try:
+        content = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
+        raise UsageError(f"{shown} cannot be read: {error}") from None
+    unknown = content.keys() - {"title", "case"}
+    tables = content.get("case")
+    if unknown or not isinstance(content.get("title"), str) or not isinstance(tables, list):
+        raise UsageError(f'{shown}: needed are title = "..." and [[case]] tables, found {sorted(content)}')
+    return [_case(table, content["title"], file, f"{shown}, case {i}") for i, table in enumerate(tables, 1)]
+
+
+def _case(table: dict[str, Any], title: str, file: Path, shown: str) -> Case:
+    """A case from its table, each value checked. Raises UsageError."""
+    keys = {field.name: field for field in fields(Case) if field.name not in ("title", "file")}
+    if isinstance(table.get("name"), str):
+        shown += f" ({table['name']})"
+    if unknown := table.keys() - keys.keys():
+        raise UsageError(f"{shown}: unknown {', '.join(sorted(unknown))}; a case has {', '.join(keys)}")
+    if missing := [key for key in ("name", "launcher", "command", "ranks") if key not in table]:
+        raise UsageError(f"{shown}: {', '.join(missing)} missing")
+    for key, value in table.items():
+        _check(key, value, shown)
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    return Case(title, file, **values)
+
+
+def _check(key: str, value: Any, shown: str) -> None:
+    if key == "ranks":
+        if not (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value)):
+            raise UsageError(f"{shown}: ranks = {value} is not a list of counts such as [1, 2, 4]")
+        return
+    values = value if key == "scalings" and isinstance(value, list) and value else [value]
+    if not all(isinstance(one, str) for one in values) or (key == "scalings" and values == [value]):
+        raise UsageError(
+            f"{shown}: {key} = {value} is not {'a list of texts' if key == 'scalings' else 'a text'}"
+        )
+    for one in values:
+        if key in CHOICES and one not in CHOICES[key]:
+            raise UsageError(f"{shown}: {key} is {one!r}; it is one of {', '.join(CHOICES[key])}")
+    if key == "command":
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
+            shlex.split(value)
+        except ValueError as error:
+            raise UsageError(f"{shown}: command cannot be read: {error}") from None
+        if unknown := names - {"ranks", "scaling"}:
+            raise UsageError(
+                f"{shown}: command holds {{{sorted(unknown)[0]}}}; it may hold {{ranks}} and {{scaling}}"
+            )
+
+
+def select(
+    cases: Sequence[Case],
+    only: Sequence[str] = (),
+    ranks: Sequence[int] = (),
+    quick: bool = False,
+    cores: int = 1,
+) -> list[Task]:
+    """The tasks to run, in order.
+
+    `only` are patterns of case or task names; `ranks` are counts to run; without them a timed case runs with up to
+    twice as many ranks as there are cores, and at least with its smallest count. Raises UsageError when that
+    leaves nothing.
+    """
+    tasks = [task for case in cases for task in _tasks(case, ranks, quick, cores)]
+    if not tasks:
+        known = sorted({n for case in cases for n in case.ranks})
+        raise UsageError(f"no case runs with {list(ranks)} ranks; they run with {known}")
+    chosen = [t for t in tasks if not only or any(fnmatch(n, p) for n in (t.case.name, t.name) for p in only)]
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        raise UsageError(f"--only {' '.join(only)} matches no case; the cases are {names}")
+    return chosen
+
+
+def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> Iterable[Task]:
+    fit = [n for n in case.ranks if n <= 2 * cores or case.purpose == "equality"] or [min(case.ranks)]
+    counts = [n for n in case.ranks if n in ranks] if ranks else fit
+    for scaling in case.scalings:
+        for n in counts:
+            if n > 1 or scaling == case.scalings[0]:
+                yield Task(case, n, scaling, quick)

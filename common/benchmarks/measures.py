@@ -1,0 +1,144 @@
+"""What the report computes from the records, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+TEXTS = ("strategy", "implementation", "language", "backend", "dtype", "model")
+NUMBERS = (
+    "tokens_per_step",
+    "flop_per_step",
+    "communication_seconds",
+    "bytes_counted",
+    "bytes_formula",
+    "peak_memory_bytes",
+    "largest_difference",
+)
+BANDWIDTH = ("operation", "bytes", "bus_bandwidth")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The steps that one implementation took on one number of ranks. None: not measured."""
+
+    strategy: str
+    implementation: str
+    language: str
+    backend: str
+    dtype: str
+    model: str
+    ranks: int
+    step_seconds: tuple[float, ...]  # of each step, the slowest rank's
+    scaling: str = "strong"
+    tokens_per_step: float | None = None  # all ranks together, as the next one
+    flop_per_step: float | None = None
+    communication_seconds: float | None = None  # a step, exposed
+    bytes_counted: float | None = None  # a rank and step
+    bytes_formula: float | None = None
+    peak_memory_bytes: float | None = None  # the largest rank's
+    equal: bool | None = None  # to one device
+    largest_difference: float | None = None
+    chapter: str = ""
+    command: str = ""
+    purpose: str = "time"
+
+    @property
+    def seconds(self) -> float:
+        """Median time of a step."""
+        return median(self.step_seconds)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median."""
+        return (max(self.step_seconds) - min(self.step_seconds)) / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together."""
+        return None if self.tokens_per_step is None else self.tokens_per_step / self.seconds
+
+    @property
+    def gflops(self) -> float | None:
+        """10^9 operations a second, of all ranks together."""
+        return None if self.flop_per_step is None else self.flop_per_step / self.seconds / 1e9
+
+    @property
+    def communication_share(self) -> float | None:
+        """Part of a step in which a rank does nothing but wait for messages."""
+        return None if self.communication_seconds is None else self.communication_seconds / self.seconds
+
+    @property
+    def who(self) -> tuple[str, str, str]:
+        """Whose time it is."""
+        return self.implementation, self.language, self.backend
+
+    @property
+    def one_rank_tokens(self) -> float | None:
+        """The tokens in a step of the one-rank run that this one scales up from."""
+        if self.tokens_per_step is None or self.scaling == "strong":
+            return self.tokens_per_step
+        return self.tokens_per_step / self.ranks
+
+    @property
+    def work(self) -> tuple[str, str, float | None]:
+        """Timings of equal work can be compared."""
+        return self.model, self.dtype, self.one_rank_tokens
+
+
+def problem(record: Any) -> str:
+    """What keeps a record from being a Timing or a bandwidth; empty when nothing does."""
+    if not isinstance(record, dict):
+        return "is not an object"
+    if "step_seconds" not in record and all(key in record for key in BANDWIDTH):
+        return ""
+    for key in (*TEXTS, "ranks", "step_seconds"):
+        if key not in record:
+            return f"lacks {key!r}"
+    times = record["step_seconds"]
+    if not (isinstance(times, list) and times and all(_number(t) and t > 0 for t in times)):
+        return "has no positive step_seconds"
+    if type(record["ranks"]) is not int or record["ranks"] < 1:
+        return f"has ranks = {record['ranks']}"
+    if record.get("scaling", "strong") not in ("strong", "weak"):
+        return f"has scaling = {record['scaling']!r}"
+    for key in NUMBERS:
+        if record.get(key) is not None and not _number(record[key]):
+            return f"has {key} = {record[key]!r}"
+    return ""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def timings(records: Iterable[Mapping[str, Any]]) -> list[Timing]:
+    """The records that time steps."""
+    timed = [record for record in records if "step_seconds" in record]
+    return [Timing(**_fields(record)) for record in timed]
+
+
+def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in record.items() if key in Timing.__dataclass_fields__}
+    return {**known, "step_seconds": tuple(record["step_seconds"])}
+
+
+def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:
+    """Throughput over that of one rank, of the same implementation on the same work; None without one.
+
+    Strong scaling: T(1) / T(n) for the same tokens. Weak: n T(1) / T(n), n times the tokens.
+    """
+    ours = [
+        t
+        for t in among
+        if t.ranks == 1
+        and t.who[:2] == timing.who[:2]
+        and t.work == timing.work
+        and t.purpose == timing.purpose
+    ]
+    if not ours:
+        return None
+    one = min(ours, key=lambda t: t.backend != timing.backend)
+    return one.seconds / timing.seconds * (timing.ranks if timing.scaling == "weak" else 1)

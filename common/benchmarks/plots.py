@@ -1,0 +1,157 @@
+"""The report's plots, made from records; each is kept as PNG and SVG, and stands inside the page as SVG."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import psutil
+from matplotlib.axes import Axes
+
+from common.benchmarks.measures import Timing, speed_up
+from common.benchmarks.tables import names, work_name
+from common.utils import visualizer
+
+Series = dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What to draw, and what it shows in words; sizes in inches."""
+
+    name: str
+    caption: str
+    draw: Callable[[tuple[Axes, ...]], None]
+    columns: int = 1
+    height: float = 3.4
+
+    def save(self, folder: Path) -> str:
+        """Draw it into `folder`, as PNG and as SVG; the SVG as it stands in a page."""
+        png, svg = folder / f"{self.name}.png", folder / f"{self.name}.svg"
+        with visualizer.figure(png, svg, columns=self.columns, height=self.height) as axes:
+            self.draw(axes)
+        return inline(svg.read_text(), self.name, self.caption)
+
+
+def inline(svg: str, name: str, caption: str) -> str:
+    """An SVG file's drawing for a page: no background, the page's text colour, names that are its own."""
+    svg = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="patch_1">.*?</g>', "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?)width="\S+" height="\S+"', r"\1", svg, count=1)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)
+    svg = svg.replace(visualizer.INK.lower(), "currentColor")
+    return re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+
+
+def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
+    """Throughput, scaling and communication of equal work."""
+    fixed = [t for t in timings if t.scaling == "strong"] or list(timings)
+    work = work_name(timings[0])
+    plots = []
+    if rates := _series(fixed, lambda t: t.tokens_per_second):
+        rows = sum(len(by_ranks) + 1.4 for by_ranks in rates.values())
+        draw = partial(_throughput, rates)
+        plots.append(Plot(f"{prefix}-throughput", f"Throughput: {work}.", draw, 1, 0.8 + 0.25 * rows))
+    ups = {kind: _speed_ups(timings, kind) for kind in ("strong", "weak")}
+    if ups := {kind: series for kind, series in ups.items() if series}:
+        draw = partial(_scaling, ups)
+        plots.append(
+            Plot(f"{prefix}-scaling", f"{' and '.join(ups)} scaling: {work}.".capitalize(), draw, len(ups))
+        )
+    if parts := _parts(fixed):
+        draw = partial(_communication, parts)
+        caption = f"Share of a step in which ranks only wait for messages: {work}."
+        plots.append(Plot(f"{prefix}-communication", caption, draw, 1, 1.2 + 0.33 * len(parts)))
+    return plots
+
+
+def _series(timings: Sequence[Timing], value: Callable[[Timing], float | None]) -> Series:
+    """Name -> ranks -> value, without what was not measured."""
+    called = names(timings)
+    series: Series = {}
+    for t in timings:
+        if (number := value(t)) is not None:
+            series.setdefault(called[t.who], {})[t.ranks] = number
+    return series
+
+
+def _speed_ups(timings: Sequence[Timing], kind: str) -> Series:
+    """Of those that ran with more than one rank."""
+    several = {t.who for t in timings if t.scaling == kind and t.ranks > 1}
+    chosen = [t for t in timings if t.who in several and (t.scaling == kind or t.ranks == 1)]
+    return {k: v for k, v in _series(chosen, lambda t: speed_up(t, timings)).items() if len(v) > 1}
+
+
+def _parts(timings: Sequence[Timing]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step: exposed communication, and the rest."""
+    called = names(timings)
+    return {
+        f"{called[t.who]}, {t.ranks} ranks": {
+            "compute": 1e3 * max(0.0, t.seconds - t.communication_seconds),
+            "exposed communication": 1e3 * t.communication_seconds,
+        }
+        for t in timings
+        if t.communication_seconds is not None and t.ranks > 1
+    }
+
+
+def _throughput(rates: Series, axes: tuple[Axes, ...]) -> None:
+    visualizer.throughput_bars(axes[0], rates, unit="tokens/s")
+
+
+def _scaling(ups: Mapping[str, Series], axes: tuple[Axes, ...]) -> None:
+    for one, (kind, series) in zip(axes, ups.items(), strict=True):
+        visualizer.scaling_lines(one, series, cores=cores(), title=f"{kind} scaling".capitalize())
+    low, high = zip(*(one.get_ylim() for one in axes), strict=True)
+    for one in axes:
+        one.set_ylim(min(low), max(high))
+
+
+def _communication(parts: dict[str, dict[str, float]], axes: tuple[Axes, ...]) -> None:
+    visualizer.share_bars(axes[0], parts, unit="ms")
+
+
+def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
+    """Bus bandwidth over message size, a plot for each backend and rank count."""
+    groups: dict[tuple[str, int], Series] = {}
+    for r in records:
+        series = groups.setdefault((r["backend"], r["ranks"]), {})
+        series.setdefault(r["operation"], {})[r["bytes"]] = r["bus_bandwidth"]
+    return [
+        Plot(
+            f"{prefix}-bandwidth-{backend}-{ranks}",
+            f"Bus bandwidth of collectives: {backend}, {ranks} ranks.",
+            partial(_bandwidth, series),
+        )
+        for (backend, ranks), series in groups.items()
+    ]
+
+
+def _bandwidth(series: Series, axes: tuple[Axes, ...]) -> None:
+    visualizer.bandwidth_lines(axes[0], series)
+
+
+def picture(timings: Sequence[Timing], path: Path) -> None:
+    """The figure of the README: throughput and scaling of the work that most languages did."""
+    works = {t.work: {u.language for u in timings if u.work == t.work} for t in timings}
+    work = max(works, key=lambda key: len(works[key]))
+    same = [t for t in timings if t.work == work and t.purpose == "time"]
+    fixed = [t for t in same if t.scaling == "strong"] or same
+    kind = "weak" if _speed_ups(same, "weak") else "strong"
+    with visualizer.figure(path, columns=2, width=9, height=3.6) as (left, right):
+        visualizer.throughput_bars(
+            left, _series(fixed, lambda t: t.tokens_per_second), unit="tokens/s", title="Throughput"
+        )
+        ups = _speed_ups(same, kind)
+        visualizer.scaling_lines(right, ups, cores=cores(), title=f"{kind} scaling".capitalize())

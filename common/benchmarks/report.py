@@ -1,0 +1,121 @@
+"""From the records of a run to one page, report.html, that needs nothing else: no network, no other file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from common.benchmarks import plots, tables
+from common.benchmarks.measures import Timing, timings
+from common.benchmarks.tables import Table
+
+Record = Mapping[str, Any]
+
+
+@dataclass
+class Section:
+    """What the page says about a chapter: tables and figures (drawing, caption) in turn."""
+
+    title: str
+    blocks: list[Table | tuple[Markup, str]] = field(default_factory=list)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a results folder, none when it has no such file. A line that was cut short is left out."""
+    records = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def write(records: Sequence[Record], output: Path) -> Path:
+    """Draw the plots into output/plots and write output/report.html; the page's path."""
+    chapters = list(dict.fromkeys(r["chapter"] for r in records))
+    content = [_section(title, [r for r in records if r["chapter"] == title], output) for title in chapters]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(
+        sections=content,
+        verdicts=verdicts(records),
+        about=_about(records),
+        is_table=lambda b: isinstance(b, Table),
+    )
+    path = output / "report.html"
+    path.write_text(page)
+    return path
+
+
+def _section(title: str, records: Sequence[Record], output: Path) -> Section:
+    section, every = Section(title), timings(records)
+    prefix = re.sub(r"\W+", "-", title.lower()).strip("-")
+    if failed := [r for r in records if "error" in r]:
+        section.blocks.append(tables.failures(failed))
+    timed = [t for t in every if t.purpose == "time"]
+    for place, work in enumerate(dict.fromkeys(t.work for t in timed), 1):
+        same = in_order([t for t in timed if t.work == work])
+        fixed = [t for t in same if t.scaling == "strong"] or same
+        drawn = plots.of_work(same, f"{prefix}-{place}")
+        pictures = [(Markup(plot.save(output / "plots")), plot.caption) for plot in drawn]
+        made = [tables.throughput(fixed, every), tables.scaling(same), tables.communication(same)]
+        section.blocks += [*(table for table in made if table.rows), *pictures]
+    if swept := [r for r in records if "bus_bandwidth" in r]:
+        section.blocks.append(tables.bandwidths(swept))
+        drawn = plots.of_bandwidth(swept, prefix)
+        section.blocks += [(Markup(plot.save(output / "plots")), plot.caption) for plot in drawn]
+    if any(t.equal is not None for t in every):
+        section.blocks.append(tables.proofs(every))
+    return section
+
+
+def in_order(same: list[Timing]) -> list[Timing]:
+    """Implementations as they came; of each, strong before weak, few ranks before many."""
+    order = [t.who for t in same]
+    return sorted(same, key=lambda t: (order.index(t.who), t.scaling, t.ranks))
+
+
+def verdicts(records: Sequence[Record]) -> list[tuple[bool, str]]:
+    """What the run showed, one sentence each, and whether it is good."""
+    failed = [r for r in records if "error" in r]
+    cases = {r["case"] for r in records}
+    found = [(not failed, f"{len(cases)} runs, {len(failed)} failed.")]
+    compared = [t for t in timings(records) if t.equal is not None]
+    wrong = sorted({t.implementation for t in compared if not t.equal})
+    names = sorted({t.implementation for t in compared if t.equal} - set(wrong))
+    if wrong:
+        found.append((False, f"Different from one device: {', '.join(wrong)}."))
+    if names:
+        largest = max(
+            (t.largest_difference or 0.0 for t in compared if t.implementation in names), default=0.0
+        )
+        found.append(
+            (True, f"Equal to one device: {', '.join(names)}; largest relative difference {largest:.1e}.")
+        )
+    return found
+
+
+def _about(records: Sequence[Record]) -> dict[str, str]:
+    """Where and when the records were made; several values when a run was resumed elsewhere or later."""
+    about: dict[str, dict[str, None]] = {}
+    for record in records:
+        for key, value in {
+            "commit": record["commit"],
+            "date": record["date"][:16],
+            **record["machine"],
+        }.items():
+            about.setdefault(key, {})[value] = None
+    about["date"] = dict.fromkeys([min(about["date"]), max(about["date"])]) if records else {}
+    return {key: (" to " if key == "date" else "; ").join(values) for key, values in about.items()}

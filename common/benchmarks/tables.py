@@ -1,0 +1,216 @@
+"""The report's tables, made from records; the page and the terminal show the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.benchmarks.measures import Timing, speed_up
+
+LANGUAGES = {"pytorch": "PyTorch", "libtorch": "C++ on LibTorch", "cpp-mpi": "C++ on MPI"}
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cells of a row, and the commands that print its numbers."""
+
+    cells: Sequence[str]
+    commands: Sequence[str] = ()
+    bad: bool = False
+
+
+@dataclass
+class Table:
+    """`heads` are names with their unit; a head that begins with ">" stands over numbers."""
+
+    title: str
+    heads: Sequence[str]
+    rows: list[Row] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def commands(self) -> list[str]:
+        """Each command once, in the order of the rows; its place is its number in the table."""
+        return list(dict.fromkeys(command for row in self.rows for command in row.commands))
+
+
+def text(value: float | None, form: str = "{:,.0f}", scale: float = 1.0) -> str:
+    """A number as text, a dash for none."""
+    return NONE if value is None else form.format(value * scale)
+
+
+def digits(value: float | None, scale: float = 1.0) -> str:
+    """At least three digits, thousands apart."""
+    return text(
+        value, "{:,.0f}" if value is not None and abs(value * scale) >= 1000 else "{:#.3g}", scale
+    ).rstrip(".")
+
+
+def work_name(timing: Timing) -> str:
+    """What was computed: model, type, tokens in a step."""
+    tokens = f", {timing.one_rank_tokens:,.0f} tokens a step" if timing.one_rank_tokens else ""
+    return f"{timing.model}, {timing.dtype}{tokens}"
+
+
+def names(timings: Sequence[Timing]) -> dict[tuple[str, str, str], str]:
+    """A short name for each (implementation, language, backend): what tells it apart from the others."""
+    every = list(dict.fromkeys(t.who for t in timings))
+    result = {}
+    for who in every:
+        same = [other for other in every if other[0] == who[0]]
+        more = [
+            what
+            for what, there in (
+                (LANGUAGES.get(who[1], who[1]), {s[1] for s in same}),
+                (who[2], {s[2] for s in same}),
+            )
+            if len(there) > 1
+        ]
+        result[who] = " · ".join([who[0], *more])
+    return result
+
+
+def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
+    """Speed of equal work on every rank count, and whether the implementation equals one device."""
+    table = Table(
+        f"Throughput: {work_name(timings[0])}",
+        (
+            "implementation",
+            "language",
+            "backend",
+            ">ranks",
+            ">step (ms)",
+            ">spread",
+            ">tokens/s",
+            ">GFLOP/s",
+            ">speed-up over one rank",
+            ">memory a rank (MB)",
+            "equal to one device",
+        ),
+    )
+    for t in timings:
+        verdict = equality(t, every)
+        cells = [
+            t.implementation,
+            LANGUAGES.get(t.language, t.language),
+            t.backend,
+            str(t.ranks),
+            digits(t.seconds, 1e3),
+            text(t.spread, "{:.0%}"),
+            digits(t.tokens_per_second),
+            digits(t.gflops),
+            text(speed_up(t, every), "{:.2f}"),
+            text(t.peak_memory_bytes, scale=1e-6),
+            verdict,
+        ]
+        table.rows.append(Row(cells, (t.command,), bad=verdict.startswith("no")))
+    return table
+
+
+def equality(timing: Timing, every: Sequence[Timing]) -> str:
+    """What all runs that compared this implementation with one device found."""
+    found = [t for t in every if t.who[:2] == timing.who[:2] and t.equal is not None]
+    if not found:
+        return "not compared"
+    largest = max((t.largest_difference for t in found if t.largest_difference is not None), default=None)
+    return f"{'yes' if all(t.equal for t in found) else 'no'}, {text(largest, '{:.1e}')}"
+
+
+def proofs(timings: Sequence[Timing]) -> Table:
+    """Each run that compared with one device."""
+    table = Table(
+        "Equal to one device",
+        ("implementation", "language", "backend", ">ranks", "model", ">largest relative difference", "equal"),
+    )
+    for t in timings:
+        if t.equal is not None:
+            language, model = LANGUAGES.get(t.language, t.language), f"{t.model}, {t.dtype}"
+            difference, verdict = text(t.largest_difference, "{:.1e}"), "yes" if t.equal else "no"
+            cells = [t.implementation, language, t.backend, str(t.ranks), model, difference, verdict]
+            table.rows.append(Row(cells, (t.command,), bad=not t.equal))
+    return table
+
+
+def communication(timings: Sequence[Timing]) -> Table:
+    """Time in which a step only waits for messages, and the bytes that a rank sends."""
+    table = Table(
+        f"Communication: {work_name(timings[0])}",
+        (
+            "implementation",
+            ">ranks",
+            "scaling",
+            ">step (ms)",
+            ">exposed communication (ms)",
+            ">share of the step",
+            ">bytes counted",
+            ">bytes by formula",
+        ),
+    )
+    called = names(timings)
+    for t in timings:
+        wrong = None not in (t.bytes_counted, t.bytes_formula) and t.bytes_counted != t.bytes_formula
+        cells = [
+            called[t.who],
+            str(t.ranks),
+            t.scaling,
+            digits(t.seconds, 1e3),
+            digits(t.communication_seconds, 1e3),
+            text(t.communication_share, "{:.1%}"),
+            text(t.bytes_counted),
+            text(t.bytes_formula) + (" ≠" if wrong else ""),
+        ]
+        table.rows.append(Row(cells, (t.command,), bad=wrong))
+    table.note = "Bytes that a rank sends in a step. A dash: not seen from outside the library."
+    return table
+
+
+def scaling(timings: Sequence[Timing]) -> Table:
+    """Speed-up and efficiency (speed-up / ranks) over rank counts, strong and weak."""
+    counts = sorted({t.ranks for t in timings})
+    heads = ["implementation", "scaling", *(f">{n} rank{'s' * (n > 1)}" for n in counts)]
+    table = Table(f"Scaling: {work_name(timings[0])}", heads)
+    table.note = "Speed-up over one rank and, in brackets, speed-up / ranks."
+    called = names(timings)
+    for who in called:
+        for kind in ("strong", "weak"):
+            runs = {t.ranks: t for t in timings if t.who == who and (t.scaling == kind or t.ranks == 1)}
+            if not any(t.scaling == kind and t.ranks > 1 for t in runs.values()):
+                continue
+            ups = {n: speed_up(t, timings) for n, t in runs.items()}
+            shown = [f"{up:.2f} ({up / n:.0%})" if (up := ups.get(n)) else NONE for n in counts]
+            commands = [runs[n].command for n in sorted(runs)]
+            table.rows.append(Row([called[who], kind, *shown], commands))
+    return table
+
+
+def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Time and bandwidth of collectives over message sizes."""
+    heads = ("operation", "backend", ">ranks", ">bytes", ">time (µs)", ">algorithm (GB/s)", ">bus (GB/s)")
+    table = Table("Bandwidth of collectives", heads)
+    table.note = "Definitions of nccl-tests: algorithm bandwidth = bytes / time; bus bandwidth = what the wire carries."
+    for r in records:
+        numbers = [
+            digits(r.get("seconds"), 1e6),
+            digits(r.get("algorithm_bandwidth")),
+            digits(r["bus_bandwidth"]),
+        ]
+        cells = [
+            r["operation"],
+            r.get("backend", NONE),
+            str(r.get("ranks", NONE)),
+            f"{r['bytes']:,}",
+            *numbers,
+        ]
+        table.rows.append(Row(cells, (r["command"],)))
+    return table
+
+
+def failures(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Each case that failed, with the last line that it wrote."""
+    table = Table("Failed", ("case", ">ranks", "scaling", ">after (s)", "last error line"))
+    for r in records:
+        cells = [r["case"], str(r["ranks"]), r["scaling"], text(r.get("elapsed"), "{:.1f}"), r["error"]]
+        table.rows.append(Row(cells, (r["command"],), bad=True))
+    return table
