@@ -1,0 +1,162 @@
+"""Time and bandwidth of the primitives by size, as nccl-tests defines them.
+
+    algorithm bandwidth = S / time
+    bus bandwidth       = that times what a rank sends for each byte of S, to be compared with a link's speed:
+                          2(n-1)/n all-reduce; (n-1)/n all-gather, reduce-scatter, all-to-all; 1 from or to one rank
+
+S is the larger of what a rank holds before and after, GB are 10^9 bytes, MiB 2^20. Time is the slowest rank's between
+barriers, the median of the samples, with the copies that `common.comm` makes. What is timed sends zeros, so that
+sums stay finite; another run checks the values.
+
+Source: nccl-tests, doc/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from common import comm
+from common.lesson import DTYPES, LessonOptions, write_records
+from common.measure import in_turn
+from common.runtime import Runtime, UsageError
+from common.utils.primitives import PRIMITIVES, Primitive, start_of
+from common.utils.visualizer import bandwidth_lines, figure
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass
+class BandwidthOptions(LessonOptions):
+    """Options of the benchmark."""
+
+    dtype: Literal["float64", "float32"] = "float32"
+    """Type of what the benchmark sends."""
+    sizes_mb: tuple[float, ...] = (1, 4, 16, 64)
+    """Sizes to measure, in MiB."""
+    repeats: int = 7
+    """Samples of each size, after 2 that do not count."""
+
+    def check(self) -> None:
+        """Raises UsageError for what cannot be measured."""
+        if not self.sizes_mb or min(self.sizes_mb) <= 0:
+            raise UsageError(f"--sizes-mb {self.sizes_mb}: sizes are larger than 0, such as 1 4 16 64")
+        if self.repeats < 5:
+            raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
+        if self.plot and self.plot.suffix not in PICTURES:
+            raise UsageError(f"--plot {self.plot}: pictures end in {', '.join(PICTURES)}")
+
+
+@dataclass
+class Row:
+    """One line of the benchmark: sizes in bytes, seconds of every sample, bandwidths in bytes a second."""
+
+    primitive: str
+    ranks: int
+    backend: str
+    dtype: str
+    bytes: int
+    bus_factor: float
+    correct: bool
+    seconds: list[float]
+    algorithm_bandwidth: float = field(init=False)
+    bus_bandwidth: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.algorithm_bandwidth = self.bytes / median(self.seconds)
+        self.bus_bandwidth = self.bus_factor * self.algorithm_bandwidth
+
+
+def is_correct(primitive: Primitive, length: int, dtype: torch.dtype, rt: Runtime) -> bool:
+    """Whether every rank gets what it must from `length` numbers a rank."""
+    start = start_of(length, dtype, rt.device)
+    result = primitive.run(start(rt.rank), rt.world)
+    expected = primitive.expected(start, rt.rank, rt.world_size)
+    wrong = torch.tensor(float(expected is not None and not torch.equal(result, expected)), device=rt.device)
+    comm.all_reduce(wrong, rt.world)
+    return not wrong.item()
+
+
+def measure(
+    rt: Runtime, size: int, dtype: torch.dtype, repeats: int, primitives: Sequence[Primitive] = PRIMITIVES
+) -> list[Row]:
+    """One row a primitive, at `size` bytes or the next smaller number that divides into n pieces."""
+    n = rt.world_size
+    numbers = max(1, size // dtype.itemsize // n) * n
+    buffer = torch.full((numbers,), 0.0, dtype=dtype, device=rt.device)
+    lengths = {p.name: numbers // n if p.gathers else numbers for p in primitives}
+    cases: dict[str, Callable[[], object]] = {
+        p.name: partial(p.run, buffer[: lengths[p.name]], rt.world) for p in primitives
+    }
+    measured = in_turn(cases, repeats, rt.world, device=rt.device.type)
+    return [
+        Row(
+            primitive=p.name,
+            ranks=n,
+            backend=rt.backend,
+            dtype=str(dtype).removeprefix("torch."),
+            bytes=numbers * dtype.itemsize,
+            bus_factor=float(p.bus_factor(n)),
+            correct=is_correct(p, lengths[p.name], dtype, rt),
+            seconds=measured[p.name].seconds,
+        )
+        for p in primitives
+    ]
+
+
+def table(rows: list[Row]) -> Table:
+    """Sizes in MiB, times in ms, spread = (max - min) / median, bandwidths in GB/s."""
+    table = Table(title=f"{rows[0].ranks} ranks, {rows[0].backend}, {rows[0].dtype}", title_justify="left")
+    for name in (
+        "primitive",
+        "MiB",
+        "median ms",
+        "min ms",
+        "spread",
+        "algorithm GB/s",
+        "bus GB/s",
+        "correct",
+    ):
+        table.add_column(name, justify="left" if name == "primitive" else "right")
+    for r in sorted(rows, key=lambda r: (r.primitive, r.bytes)):
+        middle, least = median(r.seconds), min(r.seconds)
+        times = (f"{1e3 * middle:.3f}", f"{1e3 * least:.3f}", f"{(max(r.seconds) - least) / middle:.0%}")
+        speeds = (f"{b / 1e9:.3f}" for b in (r.algorithm_bandwidth, r.bus_bandwidth))
+        table.add_row(r.primitive, f"{r.bytes / 2**20:.4g}", *times, *speeds, "yes" if r.correct else "NO")
+    return table
+
+
+def benchmark(rt: Runtime, options: BandwidthOptions, out: Console) -> bool:
+    """Sweep the sizes, print and write what was asked for; whether every result was correct."""
+    options.check()
+    rows: list[Row] = []
+    for size in track(
+        options.sizes_mb, "measuring", console=out, transient=True, disable=not out.is_terminal
+    ):
+        rows += measure(rt, int(size * 2**20), DTYPES[options.dtype], options.repeats)
+    out.print(table(rows))
+    if rt.rank == 0:
+        write_records(options.json, [{"benchmark": "communication", **asdict(row)} for row in rows])
+        if options.plot:
+            draw(rows, options)
+    return all(row.correct for row in rows)
+
+
+def draw(rows: list[Row], options: BandwidthOptions) -> None:
+    """Bus bandwidth over size, a line for each primitive."""
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        lines.setdefault(row.primitive, {})[row.bytes] = row.bus_bandwidth / 1e9
+    try:
+        with figure(*[options.plot] if options.plot else []) as (axes,):
+            bandwidth_lines(axes, lines, title=f"{rows[0].ranks} ranks, {rows[0].backend}")
+    except OSError as error:
+        raise UsageError(f"--plot {options.plot} cannot be written: {error.strerror}") from None

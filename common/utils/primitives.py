@@ -1,0 +1,144 @@
+"""The primitives that everything else is made of: what each does, must give and sends.
+
+    one to many      rank 0 sends to each in turn        n-1 messages, one after another
+    the same, tree   who has it sends it on              round 1: 0->1   round 2: 0->2 1->3   ... log2(n) rounds
+    broadcast        the library's one to many
+    reduce           many to one, summed                 all-reduce      reduce, and all get the sum
+    all-gather       all get all pieces                  reduce-scatter  reduce, and each gets a piece of the sum
+    all-to-all       piece j of rank i becomes piece i of rank j: a transpose over ranks
+
+Bytes that all n ranks send together, S being the largest tensor that a rank holds before or after (all-gather: the
+result): (n-1) S, and 2(n-1) S for all-reduce, which is a reduce-scatter and an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+
+
+def one_to_many(x: Tensor, group: Group) -> Tensor:
+    """Rank 0 sends to each of the others in turn: the last waits for n-1 messages."""
+    if group.rank == 0:
+        for other in range(1, group.size):
+            comm.send(x, group, other)
+    else:
+        comm.recv(x, group, 0)
+    return x
+
+
+def rounds(n: int) -> list[list[tuple[int, int]]]:
+    """A binomial tree from rank 0: (source, destination) by round. Those who have it double each time."""
+    return [
+        [(source, source + have) for source in range(min(have, n - have))]
+        for have in (2**k for k in range((n - 1).bit_length()))
+    ]
+
+
+def tree(x: Tensor, group: Group) -> Tensor:
+    """The same in log2(n) rounds, in each of which all messages travel at once."""
+    for pairs in rounds(group.size):
+        for source, destination in pairs:
+            if group.rank == source:
+                comm.send(x, group, destination)
+            elif group.rank == destination:
+                comm.recv(x, group, source)
+    return x
+
+
+def broadcast(x: Tensor, group: Group) -> Tensor:
+    """The library's."""
+    comm.broadcast(x, group, 0)
+    return x
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum on rank 0."""
+    comm.reduce(x, group, 0)
+    return x
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum on all ranks."""
+    comm.all_reduce(x, group)
+    return x
+
+
+Start = Callable[[int], Tensor]  # what a rank holds at first
+
+
+def first(start: Start, rank: int, n: int) -> Tensor:
+    """What rank 0 had."""
+    return start(0)
+
+
+def total(start: Start, rank: int, n: int) -> Tensor:
+    """The sum over ranks."""
+    return sum((start(r) for r in range(1, n)), start(0))
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """An operation and what it must give: `expected(start, rank, n)`, None where the result is not defined."""
+
+    name: str
+    idea: str
+    run: Callable[[Tensor, Group], Tensor]
+    expected: Callable[[Start, int, int], Tensor | None]
+    passes: int = 1  # times (n-1) S is what all ranks send together
+    rooted: bool = False  # from or to one rank
+    gathers: bool = False  # starts with a piece of S
+
+    def sent(self, size: int, n: int) -> int:
+        """Bytes that n ranks send together; size: S in bytes."""
+        return self.passes * (n - 1) * size
+
+    def bus_factor(self, n: int) -> Fraction:
+        """Bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md)."""
+        return Fraction(1) if self.rooted else Fraction(self.passes * (n - 1), n)
+
+
+PRIMITIVES = (
+    Primitive("one to many", "rank 0 sends to each in turn", one_to_many, first, rooted=True),
+    Primitive("one to many, tree", "who has it sends it on", tree, first, rooted=True),
+    Primitive("broadcast", "the library's one to many", broadcast, first, rooted=True),
+    Primitive(
+        "reduce",
+        "many to one, summed; what others hold is spoiled",
+        reduce,
+        lambda start, rank, n: total(start, rank, n) if rank == 0 else None,
+        rooted=True,
+    ),
+    Primitive("all-reduce", "all get the sum", all_reduce, total, passes=2),
+    Primitive(
+        "all-gather",
+        "all get all pieces",
+        comm.all_gather,
+        lambda start, rank, n: torch.cat([start(r) for r in range(n)]),
+        gathers=True,
+    ),
+    Primitive(
+        "reduce-scatter",
+        "each gets its piece of the sum",
+        comm.reduce_scatter,
+        lambda start, rank, n: total(start, rank, n).chunk(n)[rank],
+    ),
+    Primitive(
+        "all-to-all",
+        "piece j of rank i becomes piece i of rank j",
+        comm.all_to_all,
+        lambda start, rank, n: torch.cat([start(r).chunk(n)[rank] for r in range(n)]),
+    ),
+)
+
+
+def start_of(length: int, dtype: torch.dtype, device: torch.device) -> Start:
+    """Rank r starts with 10(r+1) + 0, 1, 2 ...: the tens say whose it was, the ones which piece."""
+    return lambda rank: torch.arange(length, device=device).remainder(10).add(10 * (rank + 1)).to(dtype)
