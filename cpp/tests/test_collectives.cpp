@@ -3,6 +3,7 @@
 
 #include "check.hpp"
 #include "fived/collectives.hpp"
+#include "fived/environment.hpp"
 
 using namespace fived;
 

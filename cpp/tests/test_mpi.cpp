@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "fived/environment.hpp"
 #include "fived/mpi.hpp"
 
 using namespace fived;

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "fived/environment.hpp"
 #include "fived/error.hpp"
 #include "fived/mpi.hpp"
 #include "fived/options.hpp"

@@ -10,12 +10,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
+
+#include "fived/partition.hpp"
 
 namespace fived {
 
@@ -38,34 +39,6 @@ MPI_Datatype datatype() {
 /// Elements that one MPI message carries at most. MPI 3 counts with int; longer buffers travel in pieces of
 /// this length. The same on all ranks (tests make it small).
 inline std::size_t max_message = std::size_t{1} << 30;
-
-/// The first element of piece `i` when `n` elements are cut into `pieces` that differ by one at most.
-constexpr std::size_t cut(std::size_t n, std::size_t pieces, std::size_t i) {
-    return n / pieces * i + n % pieces * i / pieces;
-}
-
-/// Piece `i` of `pieces` of a buffer: the split that samples, gradients and ring collectives all use.
-template <class T>
-std::span<T> piece(std::span<T> data, std::size_t pieces, std::size_t i) {
-    const std::size_t begin = cut(data.size(), pieces, i);
-    return data.subspan(begin, cut(data.size(), pieces, i + 1) - begin);
-}
-
-/// MPI_Init to MPI_Finalize. Ends the whole world when an exception leaves its scope.
-class Environment {
-  public:
-    Environment(int& argc, char**& argv) {
-        int provided = 0;
-        MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
-        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    }
-    ~Environment() {
-        if (std::uncaught_exceptions() > 0) MPI_Abort(MPI_COMM_WORLD, 1);
-        MPI_Finalize();
-    }
-    Environment(const Environment&) = delete;
-    Environment& operator=(const Environment&) = delete;
-};
 
 class Communicator;
 
