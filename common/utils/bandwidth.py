@@ -29,7 +29,6 @@ from common.lesson import DTYPES, LessonOptions, write_records
 from common.measure import in_turn
 from common.runtime import Runtime, UsageError
 from common.utils.primitives import PRIMITIVES, Primitive, start_of
-from common.utils.visualizer import bandwidth_lines, figure
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -126,7 +125,8 @@ def table(rows: list[Row]) -> Table:
         "correct",
     ):
         table.add_column(name, justify="left" if name == "primitive" else "right")
-    for r in sorted(rows, key=lambda r: (r.primitive, r.bytes)):
+    order = [row.primitive for row in rows]
+    for r in sorted(rows, key=lambda r: (order.index(r.primitive), r.bytes)):
         middle, least = median(r.seconds), min(r.seconds)
         times = (f"{1e3 * middle:.3f}", f"{1e3 * least:.3f}", f"{(max(r.seconds) - least) / middle:.0%}")
         speeds = (f"{b / 1e9:.3f}" for b in (r.algorithm_bandwidth, r.bus_bandwidth))
@@ -151,12 +151,19 @@ def benchmark(rt: Runtime, options: BandwidthOptions, out: Console) -> bool:
 
 
 def draw(rows: list[Row], options: BandwidthOptions) -> None:
-    """Bus bandwidth over size, a line for each primitive."""
-    lines: dict[str, dict[int, float]] = {}
-    for row in rows:
-        lines.setdefault(row.primitive, {})[row.bytes] = row.bus_bandwidth / 1e9
+    """Bus bandwidth over size, a line for each primitive; those from or to one rank on the left."""
+    from common.utils.visualizer import bandwidth_lines, figure  # matplotlib takes its time to import
+
+    paths = [options.plot] if options.plot else []
     try:
-        with figure(*[options.plot] if options.plot else []) as (axes,):
-            bandwidth_lines(axes, lines, title=f"{rows[0].ranks} ranks, {rows[0].backend}")
+        with figure(*paths, columns=2, width=9.6) as axes:
+            for side, rooted, title in zip(
+                axes, (True, False), ("from or to one rank", "all to all"), strict=True
+            ):
+                lines: dict[str, dict[int, float]] = {p.name: {} for p in PRIMITIVES if p.rooted is rooted}
+                for row in rows:
+                    if row.primitive in lines:
+                        lines[row.primitive][row.bytes] = row.bus_bandwidth / 1e9
+                bandwidth_lines(side, lines, title=f"{title}: {rows[0].ranks} ranks, {rows[0].backend}")
     except OSError as error:
         raise UsageError(f"--plot {options.plot} cannot be written: {error.strerror}") from None

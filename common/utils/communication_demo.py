@@ -71,7 +71,7 @@ def demonstrate(rt: Runtime, out: Console) -> bool:
     """Every primitive on small integers; whether all are right."""
     right = [show(primitive, rt, out) for primitive in PRIMITIVES]
     in_rounds = rounds(rt.world_size)
-    out.print(f"one to many took {rt.world_size - 1} messages in turn, the tree {len(in_rounds)} rounds:")
+    out.print(f"messages of one to many, in turn: {rt.world_size - 1}; rounds of the tree: {len(in_rounds)}")
     for number, pairs in enumerate(in_rounds, 1):
         out.print(f"  round {number}   " + "   ".join(f"{a} -> {b}" for a, b in pairs))
     out.print(f"{sum(right)} of {len(right)} primitives gave what they must, with the bytes of their formula")
