@@ -12,6 +12,7 @@ Exit code 0: all ran; 1: a case failed, the report says which; 2: bad input.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -48,7 +49,7 @@ IMPORTANT = (
     "ranks",
     "step (ms)",
     "tokens/s",
-    "speed-up over one rank",
+    "speed-up",
     "equal to one device",
 )
 
@@ -75,6 +76,7 @@ class Options:
 
 def main(options: Options, root: Path = ROOT) -> int:
     """Run the cases and write the report; the exit code. Raises UsageError."""
+    os.environ["PATH"] = runner.environment()["PATH"]
     tasks = select(load(root), options.only, options.ranks, options.quick, plots.cores())
     file = options.output / "records.jsonl"
     earlier = report.read(file) if options.resume else []

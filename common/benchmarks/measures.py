@@ -17,7 +17,16 @@ NUMBERS = (
     "peak_memory_bytes",
     "largest_difference",
 )
-BANDWIDTH = ("operation", "bytes", "bus_bandwidth")
+BANDWIDTH = (
+    "primitive",
+    "backend",
+    "ranks",
+    "bytes",
+    "seconds",
+    "algorithm_bandwidth",
+    "bus_bandwidth",
+    "correct",
+)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Plot:
     def save(self, folder: Path) -> str:
         """Draw it into `folder`, as PNG and as SVG; the SVG as it stands in a page."""
         png, svg = folder / f"{self.name}.png", folder / f"{self.name}.svg"
-        with visualizer.figure(png, svg, columns=self.columns, height=self.height) as axes:
+        with visualizer.figure(png, svg, columns=self.columns, width=5.8, height=self.height) as axes:
             self.draw(axes)
         return inline(svg.read_text(), self.name, self.caption)
 
@@ -127,7 +127,7 @@ def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
     groups: dict[tuple[str, int], Series] = {}
     for r in records:
         series = groups.setdefault((r["backend"], r["ranks"]), {})
-        series.setdefault(r["operation"], {})[r["bytes"]] = r["bus_bandwidth"]
+        series.setdefault(r["primitive"], {})[r["bytes"]] = r["bus_bandwidth"] / 1e9
     return [
         Plot(
             f"{prefix}-bandwidth-{backend}-{ranks}",

@@ -21,10 +21,10 @@ Record = Mapping[str, Any]
 
 @dataclass
 class Section:
-    """What the page says about a chapter: tables and figures (drawing, caption) in turn."""
+    """What the page says about a chapter: tables, and groups of figures (drawing, caption)."""
 
     title: str
-    blocks: list[Table | tuple[Markup, str]] = field(default_factory=list)
+    blocks: list[Table | list[tuple[Markup, str]]] = field(default_factory=list)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -68,17 +68,18 @@ def _section(title: str, records: Sequence[Record], output: Path) -> Section:
     for place, work in enumerate(dict.fromkeys(t.work for t in timed), 1):
         same = in_order([t for t in timed if t.work == work])
         fixed = [t for t in same if t.scaling == "strong"] or same
-        drawn = plots.of_work(same, f"{prefix}-{place}")
-        pictures = [(Markup(plot.save(output / "plots")), plot.caption) for plot in drawn]
+        section.blocks.append(_draw(plots.of_work(same, f"{prefix}-{place}"), output))
         made = [tables.throughput(fixed, every), tables.scaling(same), tables.communication(same)]
-        section.blocks += [*(table for table in made if table.rows), *pictures]
+        section.blocks += [table for table in made if table.rows]
     if swept := [r for r in records if "bus_bandwidth" in r]:
-        section.blocks.append(tables.bandwidths(swept))
-        drawn = plots.of_bandwidth(swept, prefix)
-        section.blocks += [(Markup(plot.save(output / "plots")), plot.caption) for plot in drawn]
+        section.blocks += [_draw(plots.of_bandwidth(swept, prefix), output), tables.bandwidths(swept)]
     if any(t.equal is not None for t in every):
         section.blocks.append(tables.proofs(every))
     return section
+
+
+def _draw(drawn: list[plots.Plot], output: Path) -> list[tuple[Markup, str]]:
+    return [(Markup(plot.save(output / "plots")), plot.caption) for plot in drawn]
 
 
 def in_order(same: list[Timing]) -> list[Timing]:

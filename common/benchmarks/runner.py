@@ -53,17 +53,19 @@ def run(task: Task, logs: Path, timeout: float) -> Outcome:
     return Outcome(records, error, time.monotonic() - start)
 
 
+def environment() -> dict[str, str]:
+    """One thread a rank, and the programs of this Python's environment before all others."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    ours = str(Path(sys.executable).parent)
+    others = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if folder != ours]
+    return {**os.environ, **threads, "PATH": os.pathsep.join([ours, *others])}
+
+
 def _call(command: list[str], folder: Path, timeout: float, out: Any, err: Any) -> int | None:
     """The exit code, None when it took too long. Nothing it started is left behind."""
-    bin_folder = str(Path(sys.executable).parent)
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", "")]),
-        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    }
     try:
         process = psutil.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
         )
     except OSError as error:
         err.write(f"{command[0]} cannot be started in {folder}: {error.strerror}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from common.benchmarks.measures import Timing, speed_up
@@ -85,7 +86,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
             ">spread",
             ">tokens/s",
             ">GFLOP/s",
-            ">speed-up over one rank",
+            ">speed-up",
             ">memory a rank (MB)",
             "equal to one device",
         ),
@@ -149,7 +150,7 @@ def communication(timings: Sequence[Timing]) -> Table:
         ),
     )
     called = names(timings)
-    for t in timings:
+    for t in (t for t in timings if t.ranks > 1):
         wrong = None not in (t.bytes_counted, t.bytes_formula) and t.bytes_counted != t.bytes_formula
         cells = [
             called[t.who],
@@ -186,24 +187,36 @@ def scaling(timings: Sequence[Timing]) -> Table:
 
 
 def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Time and bandwidth of collectives over message sizes."""
-    heads = ("operation", "backend", ">ranks", ">bytes", ">time (µs)", ">algorithm (GB/s)", ">bus (GB/s)")
-    table = Table("Bandwidth of collectives", heads)
-    table.note = "Definitions of nccl-tests: algorithm bandwidth = bytes / time; bus bandwidth = what the wire carries."
-    for r in records:
-        numbers = [
-            digits(r.get("seconds"), 1e6),
-            digits(r.get("algorithm_bandwidth")),
-            digits(r["bus_bandwidth"]),
-        ]
+    """Time and bandwidth of the primitives over message sizes."""
+    table = Table(
+        "Bandwidth",
+        (
+            "primitive",
+            "backend",
+            ">ranks",
+            ">bytes",
+            ">time (ms)",
+            ">spread",
+            ">algorithm bandwidth (GB/s)",
+            ">bus bandwidth (GB/s)",
+            "correct",
+        ),
+    )
+    table.note = "Bandwidths by nccl-tests' definitions: bytes / time, and what a link between two ranks carries of it."
+    for r in sorted(records, key=lambda r: (r["backend"], r["ranks"], r["primitive"], r["bytes"])):
+        middle = median(r["seconds"])
         cells = [
-            r["operation"],
-            r.get("backend", NONE),
-            str(r.get("ranks", NONE)),
-            f"{r['bytes']:,}",
-            *numbers,
+            r["primitive"],
+            r["backend"],
+            str(r["ranks"]),
+            text(r["bytes"]),
+            digits(middle, 1e3),
+            text((max(r["seconds"]) - min(r["seconds"])) / middle, "{:.0%}"),
+            digits(r["algorithm_bandwidth"], 1e-9),
+            digits(r["bus_bandwidth"], 1e-9),
+            "yes" if r["correct"] else "no",
         ]
-        table.rows.append(Row(cells, (r["command"],)))
+        table.rows.append(Row(cells, (r["command"],), bad=not r["correct"]))
     return table
 
 

@@ -38,6 +38,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
+    "axes.facecolor": "none",
     "grid.color": FAINT,
     "grid.alpha": 0.25,
     **dict.fromkeys(
@@ -78,6 +79,11 @@ def colour(place: int) -> str:
     return COLOURS[place % len(COLOURS)]
 
 
+def _line(place: int) -> dict[str, Any]:
+    turn, marker = divmod(place, len(MARKERS))
+    return {"color": colour(place), "marker": MARKERS[marker], "linestyle": ("-", ":", "-.")[turn % 3]}
+
+
 def throughput_bars(
     axes: Axes, rates: Mapping[str, Mapping[int, float]], *, unit: str, title: str = ""
 ) -> None:
@@ -114,7 +120,7 @@ def scaling_lines(
     axes.plot([1, cores, most], [1, cores, cores], "--", color=FAINT, linewidth=1.5, label="ideal")
     for place, (name, by_ranks) in enumerate(speed_ups.items()):
         x, y = zip(*sorted(by_ranks.items()), strict=True)
-        axes.plot(x, y, MARKERS[place % len(MARKERS)] + "-", color=colour(place), label=name)
+        axes.plot(x, y, **_line(place), label=name)
     if cores < most:
         axes.axvspan(cores, most * 1.1, color=FAINT, alpha=0.12, linewidth=0)
         where = axes.get_xaxis_transform()
@@ -167,7 +173,7 @@ def bandwidth_lines(
     """Bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit to compare it with."""
     for place, (name, by_size) in enumerate(bandwidths.items()):
         x, y = zip(*sorted(by_size.items()), strict=True)
-        axes.plot(x, y, MARKERS[place % len(MARKERS)] + "-", color=colour(place), label=name)
+        axes.plot(x, y, **_line(place), label=name)
     sizes = sorted({size for by_size in bandwidths.values() for size in by_size})
     if limit:
         axes.plot([sizes[0], sizes[-1]], [limit[1]] * 2, "--", color=FAINT, linewidth=1.5)
