@@ -45,7 +45,7 @@ def _cuda() -> tuple[str, str]:
     """CUDA and NCCL as torch sees them."""
     if torch.version.cuda is None:
         return "none: a CPU build of torch", "none"
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     if not torch.cuda.is_available():
         return f"{torch.version.cuda}, no GPU to be seen", nccl
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
