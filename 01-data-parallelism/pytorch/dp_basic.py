@@ -35,7 +35,7 @@ from dp_training import (
     bytes_of_run,
     check,
     make_model,
-    timing_table,
+    report,
     training_step,
 )
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from common import comm
 from common.comm import Group, Pending
 from common.equality import OPTIMIZERS, compare, follow, worst_of_world
 from common.ledger import Ledger
-from common.lesson import DTYPES, console, run, write_records
+from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.proof import Proof
 from common.runtime import Runtime
@@ -247,10 +247,7 @@ def prove(rt: Runtime, o: TrainingOptions) -> bool:
     shown = "bucketed" if "bucketed" in ledgers else o.versions[0]
     out.print(ledgers[shown].table(f"communication of rank 0: {shown}, {optimizer}, {o.steps} steps"))
     records = benchmark(rt, replace(o, steps=5), make_version)
-    out.print(timing_table(records))
-    if rt.rank == 0:
-        proved = [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records]
-        write_records(o.json, [r.as_json() for r in proved])
+    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
     out.print(proof.sentence())
     return proof.holds
 
@@ -260,10 +257,7 @@ def main(rt: Runtime, o: TrainingOptions) -> bool:
     check(rt, VERSIONS, o)
     if not o.benchmark:
         return prove(rt, o)
-    records = benchmark(rt, o, make_version)
-    console(rt).print(timing_table(records))
-    if rt.rank == 0:
-        write_records(o.json, [r.as_json() for r in records])
+    report(rt, o, benchmark(rt, o, make_version))
     return True
 
 

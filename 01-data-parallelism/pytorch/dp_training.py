@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from common import comm
 from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
-from common.lesson import DTYPES, LessonOptions
+from common.lesson import DTYPES, LessonOptions, console, write_records
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.models.transformer import Transformer, config, cross_entropy_sum
 from common.runtime import Runtime, UsageError
+from common.utils.visualizer import figure, throughput_bars
 
 
 @dataclass
@@ -204,6 +205,20 @@ def timing_table(records: list[BenchmarkRecord]) -> Table:
     return table
 
 
+def report(rt: Runtime, o: TrainingOptions, records: list[BenchmarkRecord]) -> None:
+    """On rank 0: the table, the records of --json, the picture of --plot."""
+    console(rt).print(timing_table(records))
+    if rt.rank == 0:
+        write_records(o.json, [r.as_json() for r in records])
+        if o.plot:
+            speeds = {
+                r.implementation: {r.ranks: r.tokens_per_step / statistics.median(r.step_seconds)}
+                for r in records
+            }
+            with figure(o.plot) as (axes,):
+                throughput_bars(axes, speeds, unit="tokens/s", title=f"{o.model}, {o.dtype}")
+
+
 def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:
     """Refuse what cannot run, before any rank waits for another."""
     for name in o.versions:
@@ -215,3 +230,5 @@ def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:
         raise UsageError(f"--bucket-mb {o.bucket_mb:g} must be above 0")
     if o.steps < 1:
         raise UsageError(f"--steps {o.steps}: at least 1 is needed")
+    if o.plot and o.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {o.plot}: the name must end in .png, .svg or .pdf")
