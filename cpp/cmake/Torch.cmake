@@ -18,7 +18,7 @@ function(fived_find_torch)
     separate_arguments(flags UNIX_COMMAND "${TORCH_CXX_FLAGS}")
   else()
     if(NOT FIVED_TORCH)
-      message(FATAL_ERROR "No torch in ${FIVED_PREFIX}: ${Python_EXECUTABLE} -m pip install torch, or "
+      fived_stop("No torch in ${FIVED_PREFIX}: ${Python_EXECUTABLE} -m pip install torch, or "
         "-DCMAKE_PREFIX_PATH=<your LibTorch>.")
     endif()
     set(FIVED_TORCH_FOLDER "${FIVED_TORCH}")
