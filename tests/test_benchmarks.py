@@ -27,7 +27,7 @@ from common.watchdog import UsageError
 ROOT = Path(__file__).resolve().parents[1]
 
 LESSON = """
-import argparse, json, os, sys, time
+import argparse, json, os, signal, subprocess, sys, time
 parser = argparse.ArgumentParser()
 for name in ("json", "ranks", "scaling", "fail", "sleep", "equal", "times"):
     parser.add_argument("--" + name)
@@ -36,7 +36,8 @@ print("a table for people")
 with open("calls", "a") as calls:
     calls.write(" ".join(sys.argv[1:-2]) + chr(10))
 if o.sleep:
-    time.sleep(float(o.sleep))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.run([sys.executable, "-c", f"import time; time.sleep({o.sleep})"])
 if os.environ["OMP_NUM_THREADS"] != "1":
     sys.exit("threads")
 if o.fail and not os.path.exists("repaired"):
@@ -92,6 +93,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """run(option=...) benchmarks the chapters in tmp_path."""
     monkeypatch.setattr(benchmark_all, "machine", lambda: {"processor": "an abacus"})
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 2)
+    monkeypatch.setattr(runner, "GRACE", 0.5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     return lambda **options: benchmark_all.main(Options(output=tmp_path / "out", **options), tmp_path)
 
 
@@ -112,11 +115,12 @@ def calls(folder: Path) -> list[str]:
         ("title = ", ["cannot be read"]),
         ('name = "x"', ["needed are title", "[[case]]", "['name']"]),
         ('title = "x"\n[case]\nname = "y"', ["needed are title", "[[case]]"]),
+        ('title = "x"\ncase = [1]', ["needed are title", "[[case]]"]),
         (TIMED.replace("ranks = ", "rank = "), ["case 1 (timed)", "unknown rank;", "ranks"]),
         ("[[case]]\nlauncher = 'python'", ["case 1", "name, command, ranks missing"]),
         (TIMED.replace('"python"', '"slurm"'), ["'slurm'", "mpirun, torchrun, python"]),
-        (TIMED.replace("{scaling}", "{json}"), ["{json}", "{ranks} and {scaling}"]),
-        (TIMED.replace("{scaling}", "{}"), ["{}", "{ranks} and {scaling}"]),
+        (TIMED.replace("{scaling}", "{json}"), ["{json}", "{ranks}, {scaling}, {variant}"]),
+        (TIMED.replace("{scaling}", "{}"), ["{}", "{ranks}, {scaling}, {variant}"]),
         (TIMED.replace("{scaling}", "{scaling"), ["command cannot be read"]),
         (TIMED.replace("{scaling}", "'"), ["command cannot be read"]),
         (TIMED.replace("[1, 2]", "[]"), ["ranks = []", "[1, 2, 4]"]),
@@ -125,6 +129,7 @@ def calls(folder: Path) -> list[str]:
         (TIMED.replace('["strong", "weak"]', '"strong"'), ["scalings = strong", "list"]),
         (TIMED.replace('"weak"', '"both"'), ["'both'", "strong, weak"]),
         (TIMED + "quick = 3", ["quick = 3", "text"]),
+        (TIMED + "variants = []", ["variants = []", "list"]),
         (TIMED + TIMED, ["two cases", "'timed'"]),
     ],
 )
@@ -194,6 +199,9 @@ def test_commands_are_what_a_person_types() -> None:
     (task,) = select([a_case(ranks=(2,), launcher="torchrun", folder="..")], quick=True)
     assert task.command == "torchrun --standalone --nproc_per_node=2 dp 2 strong --steps 2"
     assert benchmark_all.command_line(task, Path("/root")) == f"OMP_NUM_THREADS=1 {task.command}"
+    tasks = select([a_case(ranks=(2,), command="dp --versions {variant}", variants=("naive", "ddp"))])
+    assert [t.name for t in tasks] == ["dp-naive-strong-2", "dp-ddp-strong-2"]
+    assert tasks[1].command == "mpirun -np 2 dp --versions ddp"
 
 
 def test_the_cases_of_this_repository() -> None:
@@ -254,6 +262,19 @@ def test_speed_up_prefers_one_rank_of_the_same_backend() -> None:
     among = [timing(1, 3.0, backend="mpi"), timing(1, 1.0)]
     assert speed_up(timing(2, 0.5), among) == 2
     assert speed_up(timing(2, 0.5), among[:1]) == 6
+
+
+def test_memory_is_that_of_the_implementation_alone() -> None:
+    in_turn = [
+        timing(2, 1.0, implementation=name, command="both", peak_memory_bytes=9e8)
+        for name in ("ours", "theirs")
+    ]
+    alone = timing(2, 1.0, command="one", peak_memory_bytes=5e8, purpose="memory")
+    assert measures.memory(in_turn[0], [*in_turn, alone]) == 5e8
+    assert measures.memory(in_turn[1], [*in_turn, alone]) is None
+    assert measures.memory(alone, [alone]) == 5e8
+    elsewhere = timing(4, 1.0, command="four", peak_memory_bytes=5e8, purpose="memory")
+    assert measures.memory(in_turn[0], [*in_turn, elsewhere]) is None
 
 
 GOOD = dict.fromkeys(measures.TEXTS, "x") | {"ranks": 1, "step_seconds": [0.5]}
@@ -432,6 +453,10 @@ def test_the_page_needs_nothing_else_and_says_everything(run: Callable[..., int]
     assert set(re.findall(r"""(?:src|href)\s*=\s*["']?([^"' >]{0,1})""", page)) == {"#"}
     assert set(re.findall(r"url\((.)", page)) <= {"#"}
     assert not re.search(r"<(script|link|img|iframe|object)|@import", page)
+    assert set(re.findall(r"https?://[\w./]+", page)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert page.count("<svg ") == 3
     targets = set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page))
     ids = re.findall(r'id="([^"]+)"', page)

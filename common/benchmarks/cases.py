@@ -5,12 +5,14 @@
     [[case]]
     name = "dp_mpi"                             # unique; --only selects by it
     launcher = "mpirun"                         # or "torchrun", or "python" (the command starts its ranks itself)
-    command = "build/bin/dp_mpi --benchmark --scaling {scaling}"     # may also hold {ranks}
+    command = "build/bin/dp_mpi --benchmark --scaling {scaling}"     # may also hold {ranks} and {variant}
     folder = ".."                               # where it runs, seen from the file; default: beside the file
     ranks = [1, 2, 4]                           # rank counts it can run with
     scalings = ["strong", "weak"]               # default: ["strong"]
     quick = "--steps 5"                         # added with --quick
-    purpose = "time"                            # default; or "equality": a run that compares with one device
+    variants = ["naive", "ddp"]                 # default: none; the values of {variant}, a run each
+    purpose = "time"                            # default; or "equality": it compares with one device,
+                                                # or "memory": it runs one implementation alone
 
 Every command understands --json FILE, which is added here, and appends its records to that file. With one rank
 weak and strong scaling are the same work, which runs once.
@@ -37,7 +39,11 @@ LAUNCHERS = {
     "torchrun": "torchrun --standalone --nproc_per_node={ranks} ",
     "python": "python ",
 }
-CHOICES = {"launcher": tuple(LAUNCHERS), "scalings": ("strong", "weak"), "purpose": ("time", "equality")}
+CHOICES = {
+    "launcher": tuple(LAUNCHERS),
+    "scalings": ("strong", "weak"),
+    "purpose": ("time", "equality", "memory"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Case:
     ranks: tuple[int, ...]
     folder: str = "."
     scalings: tuple[str, ...] = ("strong",)
+    variants: tuple[str, ...] = ("",)
     quick: str = ""
     purpose: str = "time"
 
@@ -63,12 +70,13 @@ class Task:
     case: Case
     ranks: int
     scaling: str
+    variant: str = ""
     quick: bool = False
 
     @property
     def name(self) -> str:
         """Unique among all tasks; also the name of its logs."""
-        return f"{self.case.name}-{self.scaling}-{self.ranks}"
+        return "-".join(filter(None, (self.case.name, self.variant, self.scaling, str(self.ranks))))
 
     @property
     def folder(self) -> Path:
@@ -79,7 +87,7 @@ class Task:
     def command(self) -> str:
         """What a person types in that folder."""
         words = LAUNCHERS[self.case.launcher] + self.case.command
-        words = words.format(ranks=self.ranks, scaling=self.scaling)
+        words = words.format(ranks=self.ranks, scaling=self.scaling, variant=self.variant)
         return f"{words} {self.case.quick}" if self.quick and self.case.quick else words
 
 
@@ -103,9 +111,9 @@ def _read(file: Path, shown: str) -> list[Case]:
         content = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
         raise UsageError(f"{shown} cannot be read: {error}") from None
-    unknown = content.keys() - {"title", "case"}
     tables = content.get("case")
-    if unknown or not isinstance(content.get("title"), str) or not isinstance(tables, list):
+    good = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    if content.keys() != {"title", "case"} or not isinstance(content["title"], str) or not good:
         raise UsageError(f'{shown}: needed are title = "..." and [[case]] tables, found {sorted(content)}')
     return [_case(table, content["title"], file, f"{shown}, case {i}") for i, table in enumerate(tables, 1)]
 
@@ -130,11 +138,10 @@ def _check(key: str, value: Any, shown: str) -> None:
         if not (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value)):
             raise UsageError(f"{shown}: ranks = {value} is not a list of counts such as [1, 2, 4]")
         return
-    values = value if key == "scalings" and isinstance(value, list) and value else [value]
-    if not all(isinstance(one, str) for one in values) or (key == "scalings" and values == [value]):
-        raise UsageError(
-            f"{shown}: {key} = {value} is not {'a list of texts' if key == 'scalings' else 'a text'}"
-        )
+    lists = key in ("scalings", "variants")
+    values = value if lists and isinstance(value, list) else [] if lists else [value]
+    if not values or not all(isinstance(one, str) for one in values):
+        raise UsageError(f"{shown}: {key} = {value} is not {'a list of texts' if lists else 'a text'}")
     for one in values:
         if key in CHOICES and one not in CHOICES[key]:
             raise UsageError(f"{shown}: {key} is {one!r}; it is one of {', '.join(CHOICES[key])}")
@@ -144,9 +151,9 @@ def _check(key: str, value: Any, shown: str) -> None:
             shlex.split(value)
         except ValueError as error:
             raise UsageError(f"{shown}: command cannot be read: {error}") from None
-        if unknown := names - {"ranks", "scaling"}:
+        if unknown := names - {"ranks", "scaling", "variant"}:
             raise UsageError(
-                f"{shown}: command holds {{{sorted(unknown)[0]}}}; it may hold {{ranks}} and {{scaling}}"
+                f"{shown}: command holds {{{sorted(unknown)[0]}}}; it may hold {{ranks}}, {{scaling}}, {{variant}}"
             )
 
 
@@ -180,4 +187,4 @@ def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> Iterabl
     for scaling in case.scalings:
         for n in counts:
             if n > 1 or scaling == case.scalings[0]:
-                yield Task(case, n, scaling, quick)
+                yield from (Task(case, n, scaling, variant, quick) for variant in case.variants)

@@ -151,3 +151,16 @@ def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:
         return None
     one = min(ours, key=lambda t: t.backend != timing.backend)
     return one.seconds / timing.seconds * (timing.ranks if timing.scaling == "weak" else 1)
+
+
+def memory(timing: Timing, among: Sequence[Timing]) -> float | None:
+    """Peak memory of a rank that ran this implementation alone; None when it always ran in turn with others."""
+    alike = [t for t in among if _kind(t) == _kind(timing)]
+    for t in (timing, *(t for t in alike if t.purpose == "memory")):
+        if len({other.who for other in among if other.command == t.command}) == 1:
+            return t.peak_memory_bytes
+    return None
+
+
+def _kind(t: Timing) -> tuple[tuple[str, str, str], int, str, str]:
+    return t.who, t.ranks, t.model, t.dtype

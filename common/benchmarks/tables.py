@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from common.benchmarks.measures import Timing, speed_up
+from common.benchmarks.measures import Timing, memory, speed_up
 
 LANGUAGES = {"pytorch": "PyTorch", "libtorch": "C++ on LibTorch", "cpp-mpi": "C++ on MPI"}
 NONE = "–"
@@ -103,7 +103,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
             digits(t.tokens_per_second),
             digits(t.gflops),
             text(speed_up(t, every), "{:.2f}"),
-            text(t.peak_memory_bytes, scale=1e-6),
+            text(memory(t, every), scale=1e-6),
             verdict,
         ]
         table.rows.append(Row(cells, (t.command,), bad=verdict.startswith("no")))
