@@ -17,7 +17,7 @@ namespace fived {
 
 /// Bytes of a message of the ring: a message is added while the next is under way; shorter ones overlap
 /// better, but each costs a handshake.
-inline std::size_t ring_message = std::size_t{1} << 20;
+inline std::size_t ring_message = std::size_t{4} << 20;
 
 /// One turn of the ring: P-1 steps, in each of which every rank passes one piece to the next rank. Rank r
 /// first sends piece `first`; what it receives it adds to its own (`add`) or keeps, and passes on in the next
