@@ -109,7 +109,9 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
             from mpi4py import MPI
 
             if launch.world_size == launch.local_world_size:
-                return dist.FileStore(MPI.COMM_WORLD.bcast(_temporary_file() if serve else None), -1)
+                path = MPI.COMM_WORLD.bcast(_temporary_file() if serve else None)
+                atexit.register(MPI.COMM_WORLD.Barrier)  # runs before rank 0 removes what others still read
+                return dist.FileStore(path, -1)
             if serve:
                 store = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False)
             host, port = MPI.COMM_WORLD.bcast((socket.gethostname(), store.port) if serve else None)
