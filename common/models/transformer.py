@@ -52,6 +52,8 @@ def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tens
 
 
 class Attention(nn.Module):
+    """Projections around `attend`; strategies replace the ones or the other."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         D, K, bias = config.width, config.head_width, config.bias
@@ -106,6 +108,7 @@ class SwiGLU(nn.Module):
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:
+    """LayerNorm or RMSNorm, as the configuration says."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, config.epsilon)
     return nn.LayerNorm(config.width, config.epsilon)

@@ -105,20 +105,24 @@ def outer_sum_of_both(z_Mk: Array, y_Mk: Array, z_Nk: Array, y_Nk: Array) -> Arr
 
 
 def dot(x: Array, y: Array) -> float:
+    """Sum of x * y, rounded once at the end, so that no order matters."""
     return math.fsum((x * y).tolist())
 
 
 def random_block(a: Matrix, i: Index, j: Index) -> Array:
+    """Independent entries: cost of the block alone."""
     return a.numbers(0, i[:, None] * a.columns + j)
 
 
 def banded_block(a: Matrix, i: Index, j: Index) -> Array:
+    """Entries near the diagonal: cost of the block alone."""
     block = random_block(a, i, j)
     block[abs(i[:, None] - j) > a.bandwidth] = 0
     return block
 
 
 def low_rank_block(a: Matrix, i: Index, j: Index) -> Array:
+    """Left times right factor, both of `rank` columns: cost of the block times the rank."""
     k = np.arange(a.rank)
     return outer_sum(a.numbers(1, i[:, None] * a.rank + k), a.numbers(2, j[:, None] * a.rank + k))
 
@@ -141,6 +145,7 @@ def reflections(a: Matrix) -> tuple[Array, Array]:
 
 
 def orthogonal_block(a: Matrix, i: Index, j: Index) -> Array:
+    """A product of reflections: cost of the block, and of the reflections' vectors."""
     z_Nk, v_Nk = reflections(a)
     block: Array = (i[:, None] == j) - outer_sum(z_Nk[i], v_Nk[j])
     return block
@@ -194,6 +199,7 @@ def properties(a: Matrix) -> dict[str, str]:
 
 
 def main() -> None:
+    """Print what a matrix measures."""
     try:
         a = tyro.cli(Matrix, description="Measures a test matrix.")
         if a.rows * a.columns > LARGEST:
