@@ -106,6 +106,9 @@ class Watchdog(threading.Thread):
             blocked_in.update(op="the end of the run", axis="world", since=time.perf_counter())
             if missing := self._missing("done", timeout):
                 raise RuntimeError(f"ranks {missing} have not come to their end within {timeout:g} s")
+            self.store.set(f"left/{self.rank}", "")
+            if self.rank == 0:  # the store ends with it: the others must have seen that all are done
+                self._missing("left", timeout)
             blocked_in.clear()
         self.done.set()
 
