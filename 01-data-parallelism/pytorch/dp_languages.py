@@ -1,0 +1,217 @@
+"""One data parallelism in three languages: the same MLP, the same text, the same weights.
+
+                     the same seed, the same text, cut over ranks and micro-batches
+                  ┌──────────────────────────┬──────────────────────────┐
+    pytorch-mlp  autograd, Python hooks     dp_libtorch  autograd,     dp_mpi  its own backward
+                 dp_basic.py                C++ hooks                  in C++ on BLAS
+                  └── torch's process group ─┴──┘                       └── MPI
+                  equal:  loss, every gradient, their norm, the weights, on any number of ranks
+
+Cost of a step: 2(n-1)/n bytes a byte of gradient and rank in all of them. Counted are the bytes that leave our
+own code, as the mean over ranks; DDP's messages and those inside MPI_Iallreduce cannot be seen, so dp_mpi is
+counted in its second form, our ring. `dp_mlp.py` shows how each language is driven.
+
+dp_mpi talks over mpi4py, so several ranks need mpirun. --benchmark times whole steps, AdamW included, in turn,
+one thread a rank.
+
+    mpirun -np 4 python dp_languages.py          python dp_languages.py       (one rank)
+    mpirun -np 2 python dp_languages.py --benchmark --dtype float32 --batch 512 --hidden 1024 --layers 4 --steps 20
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+from dp_mlp import (
+    VERSIONS,
+    MLPOptions,
+    MPIModel,
+    Samples,
+    bytes_of_gradients,
+    make_model,
+    one_device,
+    torch_version,
+    train,
+)
+from dp_training import bytes_of_run, check, timing_table, training_step
+from rich.table import Table
+
+from common.comm import Group
+from common.equality import OPTIMIZERS, TOLERANCE, Followed, compare, worst_of_world
+from common.lesson import DTYPES, console, run, write_records
+from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.mesh import Mesh
+from common.models.mlp import sizes
+from common.proof import Proof
+from common.runtime import Runtime, UsageError
+
+LANGUAGES = {"dp_libtorch": "libtorch", "dp_mpi": "cpp-mpi", "dp_mpi-ring": "cpp-mpi"}
+NOT_COUNTED = ("dp_mpi", "ddp-mlp")
+"""Versions whose messages pass the ledger by."""
+
+
+def prepare(rt: Runtime, o: MLPOptions) -> None:
+    """Refuse what cannot run; give every library of this rank one thread."""
+    check(rt, VERSIONS, o)
+    if min(o.context, o.hidden, o.layers) < 1:
+        given = f"--context {o.context} --hidden {o.hidden} --layers {o.layers}"
+        raise UsageError(f"{given}: each must be at least 1")
+    how = f"mpirun -np {rt.world_size} python dp_languages.py"
+    if rt.world_size > 1 and rt.launcher in ("none", "torchrun"):
+        raise UsageError(f"dp_mpi needs MPI between its {rt.world_size} ranks; start them with {how}")
+    try:
+        import dp_libtorch  # noqa: F401
+        import dp_mpi  # noqa: F401
+        from fived import blas
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
+    if MPI.COMM_WORLD.size != rt.world_size:
+        raise UsageError(
+            f"mpi4py sees {MPI.COMM_WORLD.size} rank(s), the launcher {rt.launcher} started {rt.world_size}; "
+            f"start them with the mpirun of the MPI that mpi4py was built for: {how}"
+        )
+    torch.set_num_threads(1)
+    blas.set_threads(1)
+
+
+Runs = dict[str, dict[str, Followed]]  # optimizer: version: what it left
+
+
+def prove(rt: Runtime, o: MLPOptions) -> bool:
+    """Train every version with SGD and AdamW; compare each with one device and with every other."""
+    mesh, proof = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
+    runs: Runs = {optimizer: {} for optimizer in OPTIMIZERS}
+    for optimizer in OPTIMIZERS:
+        reference = one_device(optimizer, o)
+        for name in o.versions:
+            followed, counted = train(name, optimizer, rt, o)
+            unseen = name in NOT_COUNTED and rt.world_size > 1
+            found = worst_of_world(compare(reference, followed), mesh)
+            proof.add(
+                name, optimizer, found, None if unseen else counted, bytes_by_formula(name, rt.world, o)
+            )
+            runs[optimizer][name] = followed
+    table, largest = between(runs, o.versions, mesh)
+    limit = 100 * TOLERANCE[proof.dtype]
+    out = console(rt)
+    title = f"{rt.world_size} rank(s) against one device: MLP, {o.dtype}, {o.steps} steps"
+    out.print(proof.tables(title), table)
+    records = benchmark(rt, replace(o, steps=5, benchmark=False))
+    show_times(rt, records)
+    equal = proof.equal and largest <= limit
+    if rt.rank == 0:
+        proved = [replace(r, equal=equal, largest_difference=proof.largest) for r in records]
+        write_records(o.json, [r.as_json() for r in proved])
+    out.print(proof.sentence())
+    agree = "agree with one another within" if largest <= limit else "do NOT agree with one another within"
+    out.print(f"the versions {agree} {limit:.0e}")
+    return proof.holds and equal
+
+
+def between(runs: Runs, versions: Sequence[str], mesh: Mesh) -> tuple[Table, float]:
+    """Every two versions, their largest differences, and the largest of all."""
+    table = Table(title="largest relative difference between two versions", title_justify="left")
+    for column in ("versions", "", *runs):
+        table.add_column(column, justify="right" if column in runs else "left")
+    largest = 0.0
+    for a, b in itertools.combinations(versions, 2):
+        found = [worst_of_world(compare(by[a], by[b]), mesh) for by in runs.values()]
+        values = [max(d.value for d in kinds.values()) for kinds in found]
+        table.add_row(a, b, *(f"{v:.1e}" for v in values))
+        largest = max(largest, *values)
+    return table, largest
+
+
+def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
+    """Bytes a rank sends in the whole run."""
+    model = make_model(o, o.seed)
+    if name.startswith("dp_mpi"):
+        return o.steps * bytes_of_gradients(name, model, group)
+    return bytes_of_run(model, group, o.steps, order=name != "ddp-mlp")
+
+
+def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
+    """Whole steps of every version in turn, on one batch; `o.steps` rounds after two to warm up."""
+    if o.benchmark and o.scaling == "weak":
+        o = replace(o, batch=o.batch * rt.world_size)
+    samples = Samples(o, rt.world, rt.device)
+    measured = in_turn({name: whole_step(name, rt, o, samples) for name in o.versions}, o.steps, rt.world)
+    model, widths = make_model(o, o.seed), sizes(o.context, o.hidden, o.layers)
+    return [
+        BenchmarkRecord(
+            strategy="dp",
+            implementation=name,
+            language=LANGUAGES.get(name, "pytorch"),
+            ranks=rt.world_size,
+            backend="mpi" if name.startswith("dp_mpi") else rt.backend,
+            dtype=o.dtype,
+            model="mlp-" + "-".join(map(str, widths)),
+            parameters=sum(p.numel() for p in model.parameters()),
+            tokens_per_step=o.batch,
+            flop_per_step=o.batch * model.flops_per_sample(),
+            step_seconds=m.seconds,
+            communication_seconds=None if name == "ddp-mlp" else statistics.median(m.blocked),
+            bytes_counted=None if name in NOT_COUNTED else statistics.median(m.sent),
+            bytes_formula=float(bytes_of_gradients(name, model, rt.world)),
+            peak_memory_bytes=peak_memory(rt.world),
+            scaling=o.scaling,
+        )
+        for name, m in measured.items()
+    ]
+
+
+def whole_step(name: str, rt: Runtime, o: MLPOptions, samples: Samples) -> Callable[[], None]:
+    """Forward, backward, sum over ranks and AdamW, on the same batch at every call."""
+    if name.startswith("dp_mpi"):
+        mpi = MPIModel(name, "adamw", rt, o, samples)
+
+        def mpi_step() -> None:
+            mpi.backward(0)
+            mpi.update()
+
+        return mpi_step
+    version = torch_version(name, make_model(o, o.seed), rt, o)
+    optimizer = OPTIMIZERS["adamw"]([*version.parameters])
+    step = training_step(version, samples, rt.world)
+
+    def torch_step() -> None:
+        optimizer.zero_grad()
+        step(0)
+        optimizer.step()
+
+    return torch_step
+
+
+def show_times(rt: Runtime, records: list[BenchmarkRecord]) -> None:
+    """The table of times, and dp_mpi's step against each version's in torch, round by round."""
+    out, times = console(rt), {r.implementation: r.step_seconds for r in records}
+    out.print(timing_table(records))
+    for name in (v for v in times if v not in LANGUAGES and "dp_mpi" in times):
+        ratios = [ours / theirs for ours, theirs in zip(times["dp_mpi"], times[name], strict=True)]
+        out.print(
+            f"dp_mpi takes {statistics.median(ratios):.2f} of the time of {name} "
+            f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds, one thread a rank)",
+            soft_wrap=True,
+        )
+
+
+def main(rt: Runtime, o: MLPOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    prepare(rt, o)
+    if not o.benchmark:
+        return prove(rt, o)
+    records = benchmark(rt, o)
+    show_times(rt, records)
+    if rt.rank == 0:
+        write_records(o.json, [r.as_json() for r in records])
+    return True
+
+
+if __name__ == "__main__":
+    run(main, MLPOptions)

@@ -1,0 +1,179 @@
+"""The MLP of chapter 01, trained data-parallel in each language; `dp_languages.py` compares and times them.
+
+                  forward, backward, optimizer      gradients are summed by
+    pytorch-mlp   torch                             DataParallel of dp_basic.py, process group
+    dp_libtorch   torch                             the same hooks and buckets in C++, the same process group
+    dp_mpi        its own C++ on BLAS               buckets by MPI_Iallreduce
+    dp_mpi-ring   the same                          our ring of MPI messages, each of them counted
+    ddp-mlp       torch                             DistributedDataParallel (on one rank: nothing, plain torch)
+
+I inputs (8 a byte of context)  B samples
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Annotated, Any
+
+import torch
+import tyro
+from dp_basic import make_version
+from dp_training import Batches, TrainingOptions, Version, bytes_of_step, training_step
+from torch import Tensor, nn
+
+from common import ledger
+from common.comm import Group
+from common.data.text import mlp_batch, rank_slice
+from common.equality import OPTIMIZERS, Followed, follow
+from common.ledger import Ledger
+from common.lesson import DTYPES
+from common.mesh import Mesh
+from common.models.mlp import MLP, sizes
+from common.runtime import Runtime
+
+VERSIONS = ("pytorch-mlp", "dp_libtorch", "dp_mpi", "dp_mpi-ring", "ddp-mlp")
+
+
+@dataclass
+class MLPOptions(TrainingOptions):
+    """The MLP and its batch; a sample is one target."""
+
+    model: Annotated[str, tyro.conf.Suppress] = "mlp"
+    sequence: Annotated[int, tyro.conf.Suppress] = 1
+    context: int = 16
+    """Bytes before the one to predict."""
+    hidden: int = 64
+    """Width of the hidden layers."""
+    layers: int = 3
+    """Linear layers."""
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+
+
+@dataclass
+class Samples(Batches):
+    """This rank's part of every global batch, cut from the text once: no language's time holds the cutting."""
+
+    options: MLPOptions
+    cut: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """(x_BI, y_B) of each micro-batch; none of them is empty."""
+        if step not in self.cut:
+            o = self.options
+            lo, hi = rank_slice(o.batch, self.group.rank, self.group.size)
+            cuts = min(o.micro_batches, hi - lo)
+            slices = [rank_slice(hi - lo, i, cuts) for i in range(cuts)]
+            text, dtype = self.text.train, DTYPES[o.dtype]
+            self.cut[step] = [
+                mlp_batch(text, o.seed, step, o.batch, o.context, lo + a, lo + b, dtype) for a, b in slices
+            ]
+        return self.cut[step]
+
+
+def make_model(o: MLPOptions, seed: int) -> MLP:
+    """The MLP in torch; dp_mpi makes the same one for the same seed."""
+    return MLP(sizes(o.context, o.hidden, o.layers), seed, DTYPES[o.dtype])
+
+
+def torch_version(name: str, model: nn.Module, rt: Runtime, o: MLPOptions) -> Version:
+    """pytorch-mlp, ddp-mlp or dp_libtorch around any model in torch."""
+    if name != "dp_libtorch":
+        return make_version({"pytorch-mlp": "bucketed", "ddp-mlp": "ddp"}[name], model, rt, o)
+    import dp_libtorch
+
+    tensors = [*model.parameters(), *model.buffers()]
+    dp = dp_libtorch.DataParallel(tensors, rt.world.pg, int(o.bucket_mb * 2**20))
+
+    def note() -> None:
+        for operation, n_bytes, seconds in dp.take_messages():
+            ledger.record(operation, rt.world.axis, Fraction(n_bytes, rt.world_size), seconds)
+
+    def finish() -> None:
+        dp.finish()
+        note()
+
+    note()  # the broadcasts
+    return Version(model, dp.no_sync, finish)
+
+
+class MPIModel:
+    """dp_mpi's MLP with one of OPTIMIZERS, on the same samples as the others."""
+
+    def __init__(self, name: str, optimizer: str, rt: Runtime, o: MLPOptions, samples: Samples) -> None:
+        import dp_mpi
+        from mpi4py import MPI
+
+        self.batch, self.samples, self.axis = o.batch, samples, rt.world.axis
+        self.model = dp_mpi.MLP(
+            sizes(o.context, o.hidden, o.layers),
+            dtype=o.dtype,
+            comm=MPI.COMM_WORLD,
+            seed=o.seed + rt.rank,  # the broadcast must mend this
+            bucket_mb=o.bucket_mb * 2**20 / 1e6,
+            reduction="ring" if name == "dp_mpi-ring" else "overlapped",
+        )
+        self.optimizer = optimizer
+        self.rates = OPTIMIZERS[optimizer]([nn.Parameter(torch.zeros(1))]).defaults
+        self.arrays: dict[int, tuple[Any, Any, int]] = {}
+
+    def backward(self, t: int) -> float:
+        """Leaves the summed gradients of global step t; returns the global loss."""
+        if t not in self.arrays:
+            x, y = zip(*self.samples.parts(t), strict=True)
+            self.arrays[t] = torch.cat(x).numpy(), torch.cat(y).to(torch.uint8).numpy(), len(x)
+        x_BI, y_B, micro_batches = self.arrays[t]
+        loss: float = self.model.loss_and_gradients(x_BI, y_B, self.batch, micro_batches)
+        ledger.record("all_reduce", self.axis, self.model.bytes_sent, self.model.exposed_seconds)
+        return loss
+
+    def update(self) -> None:
+        """One step of the optimizer."""
+        r = self.rates
+        if self.optimizer == "sgd":
+            self.model.sgd(r["lr"])
+        else:
+            self.model.adamw(r["lr"], r["betas"], r["eps"], r["weight_decay"])
+
+    def follow(self, steps: int) -> Followed:
+        """What common.equality.follow leaves of a model in torch."""
+        result = Followed()
+        for t in range(steps):
+            result.losses.append(self.backward(t))
+            gradients = self.model.gradients()
+            result.gradients.append({name: torch.from_numpy(g) for name, g in gradients.items()})
+            result.norms.append(self.model.gradient_norm())
+            self.update()
+        result.weights = {name: torch.from_numpy(w) for name, w in self.model.weights().items()}
+        return result
+
+
+def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Followed, Fraction]:
+    """What `o.steps` steps of a version leave, and the bytes a rank sent, as the mean over ranks."""
+    from mpi4py import MPI
+
+    samples = Samples(o, rt.world, rt.device)
+    with Ledger() as counted:
+        if name.startswith("dp_mpi"):
+            followed = MPIModel(name, optimizer, rt, o, samples).follow(o.steps)
+        else:
+            model = make_model(o, o.seed + rt.rank)  # the broadcast must mend this
+            step = training_step(torch_version(name, model, rt, o), samples, rt.world)
+            followed = follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size))
+    return followed, MPI.COMM_WORLD.allreduce(counted.bytes()) / rt.world_size
+
+
+def one_device(optimizer: str, o: MLPOptions) -> Followed:
+    """The same steps in plain torch on the whole batch, on every rank for itself."""
+    alone, model = Group("one", 0, 1, (0,)), make_model(o, o.seed)
+    samples = Samples(replace(o, micro_batches=1), alone, torch.device("cpu"))
+    return follow(model, optimizer, o.steps, training_step(Version(model), samples, alone))
+
+
+def bytes_of_gradients(name: str, model: nn.Module, group: Group) -> Fraction:
+    """Bytes a rank sends in a step: dp_mpi counts its gradients alone, the others loss and flags too."""
+    if not name.startswith("dp_mpi"):
+        return bytes_of_step(model, group)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Fraction(2 * (group.size - 1) * gradients, group.size)
