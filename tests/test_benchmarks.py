@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -269,12 +270,13 @@ def test_memory_is_that_of_the_implementation_alone() -> None:
         timing(2, 1.0, implementation=name, command="both", peak_memory_bytes=9e8)
         for name in ("ours", "theirs")
     ]
-    alone = timing(2, 1.0, command="one", peak_memory_bytes=5e8, purpose="memory")
-    assert measures.memory(in_turn[0], [*in_turn, alone]) == 5e8
-    assert measures.memory(in_turn[1], [*in_turn, alone]) is None
-    assert measures.memory(alone, [alone]) == 5e8
-    elsewhere = timing(4, 1.0, command="four", peak_memory_bytes=5e8, purpose="memory")
-    assert measures.memory(in_turn[0], [*in_turn, elsewhere]) is None
+    own = timing(2, 1.0, command="one", peak_memory_bytes=5e8, purpose="memory")
+    elsewhere = timing(4, 1.0, command="four", peak_memory_bytes=6e8, purpose="memory")
+    every = [*in_turn, elsewhere, own]
+    assert [measures.alone(t, every) for t in (*in_turn, own)] == [own, None, own]
+    rows = tables.throughput(in_turn, every).rows
+    assert [row.cells[-2] for row in rows] == ["500", tables.NONE]
+    assert [list(row.commands) for row in rows] == [["both", "one"], ["both"]]
 
 
 GOOD = dict.fromkeys(measures.TEXTS, "x") | {"ranks": 1, "step_seconds": [0.5]}
@@ -441,6 +443,17 @@ def test_an_output_that_cannot_be_written(run: Callable[..., int], tmp_path: Pat
     with pytest.raises(UsageError, match=r"--output .* cannot be written"):
         run()
     assert not (folder / "calls").exists()
+
+
+def test_remaining_time_counts_down_from_the_cases_done() -> None:
+    def shown(completed: int, spent: float, elapsed: float) -> str:
+        task: Any = SimpleNamespace(completed=completed, total=5, elapsed=elapsed, fields={"spent": spent})
+        return benchmark_all.Remaining().render(task).plain
+
+    assert shown(0, 0, 9) == "-:--:-- left"
+    assert shown(2, 20, 20) == "0:00:30 left"
+    assert shown(2, 20, 26) == "0:00:24 left"
+    assert shown(2, 20, 99) == "0:00:00 left"
 
 
 # ---- the page

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.progress import Task as BarTask
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from common.benchmarks import plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
@@ -152,29 +154,38 @@ def commit(root: Path) -> str:
         return "unknown"
 
 
+class Remaining(ProgressColumn):
+    """Time that the cases left will take when they are like those done."""
+
+    def render(self, task: BarTask) -> Text:
+        """Unknown until the first case is done."""
+        if not task.completed or task.total is None:
+            return Text("-:--:-- left")
+        spent, now = task.fields["spent"], task.elapsed or 0.0
+        left = spent / task.completed * (task.total - task.completed) - (now - spent)
+        return Text(f"{timedelta(seconds=max(0, round(left)))} left")
+
+
 @contextmanager
 def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Outcome | None], None]]:
     """show(name, outcome): a bar with the time that remains on a terminal, elsewhere a line a case."""
-    bar = Progress(
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("remaining"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        speed_estimate_period=3600,  # cases differ: average over all
+        Remaining(),
     )
-    with bar:
-        line = bar.add_task("", total=total)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        line = bar.add_task("", total=total, spent=0.0)
 
         def show(name: str, outcome: runner.Outcome | None) -> None:
             if outcome is None:
                 bar.update(line, description=name)
                 return
-            bar.advance(line)
-            number = f"[{bar.tasks[0].completed:.0f}/{total}]"
+            task = bar.tasks[0]
+            bar.update(line, advance=1, spent=task.elapsed)
+            number = f"[{task.completed:.0f}/{total}]"
             result = (
                 f"[red]failed: {escape(outcome.error)}[/]" if outcome.error else f"{outcome.seconds:.1f} s"
             )

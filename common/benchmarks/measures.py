@@ -153,14 +153,19 @@ def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:
     return one.seconds / timing.seconds * (timing.ranks if timing.scaling == "weak" else 1)
 
 
-def memory(timing: Timing, among: Sequence[Timing]) -> float | None:
-    """Peak memory of a rank that ran this implementation alone; None when it always ran in turn with others."""
-    alike = [t for t in among if _kind(t) == _kind(timing)]
-    for t in (timing, *(t for t in alike if t.purpose == "memory")):
+def alone(timing: Timing, among: Sequence[Timing]) -> Timing | None:
+    """The run of this implementation alone, whose peak memory is its own; None when others always ran with it."""
+    alike = [t for t in among if t.purpose == "memory" and _kind(t) == _kind(timing)]
+    for t in (timing, *alike):
         if len({other.who for other in among if other.command == t.command}) == 1:
-            return t.peak_memory_bytes
+            return t
     return None
 
 
 def _kind(t: Timing) -> tuple[tuple[str, str, str], int, str, str]:
     return t.who, t.ranks, t.model, t.dtype
+
+
+def compared(timing: Timing, among: Sequence[Timing]) -> list[Timing]:
+    """All runs that compared this implementation with one device."""
+    return [t for t in among if t.who[:2] == timing.who[:2] and t.equal is not None]

@@ -60,9 +60,8 @@ def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
     work = work_name(timings[0])
     plots = []
     if rates := _series(fixed, lambda t: t.tokens_per_second):
-        rows = sum(len(by_ranks) + 1.4 for by_ranks in rates.values())
         draw = partial(_throughput, rates)
-        plots.append(Plot(f"{prefix}-throughput", f"Throughput: {work}.", draw, 1, 0.8 + 0.25 * rows))
+        plots.append(Plot(f"{prefix}-throughput", f"Throughput: {work}.", draw, 1, _height(rates)))
     ups = {kind: _speed_ups(timings, kind) for kind in ("strong", "weak")}
     if ups := {kind: series for kind, series in ups.items() if series}:
         draw = partial(_scaling, ups)
@@ -74,6 +73,10 @@ def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
         caption = f"Share of a step in which ranks only wait for messages: {work}."
         plots.append(Plot(f"{prefix}-communication", caption, draw, 1, 1.2 + 0.33 * len(parts)))
     return plots
+
+
+def _height(rates: Series) -> float:
+    return 0.8 + 0.22 * sum(len(by_ranks) + 1.4 for by_ranks in rates.values())
 
 
 def _series(timings: Sequence[Timing], value: Callable[[Timing], float | None]) -> Series:
@@ -149,9 +152,8 @@ def picture(timings: Sequence[Timing], path: Path) -> None:
     same = [t for t in timings if t.work == work and t.purpose == "time"]
     fixed = [t for t in same if t.scaling == "strong"] or same
     kind = "weak" if _speed_ups(same, "weak") else "strong"
-    with visualizer.figure(path, columns=2, width=9, height=3.6) as (left, right):
-        visualizer.throughput_bars(
-            left, _series(fixed, lambda t: t.tokens_per_second), unit="tokens/s", title="Throughput"
-        )
+    rates = _series(fixed, lambda t: t.tokens_per_second)
+    with visualizer.figure(path, columns=2, width=9, height=max(3.6, _height(rates))) as (left, right):
+        visualizer.throughput_bars(left, rates, unit="tokens/s", title="Throughput")
         ups = _speed_ups(same, kind)
         visualizer.scaling_lines(right, ups, cores=cores(), title=f"{kind} scaling".capitalize())

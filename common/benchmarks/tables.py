@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from common.benchmarks.measures import Timing, memory, speed_up
+from common.benchmarks.measures import Timing, alone, compared, speed_up
 
 LANGUAGES = {"pytorch": "PyTorch", "libtorch": "C++ on LibTorch", "cpp-mpi": "C++ on MPI"}
 NONE = "–"
@@ -92,7 +92,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
         ),
     )
     for t in timings:
-        verdict = equality(t, every)
+        memory, proofs = alone(t, every), compared(t, every)
         cells = [
             t.implementation,
             LANGUAGES.get(t.language, t.language),
@@ -103,20 +103,20 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
             digits(t.tokens_per_second),
             digits(t.gflops),
             text(speed_up(t, every), "{:.2f}"),
-            text(memory(t, every), scale=1e-6),
-            verdict,
+            text(memory.peak_memory_bytes if memory else None, scale=1e-6),
+            equality(proofs),
         ]
-        table.rows.append(Row(cells, (t.command,), bad=verdict.startswith("no")))
+        commands = dict.fromkeys(run.command for run in (t, memory, *proofs) if run)
+        table.rows.append(Row(cells, tuple(commands), bad=not all(run.equal for run in proofs)))
     return table
 
 
-def equality(timing: Timing, every: Sequence[Timing]) -> str:
-    """What all runs that compared this implementation with one device found."""
-    found = [t for t in every if t.who[:2] == timing.who[:2] and t.equal is not None]
-    if not found:
+def equality(proofs: Sequence[Timing]) -> str:
+    """What the runs that compared an implementation with one device found, with the largest difference."""
+    if not proofs:
         return "not compared"
-    largest = max((t.largest_difference for t in found if t.largest_difference is not None), default=None)
-    return f"{'yes' if all(t.equal for t in found) else 'no'}, {text(largest, '{:.1e}')}"
+    largest = max((t.largest_difference for t in proofs if t.largest_difference is not None), default=None)
+    return f"{'yes' if all(t.equal for t in proofs) else 'no'}, {text(largest, '{:.1e}')}"
 
 
 def proofs(timings: Sequence[Timing]) -> Table:
