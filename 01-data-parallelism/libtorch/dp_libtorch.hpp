@@ -11,10 +11,9 @@
 // Cost of a step: a rank sends 2 (n-1)/n bytes a byte of gradient, and holds one more copy of the gradients.
 //
 //     DataParallel dp(model->parameters(), group, 8 << 20);
-//     { DataParallel::NoSync only_accumulate(dp);  loss(...).backward(); }     // all micro-batches but the
-//     last loss(...).backward();                                                    // buckets leave while
-//     this runs dp.finish();                                                             // p.grad is the sum
-//     over ranks
+//     { DataParallel::NoSync accumulate(dp); loss(...).backward(); }   // all micro-batches but the last
+//     loss(...).backward();                                            // buckets leave while this runs
+//     dp.finish();                                                     // gradients are sums over ranks
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
