@@ -150,12 +150,12 @@ def test_no_cases(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_chapters_come_in_order_after_common(tmp_path: Path) -> None:
+def test_chapters_come_in_order_before_common(tmp_path: Path) -> None:
     chapter(tmp_path, EQUAL, name="02-b")
     chapter(tmp_path, TIMED, name="01-a")
     chapter(tmp_path, FAILS, name="common/benchmarks")
     chapter(tmp_path, TIMED, name="build")
-    assert [case.name for case in load(tmp_path)] == ["fails", "timed", "equal"]
+    assert [case.name for case in load(tmp_path)] == ["timed", "equal", "fails"]
 
 
 def a_case(**changes: Any) -> Case:

@@ -92,8 +92,8 @@ class Task:
 
 
 def load(root: Path) -> list[Case]:
-    """The cases of common/ and of every chapter, in order. Raises UsageError, one line, for a file that is wrong."""
-    files = [root / "common/benchmarks/benchmark.toml", *sorted(root.glob("[0-9][0-9]-*/benchmark.toml"))]
+    """The cases of every chapter in order, then those of common/. Raises UsageError for a file that is wrong."""
+    files = [*sorted(root.glob("[0-9][0-9]-*/benchmark.toml")), root / "common/benchmarks/benchmark.toml"]
     cases = [case for file in files if file.exists() for case in _read(file, str(file.relative_to(root)))]
     names = [case.name for case in cases]
     for case in cases:

@@ -136,7 +136,7 @@ def scaling_lines(
     axes.set(xlim=(0.93, most * 1.1), ylim=(low, high))
     axes.set(xlabel="ranks", ylabel="speed-up over one rank", title=title)
     axes.grid(axis="y")
-    axes.legend(loc="best")
+    _legend(axes)
 
 
 def share_bars(
@@ -187,7 +187,7 @@ def bandwidth_lines(
     values = [value for by_size in bandwidths.values() for value in by_size.values()]
     axes.set_ylim(0, 1.15 * max([*values, limit[1] if limit else 0.0], default=1))
     axes.grid(axis="y")
-    axes.legend(loc="best")
+    _legend(axes)
 
 
 def loss_curves(
@@ -254,6 +254,15 @@ def si_text(value: float) -> str:
     """Three digits and a prefix: 5.15k."""
     power = min(4, max(0, int(math.log10(abs(value)) // 3))) if value else 0
     return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
+
+
+def _legend(axes: Axes) -> None:
+    """Where it hides nothing: beside the plot when there are many names."""
+    many = len(axes.get_legend_handles_labels()[1]) > 6
+    if many:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    else:
+        axes.legend(loc="best")
 
 
 def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
