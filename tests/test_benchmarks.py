@@ -165,7 +165,7 @@ def a_case(**changes: Any) -> Case:
         "ranks": (1, 2, 4, 8),
         "quick": "--steps 2",
     }
-    return Case("Toys", Path("/root/01-toys/benchmark.toml"), **{"name": "dp", **given, **changes})
+    return Case("Toys", Path("/srv/01-toys/benchmark.toml"), **{"name": "dp", **given, **changes})
 
 
 def test_timed_cases_run_up_to_twice_the_cores() -> None:
@@ -194,12 +194,12 @@ def test_commands_are_what_a_person_types() -> None:
     (task,) = select([a_case(ranks=(2,))])
     assert task.command == "mpirun -np 2 dp 2 strong"
     assert (
-        benchmark_all.command_line(task, Path("/root"))
+        benchmark_all.command_line(task, Path("/srv"))
         == "cd 01-toys && OMP_NUM_THREADS=1 mpirun -np 2 dp 2 strong"
     )
     (task,) = select([a_case(ranks=(2,), launcher="torchrun", folder="..")], quick=True)
     assert task.command == "torchrun --standalone --nproc_per_node=2 dp 2 strong --steps 2"
-    assert benchmark_all.command_line(task, Path("/root")) == f"OMP_NUM_THREADS=1 {task.command}"
+    assert benchmark_all.command_line(task, Path("/srv")) == f"OMP_NUM_THREADS=1 {task.command}"
     tasks = select([a_case(ranks=(2,), command="dp --versions {variant}", variants=("naive", "ddp"))])
     assert [t.name for t in tasks] == ["dp-naive-strong-2", "dp-ddp-strong-2"]
     assert tasks[1].command == "mpirun -np 2 dp --versions ddp"
