@@ -124,9 +124,11 @@ def test_unused_and_shared_parameters(samples: list[float], set_to_none: bool) -
 
 
 def no_sync(rt: Runtime) -> tuple[list[Any], Tensor, list[Any], Tensor]:
-    """On rank r: gradient r + 1 of two micro-batches; nested contexts."""
+    """On rank r: gradient r + 1 of two micro-batches; nested contexts, a parameter given twice."""
+    import dp_libtorch
+
     model = nn.Linear(1, 1, bias=False)
-    dp = parallel(model, rt)
+    dp = dp_libtorch.DataParallel([model.weight, model.weight], rt.world.pg, 4)
     dp.take_messages()
     with dp.no_sync(), dp.no_sync():
         model(torch.full((1, 1), rt.rank + 1.0)).backward()
@@ -146,6 +148,21 @@ def test_no_sync_sends_nothing_and_the_accumulated_gradient_is_summed() -> None:
             ("broadcast", 2 * 8),
         ]
         assert summed.item() == 2 * (1 + 2 + 3)
+
+
+def all_or_nothing(rt: Runtime) -> Tensor | None:
+    """Rank 0 has all gradients during its backward, yet must not send before it knows that it has them."""
+    model = nn.Linear(1, 1, bias=False)
+    dp = parallel(model, rt)
+    if rt.rank == 0:
+        model(torch.ones(1, 1)).sum().backward()
+        time.sleep(0.1)
+    dp.finish()
+    return model.weight.grad
+
+
+def test_a_parameter_that_one_rank_used_has_a_gradient_on_all() -> None:
+    assert spawn(all_or_nothing, 2) == [torch.ones(1, 1)] * 2
 
 
 def backward_twice(rt: Runtime) -> None:
@@ -238,10 +255,6 @@ def test_what_cannot_be_summed_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             dp_libtorch.DataParallel(tensors, None, bucket_bytes)
-    dp = dp_libtorch.DataParallel([w, w], None, 8)  # given twice, summed once
-    (w * torch.ones(2)).sum().backward()
-    dp.finish()
-    assert torch.equal(w.grad, torch.ones(2))
 
 
 def test_lesson_proves_and_writes_its_records(tmp_path: Path) -> None:

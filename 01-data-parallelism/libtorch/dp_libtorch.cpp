@@ -4,26 +4,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <stdexcept>
 
+#include "fived/record.hpp"
+
 namespace fived {
-namespace {
-
-/// Adds the seconds that it lives to `total`.
-class Stopwatch {
-  public:
-    explicit Stopwatch(double& total) : total_(total) {}
-    ~Stopwatch() { total_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
-
-  private:
-    using Clock = std::chrono::steady_clock;
-    double& total_;
-    Clock::time_point start_ = Clock::now();
-};
-
-}  // namespace
 
 DataParallel::DataParallel(const std::vector<at::Tensor>& tensors, const Group& group,
                            std::size_t bucket_bytes)
@@ -72,18 +58,18 @@ DataParallel::Pending DataParallel::start(const char* op, std::int64_t times, at
     Pending pending;
     if (!group_) return pending;
     pending.message = {op, times * (group_->getSize() - 1) * std::int64_t(tensor.nbytes()), 0};
-    const Stopwatch stopwatch(pending.message.seconds);  // some backends block already here
+    const Timer timer;  // some backends block already here
     std::vector<at::Tensor> list{tensor};
     pending.work = times == 2 ? group_->allreduce(list) : group_->broadcast(list);
+    pending.message.seconds = timer.seconds();
     return pending;
 }
 
 void DataParallel::wait(Pending& pending) {
     if (!pending.work) return;
-    {
-        const Stopwatch stopwatch(pending.message.seconds);
-        pending.work->wait();
-    }
+    const Timer timer;
+    pending.work->wait();
+    pending.message.seconds += timer.seconds();
     messages_.push_back(pending.message);
     pending.work.reset();
 }

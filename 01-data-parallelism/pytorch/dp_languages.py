@@ -62,7 +62,7 @@ def prepare(rt: Runtime, o: MLPOptions) -> None:
         given = f"--context {o.context} --hidden {o.hidden} --layers {o.layers}"
         raise UsageError(f"{given}: each must be at least 1")
     how = f"mpirun -np {rt.world_size} python dp_languages.py"
-    if rt.world_size > 1 and rt.launcher in ("none", "torchrun"):
+    if rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
         raise UsageError(f"dp_mpi needs MPI between its {rt.world_size} ranks; start them with {how}")
     try:
         import dp_libtorch  # noqa: F401
