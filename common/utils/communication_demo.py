@@ -126,6 +126,7 @@ def deadlock(out: Console) -> bool:
 
 
 def main(rt: Runtime, options: Options) -> bool:
+    """Show every primitive, or measure them, or deadlock."""
     out = console(rt)
     if options.deadlock:
         if rt.world_size > 1:
