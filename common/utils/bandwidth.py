@@ -158,7 +158,7 @@ def draw(rows: list[Row], options: BandwidthOptions) -> None:
     try:
         with figure(*paths, columns=2, width=9.6) as axes:
             for side, rooted, title in zip(
-                axes, (True, False), ("from or to one rank", "all to all"), strict=True
+                axes, (True, False), ("from or to one rank", "between all ranks"), strict=True
             ):
                 lines: dict[str, dict[int, float]] = {p.name: {} for p in PRIMITIVES if p.rooted is rooted}
                 for row in rows:

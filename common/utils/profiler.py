@@ -48,6 +48,10 @@ from common.watchdog import UsageError
 
 T = TypeVar("T")
 
+# A script's variables live until Python ends, as they do without a profiler: freeing a DDP model earlier can
+# hang, because it joins gloo's threads with the interpreter's lock held, and they may want that lock.
+_left_behind: list[object] = []
+
 
 @dataclass
 class Report:
@@ -176,8 +180,9 @@ def _run(script: Path, arguments: list[str]) -> object:
     sys.argv = [str(script), *arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        _left_behind.append(runpy.run_path(str(script), run_name="__main__"))
     except SystemExit as end:
+        _left_behind.append(end)
         return end.code
     return 0
 
