@@ -1,11 +1,13 @@
 """One data parallelism in three languages: the same MLP, the same text, the same weights.
 
-                     the same seed, the same text, cut over ranks and micro-batches
-                  ┌──────────────────────────┬──────────────────────────┐
-    pytorch-mlp  autograd, Python hooks     dp_libtorch  autograd,     dp_mpi  its own backward
-                 dp_basic.py                C++ hooks                  in C++ on BLAS
-                  └── torch's process group ─┴──┘                       └── MPI
-                  equal:  loss, every gradient, their norm, the weights, on any number of ranks
+                       the same seed, the same text, cut over ranks and micro-batches
+                   ┌──────────────────────────┼──────────────────────────┐
+              pytorch-mlp                dp_libtorch                  dp_mpi
+    backward  torch.autograd             torch.autograd               its own, C++ on BLAS
+    buckets   Python (dp_basic.py)       C++ hooks (libtorch/)        C++ (cpp/)
+    messages  process group              process group                MPI
+                   └──────────────────────────┼──────────────────────────┘
+                       equal: loss, every gradient, their norm, the weights
 
 Cost of a step: 2(n-1)/n bytes a byte of gradient and rank in all of them. Counted are the bytes that leave our
 own code, as the mean over ranks; DDP's messages and those inside MPI_Iallreduce cannot be seen, so dp_mpi is
