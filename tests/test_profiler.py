@@ -205,8 +205,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
-print("given", sys.argv[1:], __name__, sys.path[0])
+import os, sys, torch, torch.distributed as dist
+os.write(1, f"given {sys.argv[1:]} {__name__} {sys.path[0]}\\n".encode())
 dist.init_process_group("gloo")
 x = torch.nn.Linear(50, 50)
 model = torch.nn.parallel.DistributedDataParallel(x)
