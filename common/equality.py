@@ -5,9 +5,9 @@
     compare(reference, parallel)["gradients"]    # Difference(2.2e-16, "layers.0.mlp.up_proj.weight, step 2")
 
 A difference is relative: max|a - b| / max|a| of the tensor, a from the one device. A tensor that is zero up
-to rounding (below the square root of the type's epsilon times the model's largest number) is measured on the
-model's scale: the gradient of a key bias, say, is zero because softmax does not see a shift of all scores,
-and rounding is all that is left of it.
+to rounding (below 64 epsilons of its type times the model's largest number) is measured on the model's scale:
+the gradient of a key bias, say, is zero because softmax does not see a shift of all scores, and rounding is
+all that is left of it.
 
 Tolerances: the same arithmetic in the same order, 0; sums in another order, 1e-12 in float64 (about 4000
 roundings of 2^-52) and 1e-5 in float32. AdamW divides by sqrt(v) + eps: where a gradient is zero up to rounding
@@ -94,6 +94,8 @@ def _largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffi
     """The worst tensor of two dictionaries; infinite where names, shapes or finiteness do not agree."""
     if odd := set(reference) ^ set(other):
         return Difference(math.inf, f"{min(odd)} on one side only{suffix}")
+    if not reference:
+        return Difference(math.inf, f"nothing to compare{suffix}")
     worst = Difference(0.0, "")
     model_scale = max((a.abs().max().item() for a in reference.values() if a.numel()), default=0.0)
     for name, a in reference.items():
@@ -103,7 +105,7 @@ def _largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffi
         if a.numel() == 0:
             continue
         scale = a.abs().max().item()
-        scale = scale if scale > math.sqrt(torch.finfo(a.dtype).eps) * model_scale else model_scale
+        scale = scale if scale > 64 * torch.finfo(a.dtype).eps * model_scale else model_scale
         value = (a - b).abs().max().item() / (scale or 1.0)
         value = value if math.isfinite(value) else math.inf
         if value > worst.value:

@@ -9,6 +9,7 @@ set out to prove holds. Exit code 0: proved; 1: it differs, or a rank failed; 2:
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,9 +62,14 @@ O = TypeVar("O", bound=LessonOptions)  # noqa: E741
 
 
 def console(rt: Runtime) -> Console:
-    """Prints on rank 0 and nowhere else; 110 columns when it is not a terminal."""
+    """Prints on rank 0 and nowhere else; plain text of 110 columns when it is not the user's own terminal."""
     out = Console(quiet=rt.rank != 0, highlight=False)
-    return out if out.is_terminal else Console(quiet=rt.rank != 0, highlight=False, width=110)
+    if out.is_terminal and rt.launcher not in (
+        "openmpi",
+        "mpich",
+    ):  # mpirun gives ranks a terminal of 80 columns
+        return out
+    return Console(quiet=rt.rank != 0, highlight=False, width=110, force_terminal=False)
 
 
 def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:
@@ -92,8 +98,11 @@ def run(main: Callable[[Runtime, O], bool], options_type: type[O]) -> NoReturn:
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     launch = resolve()
+    write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace:
         main = partial(profiled, options.trace, main)
+    if not 0 < options.timeout < math.inf:
+        raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, such as 60")
     if options.nproc is not None and options.nproc < 1:
         raise UsageError(f"--nproc {options.nproc}: at least 1 rank is needed")
     if launch.launcher == "none" and (options.nproc or 1) > 1:

@@ -58,7 +58,7 @@ class Proof:
         equality = Table(title=title, title_justify="left")
         for column in ("version", "optimizer", *KINDS, "the largest is in"):
             equality.add_column(column, justify="right" if column in KINDS else "left")
-        sent = Table(title="bytes that rank 0 sent in the whole run", title_justify="left")
+        sent = Table(title="bytes a rank sent in the whole run, the mean over ranks", title_justify="left")
         for column in ("version", "optimizer", "counted", "formula"):
             sent.add_column(column, justify="right" if column in ("counted", "formula") else "left")
         for version, optimizer, found, counted, formula in self.rows:

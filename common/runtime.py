@@ -89,7 +89,7 @@ def _address(launch: Launch) -> tuple[str, int]:
         )
     if host is None or port is None:
         return ("", 0)
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"MASTER_PORT={port} is not a port; give a number from 1 to 65535, such as 29500")
     return host, int(port)
 

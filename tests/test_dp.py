@@ -122,7 +122,7 @@ def test_unused_and_shared_parameters(version: str, samples: list[float]) -> Non
 
 def backward_twice(rt: Runtime) -> None:
     model = nn.Linear(2, 2)
-    DataParallel(model, rt.world)
+    dp = DataParallel(model, rt.world)  # noqa: F841
     model(torch.ones(1, 2)).sum().backward()
     model(torch.ones(1, 2)).sum().backward()
 
@@ -194,3 +194,52 @@ def test_types_do_not_share_a_bucket() -> None:
     for buckets, gradients in spawn(mixed_types, 2):
         assert buckets == 3
         assert all(torch.all(g == 2) for g in gradients)
+
+
+def changed_after_wrapping(rt: Runtime, how: str) -> list[Tensor]:
+    """What a user may do to a wrapped model; the gradients of the step that follows."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    for p in model.parameters():
+        p.data.fill_(0.5)
+    if how == "unfreeze":
+        model[0].weight.requires_grad_(False)
+    dp = DataParallel(model, rt.world)
+    if how == "freeze":
+        model[0].weight.requires_grad_(False)
+    if how == "unfreeze":
+        model[0].weight.requires_grad_(True)
+    if how == "replace":
+        model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    if how == "wrap again":
+        dp = DataParallel(model, rt.world)
+    with dp.no_sync():
+        with dp.no_sync():
+            pass
+        model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward(create_graph=how == "create graph")
+    dp.finish()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("how", ["freeze", "wrap again", "create graph"])
+def test_what_may_change_after_wrapping(how: str) -> None:
+    for alone, *others in [spawn(changed_after_wrapping, 1, how) + spawn(changed_after_wrapping, 2, how)]:
+        assert len(alone) == 4 - (how == "freeze")
+        for found in others:
+            for a, b in zip(alone, found, strict=True):
+                assert torch.equal(2 * a, b)  # two ranks with the same samples
+
+
+@pytest.mark.parametrize("how", ["unfreeze", "replace"])
+def test_new_parameters_are_refused(how: str) -> None:
+    with pytest.raises(RankError, match="unfrozen or replaced: make a new DataParallel"):
+        spawn(changed_after_wrapping, 2, how)
+
+
+def nothing_to_train(rt: Runtime) -> None:
+    DataParallel(nn.Linear(2, 2).requires_grad_(False), rt.world)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(RankError, match="no parameter of the model requires a gradient"):
+        spawn(nothing_to_train, 2)

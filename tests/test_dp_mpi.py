@@ -165,8 +165,18 @@ def test_module_refuses_what_does_not_fit():
         model.loss_and_gradients(np.zeros((2, 7)), np.zeros(2, np.uint8), 2)
     with pytest.raises(ValueError, match="target 4 of sample 1 is no class; there are 4"):
         model.loss_and_gradients(np.zeros((2, 8)), np.array([3, 4], np.uint8), 2)
-    with pytest.raises(ValueError, match=r"layers.0.weight has 32 elements; given 31"):
-        model.set_weights({"layers.0.weight": np.zeros(31), "layers.0.bias": np.zeros(4)})
+    for wrong in (np.zeros(31), np.zeros((8, 4))):  # the second is the transposed one
+        with pytest.raises(
+            ValueError, match=r"layers.0.weight is 4 x 8; given are \d+ elements of another shape"
+        ):
+            model.set_weights({"layers.0.weight": wrong, "layers.0.bias": np.zeros(4)})
+    for count, parts in ((0, 1), (2, 0)):
+        with pytest.raises(
+            ValueError, match=f"global_count is {count}, micro_batches {parts}; each must be at least 1"
+        ):
+            model.loss_and_gradients(np.zeros((2, 8)), np.zeros(2, np.uint8), count, parts)
+    with pytest.raises(TypeError, match="where floats are needed"):
+        model.loss_and_gradients(np.full((2, 8), "text"), np.zeros(2, np.uint8), 2)
     weights = model.weights()
     model.set_weights({name: w + 1 for name, w in weights.items()})
     assert all(np.array_equal(model.weights()[name], w + 1) for name, w in weights.items())

@@ -36,7 +36,11 @@ class ModelOf final : public Model {
     }
     double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y, std::size_t global_count,
                               std::size_t micro_batches) override {
-        const Array<T> x_BI = Array<T>::ensure(x);
+        if (global_count < 1 || micro_batches < 1)
+            throw std::invalid_argument("global_count is " + std::to_string(global_count) +
+                                        ", micro_batches " + std::to_string(micro_batches) +
+                                        "; each must be at least 1");
+        const Array<T> x_BI = converted(x);
         const MatrixView<const T> view = matrix(x_BI);
         const auto targets = readable(y);
         const py::gil_scoped_release waiting;
@@ -65,10 +69,14 @@ class ModelOf final : public Model {
         for (const Parameter& p : model_->mlp().parameters()) {
             const auto found = weights.find(p.name);
             if (found == weights.end()) throw std::invalid_argument("no weights for " + p.name);
-            const Array<T> values = Array<T>::ensure(found->second);
-            if (std::size_t(values.size()) != p.size())
-                throw std::invalid_argument(p.name + " has " + std::to_string(p.size()) +
-                                            " elements; given " + std::to_string(values.size()));
+            const Array<T> values = converted(found->second);
+            const bool fits = is_bias(p) ? values.ndim() == 1 && std::size_t(values.size()) == p.size()
+                                         : values.ndim() == 2 && values.shape(0) == py::ssize_t(p.rows) &&
+                                               values.shape(1) == py::ssize_t(p.columns);
+            if (!fits)
+                throw std::invalid_argument(p.name + " is " + std::to_string(p.rows) + " x " +
+                                            std::to_string(p.columns) + "; given are " +
+                                            std::to_string(values.size()) + " elements of another shape");
             std::ranges::copy(readable(values), model_->mlp().weights().begin() + p.offset);
         }
     }
@@ -76,6 +84,14 @@ class ModelOf final : public Model {
     double exposed_seconds() const override { return model_->exposed_seconds(); }
 
   private:
+    /// The numbers as T; TypeError when they cannot be (complex numbers, strings).
+    static Array<T> converted(const py::array& values) {
+        const Array<T> result = Array<T>::ensure(values);
+        if (!result)
+            throw py::type_error("an array of " + std::string(py::str(values.dtype())) +
+                                 " where floats are needed");
+        return result;
+    }
     static bool is_bias(const Parameter& p) { return p.name.ends_with("bias"); }
 
     std::optional<Communicator> comm_;

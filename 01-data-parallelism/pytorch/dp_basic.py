@@ -8,19 +8,20 @@
                         \\___________________ all-reduce ____________________/
     gradients        the same on all ranks, so the same step of the optimizer, so the same weights
 
-Three versions, each faster than the one before and all with the same numbers:
+Three versions, all with the same numbers:
     naive      one all-reduce for each parameter, after the backward pass: waits for every message in turn
     bucketed   gradients join buckets as they become ready; full buckets travel while backward goes on
     ddp        torch.nn.parallel.DistributedDataParallel, the library's bucketed version
 
 Cost of a step: 2(n-1)/n bytes per byte of gradient and rank, whatever the version; memory: one more copy of
-the gradients (the buckets). The buckets hide the time of all but the last one behind the backward pass.
+the gradients (the buckets). Given enough tokens, the backward pass hides the time of all buckets but the last.
 
     python dp_basic.py --nproc 4      torchrun --nproc_per_node=4 dp_basic.py      mpirun -np 4 python dp_basic.py
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -94,19 +95,33 @@ class DataParallel:
         dp.finish()                         # p.grad is the sum over ranks; clip and step as on one device
 
     Losses are sums over targets divided by the targets of the whole global batch, so gradients are summed,
-    never averaged, and ranks may hold unequal parts, or none. Raises RuntimeError when a second backward runs
-    before finish(): its gradients would join buckets that have left.
+    never averaged, and ranks may hold unequal parts, or none.
+
+    Clear every gradient before the next step, those outside the optimizer too: what is left would be summed
+    again. p.grad lies in a bucket; clone it to keep it. Layers that mix samples (BatchNorm) see their rank's
+    part alone. One DataParallel at a time for a model; it ends when it is deleted.
+
+    Raises RuntimeError when a second backward runs before finish(), since its gradients would join buckets
+    that have left, and when parameters were unfrozen or replaced; ValueError when none requires a gradient.
     """
 
     def __init__(self, model: nn.Module, group: Group, bucket_mb: float = 8.0) -> None:
         broadcast_model(model, group)
-        self.group, self.bucket_bytes = group, bucket_mb * 2**20
+        self.model, self.group, self.bucket_bytes = model, group, bucket_mb * 2**20
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("no parameter of the model requires a gradient; there is nothing to sum")
         self.synchronising, self.order_known = True, False
         # backward runs through the layers from the last to the first
         self._make_buckets(reversed(range(len(self.parameters))))
+        me = weakref.ref(self)  # a hook that held self would outlive it and go on sending
+
+        def hook(index: int, p: Tensor) -> None:
+            if dp := me():
+                dp._ready(index, p)
+
         for index, p in enumerate(self.parameters):
-            p.register_post_accumulate_grad_hook(partial(self._ready, index))
+            p.register_post_accumulate_grad_hook(partial(hook, index))
 
     def _make_buckets(self, order: Iterable[int]) -> None:
         """Cut the parameters, in the order in which gradients come, into buckets of `bucket_bytes`.
@@ -143,11 +158,11 @@ class DataParallel:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate: backward passes in here send nothing."""
-        self.synchronising = False
+        before, self.synchronising = self.synchronising, False
         try:
             yield
         finally:
-            self.synchronising = True
+            self.synchronising = before
 
     def _ready(self, index: int, p: Tensor) -> None:
         """The hook that autograd calls when p.grad holds this backward's gradient, earlier ones included."""
@@ -156,7 +171,8 @@ class DataParallel:
         bucket = self.place[index]
         if index not in bucket.missing:
             raise RuntimeError(
-                "backward ran twice before finish(): put all micro-batches but the last in no_sync()"
+                "backward ran twice before finish(): put all micro-batches but the last in no_sync() "
+                "(reentrant checkpointing also runs it more than once: use use_reentrant=False)"
             )
         self._fill(index)
         self.order.append(index)
@@ -165,10 +181,13 @@ class DataParallel:
         while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].missing:
             self._launch()
 
+    @torch.no_grad()
     def _fill(self, index: int) -> None:
         """Make p.grad a view into the bucket, so that from now on autograd accumulates there."""
         p, bucket = self.parameters[index], self.place[index]
         view = bucket.views[index]
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise RuntimeError(f"a gradient of layout {p.grad.layout} cannot lie in a bucket; make it dense")
         if p.grad is None:
             view.zero_()  # unused here; another rank may have used it
         elif p.grad.data_ptr() != view.data_ptr():
@@ -183,6 +202,9 @@ class DataParallel:
 
     def finish(self) -> None:
         """Send what is left, wait for all buckets; then p.grad is the sum over the ranks, or None if unused."""
+        known = set(map(id, self.parameters))
+        if not all(id(p) in known for p in self.model.parameters() if p.requires_grad):
+            raise RuntimeError("parameters were unfrozen or replaced: make a new DataParallel for the model")
         for bucket in self.buckets:
             for index in sorted(bucket.missing):  # unused in this backward: earlier micro-batches may count
                 self._fill(index)

@@ -6,6 +6,7 @@ B samples of the global batch  S sequence
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -226,8 +227,8 @@ def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:
             raise UsageError(f"--versions {name!r} is unknown; choose from {', '.join(known)}")
     if not o.versions:
         raise UsageError(f"--versions is empty; choose from {', '.join(known)}")
-    if o.bucket_mb <= 0:
-        raise UsageError(f"--bucket-mb {o.bucket_mb:g} must be above 0")
+    if not 1e-6 <= o.bucket_mb < math.inf:
+        raise UsageError(f"--bucket-mb {o.bucket_mb:g}: give MiB, at least 1e-6 (one byte), such as 8")
     if o.steps < 1:
         raise UsageError(f"--steps {o.steps}: at least 1 is needed")
     if o.plot and o.plot.suffix not in (".png", ".svg", ".pdf"):

@@ -1,9 +1,13 @@
-// Our collectives against MPI's own, at uneven and tiny sizes, and the bytes they say they sent.
+// Our collectives against MPI's own, at uneven and tiny sizes, and the bytes they say they sent; the
+// equality check that all ranks share.
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "check.hpp"
 #include "fived/collectives.hpp"
 #include "fived/environment.hpp"
+#include "fived/equality.hpp"
 
 using namespace fived;
 
@@ -63,6 +67,20 @@ void test_mismatch(const Communicator& world) {
     CHECK(contains(message, world.rank() == 0 ? "4 elements arrived from rank 1, 5 expected" : "runcate"));
 }
 
+/// What is not a number on either side is an infinite difference, never none.
+void test_equality(const Communicator& world) {
+    const double nan = std::nan(""), inf = std::numeric_limits<double>::infinity();
+    const std::vector<Parameter> one{{"w", 0, 1, 3}};
+    const std::vector<double> good{1, 2, 3};
+    const auto apart = [&](const std::vector<double>& a, const std::vector<double>& b) {
+        return largest_difference(world, std::span(one), std::span(a), std::span(b)).value;
+    };
+    CHECK(apart(good, good) == 0 && std::abs(apart(good, {1, 2, 3.3}) - 0.1) < 1e-12);
+    for (const std::vector<double>& bad : {std::vector{nan, 2.0, 3.0}, {nan, nan, nan}, {1.0, inf, 3.0}})
+        CHECK(apart(bad, good) == inf && apart(good, bad) == inf && apart(bad, bad) == inf);
+    CHECK(relative_difference(inf, inf) == inf && relative_difference(nan, 1) == inf);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -77,5 +95,6 @@ int main(int argc, char** argv) {
     }
     test_broadcast(world);
     test_mismatch(world);
+    test_equality(world);
     return world.all_reduce(failures) > 0;
 }

@@ -23,8 +23,8 @@ struct Difference {
 
 /// |a - b| / |a|; infinite when anything is not a number.
 inline double relative_difference(double a, double b) {
-    const double value = a == b ? 0 : std::abs(a - b) / std::abs(a);
-    return std::isnan(value) ? std::numeric_limits<double>::infinity() : value;
+    if (!std::isfinite(a) || !std::isfinite(b)) return std::numeric_limits<double>::infinity();
+    return a == b ? 0 : std::abs(a - b) / std::abs(a);
 }
 
 /// For each parameter max |a - b| / max |a|, over all ranks of `comm` (every rank brings its own a and b);
@@ -37,8 +37,9 @@ Difference largest_difference(const Communicator& comm, std::span<const Paramete
         double size = 0, apart = 0;
         for (std::size_t i = p.offset; i < p.offset + p.size(); ++i) {
             size = std::max(size, std::abs(double(a[i])));
-            apart = std::isfinite(b[i]) ? std::max(apart, std::abs(double(a[i]) - double(b[i])))
-                                        : std::numeric_limits<double>::infinity();
+            apart = std::isfinite(a[i]) && std::isfinite(b[i])
+                        ? std::max(apart, std::abs(double(a[i]) - double(b[i])))
+                        : std::numeric_limits<double>::infinity();
         }
         values.push_back(relative_difference(size, size + apart));
     }
