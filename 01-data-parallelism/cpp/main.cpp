@@ -23,7 +23,7 @@ struct Settings {
 
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
-        steps = 20, batch = 1024, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
+        steps = 20, batch = 4096, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
         dtype = "float32", optimizer = "adamw", scaling = "weak";
     }
     Options options() {
