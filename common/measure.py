@@ -7,7 +7,6 @@ measured["ours"].seconds      # one number a round: the slowest rank's, between 
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from common import comm
 from common.comm import Group
 from common.ledger import Ledger
+from common.utils.profiler import peak_resident
 
 
 @dataclass
@@ -69,8 +69,7 @@ def peak_memory(group: Group) -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
     else:
-        scale = 1 if sys.platform == "darwin" else 1024
-        peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+        peak = torch.tensor(peak_resident())
     comm.all_reduce(peak, group, "max")
     return int(peak.item())
 

@@ -56,9 +56,12 @@ class Proof:
     def tables(self, title: str) -> Group:
         """Largest relative differences by kind, with the place of the largest; then bytes sent by this rank."""
         equality = Table(title=title, title_justify="left")
-        for column in ("version", "optimizer", *KINDS, "the largest is in"):
-            equality.add_column(column, justify="right" if column in KINDS else "left")
-        sent = Table(title="bytes a rank sent in the whole run, the mean over ranks", title_justify="left")
+        for column in ("version", "optimizer"):
+            equality.add_column(column)
+        for kind in KINDS:
+            equality.add_column(kind.removeprefix("gradient "), justify="right")
+        equality.add_column("largest of the row is in")
+        sent = Table(title="bytes a rank sent in the run, mean", title_justify="left")
         for column in ("version", "optimizer", "counted", "formula"):
             sent.add_column(column, justify="right" if column in ("counted", "formula") else "left")
         for version, optimizer, found, counted, formula in self.rows:

@@ -92,8 +92,12 @@ def spawn(
     timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
     left out, None for no limit.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
-    the timeout, naming each rank that has not returned and where it stands.
+    the timeout, naming each rank that has not returned and where it stands. ValueError when ranks could not
+    import fn: it, or the whole script, was typed in and lies in no file.
     """
+    script = getattr(sys.modules["__main__"], "__file__", "")
+    if (script or getattr(fn, "__module__", "") == "__main__") and not os.path.exists(script):
+        raise ValueError("spawn's ranks import the script again: put it, and what they run, in a file")
     folder = tempfile.mkdtemp(prefix="spawn-")
     meeting = os.path.join(folder, "store")
     context = multiprocessing.get_context("forkserver")

@@ -45,7 +45,9 @@ def show_on_stderr(report: str) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for bad input, 1 for anything else."""
+    """2 for bad input, what sys.exit() was given, 1 for anything else."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
+        return error.code
     return 2 if isinstance(error, UsageError) else 1
 
 

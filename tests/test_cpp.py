@@ -1,10 +1,12 @@
 """The module fived: collectives on 1 to 4 ranks, and data and numbers equal to Python's own."""
 
+import json
 import re
+import sys
 
 import numpy as np
 import pytest
-from mpi.launch import need_module, run_worker
+from mpi.launch import ROOT, mpirun, need_module, run_worker
 
 from common import random
 from common.data.text import load_text, mlp_batch, rank_slice
@@ -40,6 +42,20 @@ def test_scatter_gather_and_broadcast(results):
     assert results[1]["scatter_gather"]
     assert results[1]["broadcasts"]
     assert results[1]["threads"]
+
+
+def test_our_ring_is_timed_beside_the_library(tmp_path):
+    script, records = ROOT / "common/benchmarks/ring_all_reduce.py", tmp_path / "records.jsonl"
+    done = mpirun(3, sys.executable, script, "--sizes-mb", "1", "--repeats", "5", "--json", records)
+    assert done.returncode == 0, done.stderr
+    ring, library = map(json.loads, records.read_text().splitlines())
+    assert (ring["primitive"], library["primitive"]) == ("all-reduce, our ring", "all-reduce, MPI_Allreduce")
+    for record in (ring, library):
+        assert record["correct"]
+        assert (record["ranks"], record["bytes"], len(record["seconds"])) == (3, 2**20, 5)
+    alone = mpirun(1, sys.executable, script)
+    assert alone.returncode == 2
+    assert "at least 2 ranks, not 1; start with mpirun -np 2" in alone.stderr
 
 
 def test_split(results):

@@ -178,5 +178,7 @@ def test_module_refuses_what_does_not_fit():
     with pytest.raises(TypeError, match="where floats are needed"):
         model.loss_and_gradients(np.full((2, 8), "text"), np.zeros(2, np.uint8), 2)
     weights = model.weights()
+    with pytest.raises(ValueError, match=r"the model has no parameter layers\.7\.bias"):
+        model.set_weights(weights | {"layers.7.bias": np.zeros(4)})
     model.set_weights({name: w + 1 for name, w in weights.items()})
     assert all(np.array_equal(model.weights()[name], w + 1) for name, w in weights.items())

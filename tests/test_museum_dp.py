@@ -177,5 +177,6 @@ def factor(rt: Runtime, times: float) -> dict[str, dict[str, Difference]]:
 def test_adamw_alone_hides_a_constant_factor() -> None:
     found = spawn(factor, 2, 8.0)[0]
     show("gradients 8 times too large", found)
+    # AdamW alone sees the factor only through epsilon; SGD by the factor itself, step after step
     assert found["sgd"]["weights"].value > 20 * found["adamw"]["weights"].value
     assert found["adamw"]["gradients"].value > 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -67,6 +69,13 @@ def test_hang_names_every_rank_and_where_it_stands() -> None:
     assert "(sleep_forever)" in message
     assert "rank 1" in message
     assert time.monotonic() - start < 40
+
+
+def test_what_lies_in_no_file_is_refused() -> None:
+    typed = "from common.spawn import spawn\nspawn(print, 2)\n"
+    done = subprocess.run([sys.executable, "-"], input=typed, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ValueError: spawn's ranks import the script again")
 
 
 def misuse(rt: Runtime) -> None:

@@ -32,7 +32,7 @@ class ModelOf final : public Model {
             Reduction reduction) {
         if (!comm.is_none()) comm_.emplace(communicator(comm));
         const py::gil_scoped_release waiting;
-        model_.emplace(sizes, seed, comm_ ? &*comm_ : nullptr, std::size_t(bucket_mb * 1e6), reduction);
+        model_.emplace(sizes, seed, comm_ ? &*comm_ : nullptr, std::size_t(bucket_mb * (1 << 20)), reduction);
     }
     double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y, std::size_t global_count,
                               std::size_t micro_batches) override {
@@ -66,6 +66,10 @@ class ModelOf final : public Model {
         return named;
     }
     void set_weights(const std::map<std::string, py::array>& weights) override {
+        for (const auto& [name, values] : weights)
+            if (std::ranges::find(model_->mlp().parameters(), name, &Parameter::name) ==
+                model_->mlp().parameters().end())
+                throw std::invalid_argument("the model has no parameter " + name);
         for (const Parameter& p : model_->mlp().parameters()) {
             const auto found = weights.find(p.name);
             if (found == weights.end()) throw std::invalid_argument("no weights for " + p.name);
@@ -119,7 +123,8 @@ PYBIND11_MODULE(dp_mpi, module) {
     py::class_<Model>(module, "MLP",
                       "The MLP of common/models/mlp.py on every rank of comm; serial when comm is None.")
         .def(py::init(&make), "sizes"_a, "dtype"_a = "float64", "comm"_a = py::none(), "seed"_a = 0,
-             "bucket_mb"_a = 1.0, "reduction"_a = "overlapped")
+             "bucket_mb"_a = 1.0, "reduction"_a = "overlapped",
+             "bucket_mb: MiB of gradients that travel together.")
         .def("loss_and_gradients", &Model::loss_and_gradients, "x"_a, "y"_a, "global_count"_a,
              "micro_batches"_a = 1,
              "This rank's samples x [B, inputs], y [B] uint8 of a global batch of global_count. Returns its "

@@ -36,7 +36,7 @@ struct Settings {
         options.add("hidden", hidden, 1, "width of the hidden layers");
         options.add("layers", layers, 1, "linear layers");
         options.add("micro-batches", micro_batches, 1, "parts in which a rank works off its samples");
-        options.add("bucket-mb", bucket_mb, 1e-5, "10^6 bytes of gradients that travel together");
+        options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
         options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
         options.add("data", data, "a file or folder of text instead of Python's standard library");
         options.add("json", json, "append a record of the run to this file");
@@ -50,7 +50,7 @@ struct Settings {
         sizes.back() = 256;
         return sizes;
     }
-    std::size_t bucket_bytes() const { return std::size_t(bucket_mb * 1e6); }
+    std::size_t bucket_bytes() const { return std::size_t(bucket_mb * (1 << 20)); }
     std::size_t global_batch(int ranks) const { return std::size_t(batch) * (scaling == "weak" ? ranks : 1); }
     void check(int ranks, const Text& text) const {
         const std::size_t least = std::size_t(ranks) * micro_batches;
@@ -92,11 +92,11 @@ class Lesson {
     bool run() {
         bool right = true;
         DataParallelMlp<T> model = parallel(Reduction::overlapped);
-        say("dp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n\n",
-            model_name().c_str(), model.mlp().weights().size(), settings_.dtype.c_str(), world_.size(),
-            global_, text_.name.c_str(), double(text_.train.size()) / 1e6);
+        say("dp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n", model_name().c_str(),
+            model.mlp().weights().size(), settings_.dtype.c_str(), world_.size(), global_, text_.name.c_str(),
+            double(text_.train.size()) / 1e6);
         if (!settings_.benchmark) {
-            say("largest relative difference from the serial run, %d steps\n%-21s %8s %8s %8s  %s\n",
+            say("\nlargest relative difference from the serial run, %d steps\n%-21s %8s %8s %8s  %s\n",
                 settings_.steps, "", "loss", "norm", "gradient", "weights");
             if (settings_.optimizer != "adamw") {
                 right &= compare<Sgd>("SGD, MPI_Iallreduce", Reduction::overlapped, tolerance());
@@ -106,6 +106,7 @@ class Lesson {
             if (settings_.optimizer != "sgd")
                 right &= compare<AdamW<T>>("AdamW, MPI_Iallreduce", Reduction::overlapped,
                                            sizeof(T) == 8 ? tolerance() : 1e-2);
+            say("\n");
         }
         right &= count_bytes();
         measure(model);
@@ -169,7 +170,7 @@ class Lesson {
         formula_ =
             ring_all_reduce_bytes(model.mlp().gradients().size(), sizeof(T), world_.size(), world_.rank());
         const bool equal = world_.all_reduce(int(counted_ == formula_), MPI_MIN);
-        say("\nbytes a step and rank (ring): counted %zu %s formula 2(P-1)/P n b = %zu\n", counted_,
+        say("bytes a step and rank (ring): counted %zu %s formula 2(P-1)/P n b = %zu\n", counted_,
             equal ? "=" : "!=", formula_);
         return equal;
     }

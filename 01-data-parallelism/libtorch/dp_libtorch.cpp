@@ -167,6 +167,8 @@ void DataParallel::settle_order() {
         agreed = agreed.cpu();
         const std::int64_t* first = agreed.const_data_ptr<std::int64_t>();
         make_buckets({first, first + agreed.numel()});
+        for (std::size_t i = 0; i < parameters_.size(); ++i)
+            fill(i);  // into the new buckets; the old ones go
         order_known_ = true;
     }
     order_.clear();

@@ -36,9 +36,11 @@ struct Message {
     double seconds;
 };
 
-/// Sums the gradients of `tensors` over a process group. Clear every gradient before the next step: what is
-/// left would be summed again. A tensor unfrozen or put in later is not seen: make a new one then. Losses are divided by the targets of the whole
-/// global batch, so ranks may hold unequal parts, or none. A gradient that no rank has stays undefined.
+/// Sums the gradients of `tensors` over a process group. Losses are divided by the targets of the whole global
+/// batch, so ranks may hold unequal parts, or none. A gradient that no rank has stays undefined.
+///
+/// Clear every gradient before the next step: what is left would be summed again. A tensor unfrozen or put in
+/// later is not seen: make a new DataParallel then.
 class DataParallel {
   public:
     using Group = c10::intrusive_ptr<c10d::ProcessGroup>;

@@ -220,11 +220,14 @@ class DataParallel:
 
     def _settle_order(self) -> None:
         """After the first backward, cut the buckets anew in the order that rank 0 saw; all ranks must agree."""
-        order = self.order + [i for i in reversed(range(len(self.parameters))) if i not in set(self.order)]
         if not self.order_known:
+            seen = set(self.order)
+            order = self.order + [i for i in reversed(range(len(self.parameters))) if i not in seen]
             agreed = torch.tensor(order, device=self.parameters[0].device)
             comm.broadcast(agreed, self.group)
             self._make_buckets(agreed.tolist())
+            for index in order:
+                self._fill(index)  # into the new buckets, so that the old ones go
             self.order_known = True
         self._reset()
 
@@ -267,7 +270,7 @@ def prove(rt: Runtime, o: TrainingOptions) -> bool:
         proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
     )
     shown = "bucketed" if "bucketed" in ledgers else o.versions[0]
-    out.print(ledgers[shown].table(f"communication of rank 0: {shown}, {optimizer}, {o.steps} steps"))
+    out.print(ledgers[shown].table(f"{shown}, {optimizer}: calls and seconds of rank 0, bytes mean"))
     records = benchmark(rt, replace(o, steps=5), make_version)
     report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
     out.print(proof.sentence())

@@ -105,7 +105,7 @@ def prove(rt: Runtime, o: MLPOptions) -> bool:
     title = f"{rt.world_size} rank(s) against one device: MLP, {o.dtype}, {o.steps} steps"
     out.print(proof.tables(title), table)
     records = benchmark(rt, replace(o, steps=5, benchmark=False))
-    show_times(rt, records)
+    console(rt).print(timing_table(records))
     equal = proof.equal and largest <= limit
     if rt.rank == 0:
         proved = [replace(r, equal=equal, largest_difference=proof.largest) for r in records]

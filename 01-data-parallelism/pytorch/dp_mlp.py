@@ -111,7 +111,7 @@ class MPIModel:
             dtype=o.dtype,
             comm=MPI.COMM_WORLD,
             seed=o.seed + rt.rank,  # the broadcast must mend this
-            bucket_mb=o.bucket_mb * 2**20 / 1e6,
+            bucket_mb=o.bucket_mb,
             reduction="ring" if name == "dp_mpi-ring" else "overlapped",
         )
         self.optimizer = optimizer
