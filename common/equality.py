@@ -113,8 +113,8 @@ def _largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffi
     return worst
 
 
-def _scalars(values: list[float]) -> dict[str, Tensor]:
-    return {f"step {t}": torch.tensor(v, dtype=torch.float64) for t, v in enumerate(values)}
+def _scalars(what: str, values: list[float]) -> dict[str, Tensor]:
+    return {f"{what}, step {t}": torch.tensor(v, dtype=torch.float64) for t, v in enumerate(values)}
 
 
 def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
@@ -127,9 +127,9 @@ def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
         for t, (a, b) in enumerate(zip(reference.gradients, other.gradients, strict=True))
     ]
     return {
-        "loss": _largest(_scalars(reference.losses), _scalars(other.losses), ""),
+        "loss": _largest(_scalars("loss", reference.losses), _scalars("loss", other.losses), ""),
         "gradients": max(gradients, key=lambda d: d.value),
-        "gradient norm": _largest(_scalars(reference.norms), _scalars(other.norms), ""),
+        "gradient norm": _largest(_scalars("norm", reference.norms), _scalars("norm", other.norms), ""),
         "weights": _largest(reference.weights, other.weights, ""),
     }
 
