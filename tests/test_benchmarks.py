@@ -1,7 +1,4 @@
-"""The benchmark: its cases, how it runs them, what it computes, and the page that it writes.
-
-Chapters here are folders with a benchmark.toml and one small program that pretends to be a lesson.
-"""
+"""The benchmark runs its cases, survives those that fail, and writes a page that needs nothing else."""
 
 from __future__ import annotations
 
@@ -18,75 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+from toys import EQUAL, FAILS, TIMED, chapter
 
-from common.benchmarks import benchmark_all, measures, report, runner, tables
+from common.benchmarks import benchmark_all, measures, report, runner
 from common.benchmarks.benchmark_all import Options
-from common.benchmarks.cases import Case, load, select
-from common.benchmarks.measures import Timing, speed_up
 from common.watchdog import UsageError
-
-ROOT = Path(__file__).resolve().parents[1]
-
-LESSON = """
-import argparse, json, os, signal, subprocess, sys, time
-parser = argparse.ArgumentParser()
-for name in ("json", "ranks", "scaling", "fail", "sleep", "equal", "times"):
-    parser.add_argument("--" + name)
-o = parser.parse_args()
-print("a table for people")
-with open("calls", "a") as calls:
-    calls.write(" ".join(sys.argv[1:-2]) + chr(10))
-if o.sleep:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.run([sys.executable, "-c", f"import time; time.sleep({o.sleep})"])
-if os.environ["OMP_NUM_THREADS"] != "1":
-    sys.exit("threads")
-if o.fail and not os.path.exists("repaired"):
-    sys.exit("working" + chr(10) + "error: " + o.fail)
-n = int(o.ranks or 1)
-record = {"strategy": "dp", "implementation": "ours", "language": "pytorch", "ranks": n, "backend": "gloo",
-          "dtype": "float32", "model": "toy", "tokens_per_step": 100 * (n if o.scaling == "weak" else 1),
-          "flop_per_step": 2e9, "scaling": o.scaling or "strong", "communication_seconds": 0.1 if n > 1 else 0.0,
-          "bytes_counted": 8, "bytes_formula": 8, "peak_memory_bytes": 5e6,
-          "step_seconds": [float(t) for t in (o.times or "1").split(",")],
-          "equal": {"yes": True, "no": False, None: None}[o.equal],
-          "largest_difference": 1e-15 if o.equal else None}
-with open(o.json, "a") as file:
-    file.write(json.dumps(record) + chr(10))
-sys.exit(o.equal == "no")
-"""
-
-TIMED = """
-[[case]]
-name = "timed"
-launcher = "python"
-command = "lesson.py --ranks {ranks} --scaling {scaling} --times 0.5,0.4,0.6"
-ranks = [1, 2]
-scalings = ["strong", "weak"]
-"""
-FAILS = """
-[[case]]
-name = "fails"
-launcher = "python"
-command = "lesson.py --fail 'no <b>GPU</b> here'"
-ranks = [1]
-"""
-EQUAL = """
-[[case]]
-name = "equal"
-launcher = "python"
-command = "lesson.py --equal yes"
-ranks = [3]
-purpose = "equality"
-"""
-
-
-def chapter(root: Path, *cases: str, name: str = "01-toys", title: str = "Toys") -> Path:
-    folder = root / name
-    folder.mkdir(parents=True)
-    (folder / "lesson.py").write_text(LESSON)
-    (folder / "benchmark.toml").write_text(f'title = "{title}"\n' + "".join(cases))
-    return folder
 
 
 @pytest.fixture
@@ -105,219 +38,6 @@ def records(root: Path) -> list[dict[str, Any]]:
 
 def calls(folder: Path) -> list[str]:
     return (folder / "calls").read_text().splitlines()
-
-
-# ---- cases
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("title = ", ["cannot be read"]),
-        ('name = "x"', ["needed are title", "[[case]]", "['name']"]),
-        ('title = "x"\n[case]\nname = "y"', ["needed are title", "[[case]]"]),
-        ('title = "x"\ncase = [1]', ["needed are title", "[[case]]"]),
-        (TIMED.replace("ranks = ", "rank = "), ["case 1 (timed)", "unknown rank;", "ranks"]),
-        ("[[case]]\nlauncher = 'python'", ["case 1", "name, command, ranks missing"]),
-        (TIMED.replace('"python"', '"slurm"'), ["'slurm'", "mpirun, torchrun, python"]),
-        (TIMED.replace("{scaling}", "{json}"), ["{json}", "{ranks}, {scaling}, {variant}"]),
-        (TIMED.replace("{scaling}", "{}"), ["{}", "{ranks}, {scaling}, {variant}"]),
-        (TIMED.replace("{scaling}", "{scaling"), ["command cannot be read"]),
-        (TIMED.replace("{scaling}", "'"), ["command cannot be read"]),
-        (TIMED.replace("[1, 2]", "[]"), ["ranks = []", "[1, 2, 4]"]),
-        (TIMED.replace("[1, 2]", "[0]"), ["ranks = [0]", "[1, 2, 4]"]),
-        (TIMED.replace("[1, 2]", "2"), ["ranks = 2", "[1, 2, 4]"]),
-        (TIMED.replace('["strong", "weak"]', '"strong"'), ["scalings = strong", "list"]),
-        (TIMED.replace('"weak"', '"both"'), ["'both'", "strong, weak"]),
-        (TIMED + "quick = 3", ["quick = 3", "text"]),
-        (TIMED + "variants = []", ["variants = []", "list"]),
-        (TIMED + TIMED, ["two cases", "'timed'"]),
-    ],
-)
-def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, parts: list[str]) -> None:
-    folder = chapter(tmp_path)
-    (folder / "benchmark.toml").write_text(text if "[[" not in text else f'title = "Toys"\n{text}')
-    with pytest.raises(UsageError) as error:
-        load(tmp_path)
-    message = str(error.value)
-    assert "\n" not in message
-    assert "01-toys/benchmark.toml" in message
-    assert all(part in message for part in parts), message
-
-
-def test_no_cases(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no cases"):
-        load(tmp_path)
-
-
-def test_chapters_come_in_order_before_common(tmp_path: Path) -> None:
-    chapter(tmp_path, EQUAL, name="02-b")
-    chapter(tmp_path, TIMED, name="01-a")
-    chapter(tmp_path, FAILS, name="common/benchmarks")
-    chapter(tmp_path, TIMED, name="build")
-    assert [case.name for case in load(tmp_path)] == ["timed", "equal", "fails"]
-
-
-def a_case(**changes: Any) -> Case:
-    given = {
-        "launcher": "mpirun",
-        "command": "dp {ranks} {scaling}",
-        "ranks": (1, 2, 4, 8),
-        "quick": "--steps 2",
-    }
-    return Case("Toys", Path("/srv/01-toys/benchmark.toml"), **{"name": "dp", **given, **changes})
-
-
-def test_timed_cases_run_up_to_twice_the_cores() -> None:
-    both = a_case(scalings=("strong", "weak"))
-    chosen = [t.name for t in select([both], cores=2)]
-    assert chosen == ["dp-strong-1", "dp-strong-2", "dp-strong-4", "dp-weak-2", "dp-weak-4"]
-    assert [t.ranks for t in select([a_case(ranks=(16, 8))], cores=2)] == [8]
-    assert [t.ranks for t in select([a_case(purpose="equality")], cores=2)] == [1, 2, 4, 8]
-
-
-def test_ranks_and_only_select() -> None:
-    every = [a_case(), a_case(name="pp", ranks=(2, 3))]
-    assert [t.name for t in select(every, ranks=[3, 8])] == ["dp-strong-8", "pp-strong-3"]
-    assert [t.name for t in select(every, only=["p*", "*-1"], cores=2)] == [
-        "dp-strong-1",
-        "pp-strong-2",
-        "pp-strong-3",
-    ]
-    with pytest.raises(UsageError, match=r"no case runs with \[5\] ranks; they run with \[1, 2, 3, 4, 8\]"):
-        select(every, ranks=[5])
-    with pytest.raises(UsageError, match=r"--only tp\* matches no case; the cases are dp, pp"):
-        select(every, only=["tp*"])
-
-
-def test_commands_are_what_a_person_types() -> None:
-    (task,) = select([a_case(ranks=(2,))])
-    assert task.command == "mpirun -np 2 dp 2 strong"
-    assert (
-        benchmark_all.command_line(task, Path("/srv"))
-        == "cd 01-toys && OMP_NUM_THREADS=1 mpirun -np 2 dp 2 strong"
-    )
-    (task,) = select([a_case(ranks=(2,), launcher="torchrun", folder="..")], quick=True)
-    assert task.command == "torchrun --standalone --nproc_per_node=2 dp 2 strong --steps 2"
-    assert benchmark_all.command_line(task, Path("/srv")) == f"OMP_NUM_THREADS=1 {task.command}"
-    tasks = select([a_case(ranks=(2,), command="dp --versions {variant}", variants=("naive", "ddp"))])
-    assert [t.name for t in tasks] == ["dp-naive-strong-2", "dp-ddp-strong-2"]
-    assert tasks[1].command == "mpirun -np 2 dp --versions ddp"
-
-
-def test_the_cases_of_this_repository() -> None:
-    every = load(ROOT)
-    assert {case.launcher for case in every} >= {"mpirun", "torchrun"}
-    for task in select(every, cores=4):
-        assert task.folder.is_dir()
-        program = next(word for word in task.command.split() if word.endswith(".py") or "/" in word)
-        assert (task.folder / program).exists() or program.startswith("build/"), program
-
-
-# ---- measures
-
-
-def timing(ranks: int, seconds: float, **changes: Any) -> Timing:
-    one = {"strategy": "dp", "language": "pytorch", "backend": "gloo", "dtype": "float32", "model": "toy"}
-    times = (seconds, seconds / 2, seconds * 2)
-    given = {"implementation": "ours", "step_seconds": times, "tokens_per_step": 100.0, "flop_per_step": 4e9}
-    return Timing(ranks=ranks, **{**one, **given, **changes})
-
-
-def test_median_spread_and_rates() -> None:
-    t = timing(2, 0.5, communication_seconds=0.1)
-    assert t.seconds == 0.5
-    assert t.spread == pytest.approx(1.5)  # (1.0 - 0.25) / 0.5
-    assert t.tokens_per_second == pytest.approx(200)
-    assert t.gflops == pytest.approx(8)
-    assert t.communication_share == pytest.approx(0.2)
-    even = timing(1, 1, step_seconds=(1.0, 4.0, 2.0, 3.0))
-    assert even.seconds == 2.5
-    unknown = timing(1, 1, tokens_per_step=None, flop_per_step=None)
-    assert (unknown.tokens_per_second, unknown.gflops, unknown.communication_share) == (None, None, None)
-
-
-def test_speed_up_strong_and_weak() -> None:
-    one = timing(1, 1.0)
-    strong, weak = timing(2, 0.625), timing(4, 1.25, scaling="weak", tokens_per_step=400.0)
-    among = [one, strong, weak]
-    assert [speed_up(t, among) for t in among] == pytest.approx([1, 1.6, 3.2])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"implementation": "theirs"},
-        {"language": "libtorch"},
-        {"model": "other"},
-        {"dtype": "float64"},
-        {"tokens_per_step": 200.0},
-        {"purpose": "equality"},
-    ],
-)
-def test_speed_up_never_compares_different_things(other: dict[str, Any]) -> None:
-    assert speed_up(timing(2, 0.5), [timing(1, 1.0, **other), timing(2, 0.5)]) is None
-
-
-def test_speed_up_prefers_one_rank_of_the_same_backend() -> None:
-    among = [timing(1, 3.0, backend="mpi"), timing(1, 1.0)]
-    assert speed_up(timing(2, 0.5), among) == 2
-    assert speed_up(timing(2, 0.5), among[:1]) == 6
-
-
-def test_memory_is_that_of_the_implementation_alone() -> None:
-    in_turn = [
-        timing(2, 1.0, implementation=name, command="both", peak_memory_bytes=9e8)
-        for name in ("ours", "theirs")
-    ]
-    own = timing(2, 1.0, command="one", peak_memory_bytes=5e8, purpose="memory")
-    elsewhere = timing(4, 1.0, command="four", peak_memory_bytes=6e8, purpose="memory")
-    every = [*in_turn, elsewhere, own]
-    assert [measures.alone(t, every) for t in (*in_turn, own)] == [own, None, own]
-    rows = tables.throughput(in_turn, every).rows
-    assert [row.cells[-2] for row in rows] == ["500", tables.NONE]
-    assert [list(row.commands) for row in rows] == [["both", "one"], ["both"]]
-
-
-GOOD = dict.fromkeys(measures.TEXTS, "x") | {"ranks": 1, "step_seconds": [0.5]}
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"step_seconds": []}, "step_seconds"),
-        ({"step_seconds": [0.5, -1]}, "step_seconds"),
-        ({"step_seconds": ["1"]}, "step_seconds"),
-        ({"ranks": 0}, "ranks"),
-        ({"scaling": "medium"}, "scaling"),
-        ({"bytes_counted": "many"}, "bytes_counted"),
-    ],
-)
-def test_a_bad_record_is_named(change: dict[str, Any], part: str) -> None:
-    assert measures.problem(GOOD) == ""
-    assert part in measures.problem(GOOD | change)
-    assert "lacks 'model'" in measures.problem({k: v for k, v in GOOD.items() if k != "model"})
-    assert measures.problem([])
-
-
-def test_bytes_that_differ_from_the_formula_are_marked() -> None:
-    right, wrong, unseen = (
-        timing(2, 1.0, bytes_counted=counted, bytes_formula=8.0) for counted in (8.0, 9.0, None)
-    )
-    assert [row.bad for row in tables.communication([right, wrong, unseen]).rows] == [False, True, False]
-
-
-def test_scaling_table_and_names() -> None:
-    one, two = timing(1, 1.0), timing(2, 0.625)
-    mpi = [timing(1, 1.0, backend="mpi"), timing(2, 0.5, backend="mpi")]
-    table = tables.scaling([one, two, *mpi])
-    assert [list(row.cells) for row in table.rows] == [
-        ["ours · gloo", "strong", "1.00 (100%)", "1.60 (80%)"],
-        ["ours · mpi", "strong", "1.00 (100%)", "2.00 (100%)"],
-    ]
-
-
-# ---- running
 
 
 def test_a_whole_run(run: Callable[..., int], tmp_path: Path) -> None:
@@ -429,7 +149,7 @@ def test_last_error_is_the_program_s_own(stderr: str, line: str) -> None:
 
 
 def test_bad_options_are_one_line(tmp_path: Path) -> None:
-    script = ROOT / "common/benchmarks/benchmark_all.py"
+    script = Path(benchmark_all.__file__)
     command = [sys.executable, str(script), "--only", "nothing*", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -454,9 +174,6 @@ def test_remaining_time_counts_down_from_the_cases_done() -> None:
     assert shown(2, 20, 20) == "0:00:30 left"
     assert shown(2, 20, 26) == "0:00:24 left"
     assert shown(2, 20, 99) == "0:00:00 left"
-
-
-# ---- the page
 
 
 def test_the_page_needs_nothing_else_and_says_everything(run: Callable[..., int], tmp_path: Path) -> None:

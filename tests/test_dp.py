@@ -8,6 +8,7 @@ import pytest
 import torch
 from dp_basic import DataParallel, all_reduce_gradients, broadcast_model, make_version
 from dp_training import Batches, TrainingOptions, Version, bytes_of_run, make_model, training_step
+from small_models import Branches
 from torch import Tensor, nn
 
 from common.comm import Group
@@ -57,21 +58,6 @@ def test_equal_to_one_device(world: int, name: str) -> None:
             for differences in found:
                 for kind in KINDS:
                     assert differences[kind].value <= 1e-12, (model, batch, micro_batches, differences)
-
-
-class Branches(nn.Module):
-    """`often` is used by samples above 0, `rarely` by those below, `never` by none; `twice` is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.twice = nn.Linear(3, 3, dtype=torch.float64)
-        self.often, self.rarely, self.never = (nn.Linear(3, 1, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x_BI: Tensor) -> Tensor:
-        h_BI = self.twice(torch.tanh(self.twice(x_BI)))
-        branch = self.often if x_BI.sum() > 0 else self.rarely
-        return branch(h_BI).square().sum()
 
 
 def branches(rt: Runtime, version: str, samples: list[float]) -> dict[str, Tensor | None]:

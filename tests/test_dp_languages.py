@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from mpi.launch import ROOT, mpirun, need_module, run, run_worker
+from small_models import Branches
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -56,20 +57,6 @@ def test_bytes_counted_are_those_of_the_formula(outcomes: Any) -> None:
             if name != "ddp-mlp" or ranks == 1:  # its messages pass the ledger by
                 assert counted == formula, name
                 assert (Fraction(counted) > 0) == (ranks > 1)
-
-
-class Branches(nn.Module):
-    """`often` is used by samples above 0, `rarely` by those below, `never` by none; `twice` is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.twice = nn.Linear(3, 3, dtype=torch.float64)
-        self.often, self.rarely, self.never = (nn.Linear(3, 1, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x_BI: Tensor) -> Tensor:
-        h_BI = self.twice(torch.tanh(self.twice(x_BI)))
-        return (self.often if x_BI.sum() > 0 else self.rarely)(h_BI).square().sum()
 
 
 def parallel(model: nn.Module, rt: Runtime, bucket_bytes: int = 24) -> Any:

@@ -1,0 +1,54 @@
+"""Models that several tests need: small Transformers of uneven sizes, and one with branches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from common.models.configs import TransformerConfig, gpt2, llama
+from common.models.transformer import Transformer
+
+SHAPES = {
+    "gpt2": gpt2(layers=3, width=24, heads=3, sequence=19, vocabulary=37),
+    "gpt2-untied": dataclasses.replace(
+        gpt2(layers=2, width=20, heads=2, sequence=13, vocabulary=11), tied=False, mlp_width=33
+    ),
+    "llama": llama(layers=3, width=24, heads=6, kv_heads=2, mlp_width=35, sequence=32, vocabulary=37),
+    "llama-one-kv": llama(layers=2, width=18, heads=3, kv_heads=1, mlp_width=29, sequence=32, vocabulary=23),
+    "llama-tied": dataclasses.replace(
+        llama(layers=2, width=16, heads=2, kv_heads=2, mlp_width=21, sequence=32, vocabulary=23),
+        tied=True,
+        rotary_base=500.0,
+    ),
+}
+
+
+def ours(c: TransformerConfig) -> Transformer:
+    """Every weight random, so that none can hide by being 0 or 1."""
+    model = Transformer(c, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    for p in model.parameters():
+        p.data += 0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def tokens(c: TransformerConfig, batch: int = 3) -> torch.Tensor:
+    length = min(c.sequence, 17)
+    return torch.randint(c.vocabulary, (batch, length), generator=torch.Generator().manual_seed(6))
+
+
+class Branches(nn.Module):
+    """`often` is used by samples above 0, `rarely` by those below, `never` by none; `twice` is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.twice = nn.Linear(3, 3, dtype=torch.float64)
+        self.often, self.rarely, self.never = (nn.Linear(3, 1, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        h_BI = self.twice(torch.tanh(self.twice(x_BI)))
+        branch = self.often if x_BI.sum() > 0 else self.rarely
+        return branch(h_BI).square().sum()

@@ -1,0 +1,110 @@
+"""What the report computes from records: medians, speed-ups, rows that are marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.benchmarks import measures, tables
+from common.benchmarks.measures import Timing, speed_up
+
+
+def timing(ranks: int, seconds: float, **changes: Any) -> Timing:
+    one = {"strategy": "dp", "language": "pytorch", "backend": "gloo", "dtype": "float32", "model": "toy"}
+    times = (seconds, seconds / 2, seconds * 2)
+    given = {"implementation": "ours", "step_seconds": times, "tokens_per_step": 100.0, "flop_per_step": 4e9}
+    return Timing(ranks=ranks, **{**one, **given, **changes})
+
+
+def test_median_spread_and_rates() -> None:
+    t = timing(2, 0.5, communication_seconds=0.1)
+    assert t.seconds == 0.5
+    assert t.spread == pytest.approx(1.5)  # (1.0 - 0.25) / 0.5
+    assert t.tokens_per_second == pytest.approx(200)
+    assert t.gflops == pytest.approx(8)
+    assert t.communication_share == pytest.approx(0.2)
+    even = timing(1, 1, step_seconds=(1.0, 4.0, 2.0, 3.0))
+    assert even.seconds == 2.5
+    unknown = timing(1, 1, tokens_per_step=None, flop_per_step=None)
+    assert (unknown.tokens_per_second, unknown.gflops, unknown.communication_share) == (None, None, None)
+
+
+def test_speed_up_strong_and_weak() -> None:
+    one = timing(1, 1.0)
+    strong, weak = timing(2, 0.625), timing(4, 1.25, scaling="weak", tokens_per_step=400.0)
+    among = [one, strong, weak]
+    assert [speed_up(t, among) for t in among] == pytest.approx([1, 1.6, 3.2])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"implementation": "theirs"},
+        {"language": "libtorch"},
+        {"model": "other"},
+        {"dtype": "float64"},
+        {"tokens_per_step": 200.0},
+        {"purpose": "equality"},
+    ],
+)
+def test_speed_up_never_compares_different_things(other: dict[str, Any]) -> None:
+    assert speed_up(timing(2, 0.5), [timing(1, 1.0, **other), timing(2, 0.5)]) is None
+
+
+def test_speed_up_prefers_one_rank_of_the_same_backend() -> None:
+    among = [timing(1, 3.0, backend="mpi"), timing(1, 1.0)]
+    assert speed_up(timing(2, 0.5), among) == 2
+    assert speed_up(timing(2, 0.5), among[:1]) == 6
+
+
+def test_memory_is_that_of_the_implementation_alone() -> None:
+    in_turn = [
+        timing(2, 1.0, implementation=name, command="both", peak_memory_bytes=9e8)
+        for name in ("ours", "theirs")
+    ]
+    own = timing(2, 1.0, command="one", peak_memory_bytes=5e8, purpose="memory")
+    elsewhere = timing(4, 1.0, command="four", peak_memory_bytes=6e8, purpose="memory")
+    every = [*in_turn, elsewhere, own]
+    assert [measures.alone(t, every) for t in (*in_turn, own)] == [own, None, own]
+    rows = tables.throughput(in_turn, every).rows
+    assert [row.cells[-2] for row in rows] == ["500", tables.NONE]
+    assert [list(row.commands) for row in rows] == [["both", "one"], ["both"]]
+
+
+GOOD = dict.fromkeys(measures.TEXTS, "x") | {"ranks": 1, "step_seconds": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"step_seconds": []}, "step_seconds"),
+        ({"step_seconds": [0.5, -1]}, "step_seconds"),
+        ({"step_seconds": ["1"]}, "step_seconds"),
+        ({"ranks": 0}, "ranks"),
+        ({"scaling": "medium"}, "scaling"),
+        ({"bytes_counted": "many"}, "bytes_counted"),
+    ],
+)
+def test_a_bad_record_is_named(change: dict[str, Any], part: str) -> None:
+    assert measures.problem(GOOD) == ""
+    assert part in measures.problem(GOOD | change)
+    assert "lacks 'model'" in measures.problem({k: v for k, v in GOOD.items() if k != "model"})
+    assert measures.problem([])
+
+
+def test_bytes_that_differ_from_the_formula_are_marked() -> None:
+    right, wrong, unseen = (
+        timing(2, 1.0, bytes_counted=counted, bytes_formula=8.0) for counted in (8.0, 9.0, None)
+    )
+    assert [row.bad for row in tables.communication([right, wrong, unseen]).rows] == [False, True, False]
+
+
+def test_scaling_table_and_names() -> None:
+    one, two = timing(1, 1.0), timing(2, 0.625)
+    mpi = [timing(1, 1.0, backend="mpi"), timing(2, 0.5, backend="mpi")]
+    table = tables.scaling([one, two, *mpi])
+    assert [list(row.cells) for row in table.rows] == [
+        ["ours · gloo", "strong", "1.00 (100%)", "1.60 (80%)"],
+        ["ours · mpi", "strong", "1.00 (100%)", "2.00 (100%)"],
+    ]

@@ -1,0 +1,189 @@
+"""The Transformer equals transformers' GPT-2 and LLaMA: logits, loss, every gradient, and the files of both."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from small_models import SHAPES, ours, tokens
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from common.models.configs import TransformerConfig
+from common.models.huggingface import read_huggingface, to_huggingface, write_huggingface
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.runtime import UsageError
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """transformers computes LLaMA's norms, angles and softmax, and any loss, in float32: here in float64."""
+
+    class Torch:
+        float = float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(modeling_llama, "torch", Torch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def theirs(c: TransformerConfig):
+    if c.positions == "learned":
+        shape = GPT2Config(
+            vocab_size=c.vocabulary, n_positions=c.sequence, n_embd=c.width, n_layer=c.layers, n_head=c.heads,
+            n_inner=c.mlp_width, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            tie_word_embeddings=c.tied, attn_implementation="eager",
+        )  # fmt: skip
+        return GPT2LMHeadModel(shape).double()
+    shape = LlamaConfig(
+        vocab_size=c.vocabulary, hidden_size=c.width, intermediate_size=c.mlp_width, num_hidden_layers=c.layers,
+        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, max_position_embeddings=c.sequence,
+        rms_norm_eps=c.epsilon, rope_parameters={"rope_type": "default", "rope_theta": c.rotary_base},
+        tie_word_embeddings=c.tied, attn_implementation="eager",
+    )  # fmt: skip
+    return LlamaForCausalLM(shape).double()
+
+
+def load(hf, model: Transformer) -> None:
+    weights = to_huggingface(model.config, dict(model.named_parameters()))
+    if model.config.tied:
+        weights["lm_head.weight"] = model.embed_tokens.weight
+    hf.load_state_dict(weights)  # strict: every name of theirs, and no other
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_transformers(name, in_double):
+    model = ours(SHAPES[name])
+    hf = theirs(model.config)
+    load(hf, model)
+    tokens_BS = tokens(model.config)
+    labels_BS = tokens_BS.masked_fill(
+        torch.rand(tokens_BS.shape, generator=torch.Generator().manual_seed(7)) < 0.2, -100
+    )
+    expected = hf(input_ids=tokens_BS, labels=labels_BS)
+    logits_BSV = model(tokens_BS)
+    total, count = cross_entropy_sum(logits_BSV[:, :-1], labels_BS[:, 1:])
+    loss = total / count
+    torch.testing.assert_close(logits_BSV, expected.logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-10)
+    loss.backward()
+    expected.loss.backward()
+    gradients = to_huggingface(model.config, {name: p.grad for name, p in model.named_parameters()})
+    wanted = {name: p.grad for name, p in hf.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert gradient.abs().max() > 1e-6, f"{key} is not tested by this batch"
+        torch.testing.assert_close(
+            gradients[key], gradient, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_reads_what_transformers_saves(name, in_double, tmp_path):
+    hf = theirs(SHAPES[name])
+    hf.save_pretrained(tmp_path)
+    model = read_huggingface(tmp_path, torch.float64)
+    assert model.config == SHAPES[name]
+    tokens_BS = tokens(model.config)
+    torch.testing.assert_close(model(tokens_BS), hf(tokens_BS).logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_reads_what_we_write(name, in_double, tmp_path):
+    model = ours(SHAPES[name])
+    write_huggingface(model, tmp_path / "new" / "folder")
+    kind = GPT2LMHeadModel if name.startswith("gpt2") else LlamaForCausalLM
+    hf, report = kind.from_pretrained(
+        tmp_path / "new" / "folder",
+        dtype=torch.float64,
+        output_loading_info=True,
+        attn_implementation="eager",
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens_BS = tokens(model.config)
+    torch.testing.assert_close(hf(tokens_BS).logits, model(tokens_BS), rtol=0, atol=1e-10)
+    again = read_huggingface(tmp_path / "new" / "folder", torch.float64)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_reads_files_in_parts_and_without_the_head(in_double, tmp_path):
+    hf = theirs(SHAPES["llama"])
+    hf.save_pretrained(tmp_path / "parts", max_shard_size="10KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    model = read_huggingface(tmp_path / "parts", torch.float64)
+    torch.testing.assert_close(
+        model(tokens(model.config)), hf(tokens(model.config)).logits, rtol=0, atol=1e-10
+    )
+    newer = ours(SHAPES["llama"])
+    write_huggingface(newer, tmp_path / "parts")  # beside the old parts: the whole file counts
+    assert torch.equal(read_huggingface(tmp_path / "parts", torch.float64).norm.weight, newer.norm.weight)
+    hf = theirs(SHAPES["gpt2"])
+    hf.transformer.save_pretrained(tmp_path / "bare")  # GPT2Model, as in the file published as "gpt2"
+    model = read_huggingface(tmp_path / "bare", torch.float64)
+    torch.testing.assert_close(
+        model(tokens(model.config)), hf(tokens(model.config)).logits, rtol=0, atol=1e-10
+    )
+
+
+def damage_missing(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def damage_truncated(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_empty(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def damage_config(**changes):
+    def damage(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return damage
+
+
+def damage_json(folder):
+    (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_missing, "cannot read .*model.safetensors"),
+        (damage_truncated, "cannot read .*model.safetensors"),
+        (damage_empty, "cannot read .*model.safetensors"),
+        (damage_json, "cannot read .*config.json"),
+        (damage_config(model_type="t5"), "model_type 't5' is unknown; gpt2 and llama"),
+        (damage_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
+        (damage_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
+        (damage_config(hidden_size=None), "does not say hidden_size"),
+        (damage_config(head_dim=5), "head_dim is 5; only 4"),
+        (damage_config(intermediate_size=36), r"shape \[35, 24\], config.json asks for \[36, 24\]"),
+        (damage_config(num_hidden_layers=2), "no place for: model.layers.2"),
+        (damage_config(num_hidden_layers=4), "has no weight model.layers.3"),
+    ],
+)
+def test_bad_files_get_one_line(damage, message, tmp_path):
+    write_huggingface(Transformer(SHAPES["llama"]), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UsageError, match=message) as error:
+        read_huggingface(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path):
+    write_huggingface(Transformer(SHAPES["gpt2"]), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / ".partial").mkdir()  # in the way, as a full disk would be
+    with pytest.raises(UsageError, match="cannot write the model"):
+        write_huggingface(Transformer(SHAPES["llama"]), tmp_path)
+    (tmp_path / ".partial").rmdir()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    with pytest.raises(UsageError, match="only GPT-2 and LLaMA"):
+        write_huggingface(Transformer(dataclasses.replace(SHAPES["gpt2"], bias=False)), tmp_path)
