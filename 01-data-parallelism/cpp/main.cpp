@@ -23,7 +23,7 @@ struct Settings {
 
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
-        steps = 20, batch = 4096, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
+        steps = 10, batch = 4096, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
         dtype = "float32", optimizer = "adamw", scaling = "weak";
     }
     Options options() {
@@ -40,7 +40,8 @@ struct Settings {
         options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
         options.add("data", data, "a file or folder of text instead of Python's standard library");
         options.add("json", json, "append a record of the run to this file");
-        options.flag("benchmark", benchmark, "time the steps, compare nothing");
+        options.flag("benchmark", benchmark,
+                     "time the steps, compare nothing; with --help: its own defaults");
         options.add("scaling", scaling, {"strong", "weak"}, "what --batch means");
         return options;
     }
@@ -170,7 +171,7 @@ class Lesson {
         formula_ =
             ring_all_reduce_bytes(model.mlp().gradients().size(), sizeof(T), world_.size(), world_.rank());
         const bool equal = world_.all_reduce(int(counted_ == formula_), MPI_MIN);
-        say("bytes a step and rank (ring): counted %zu %s formula 2(P-1)/P n b = %zu\n", counted_,
+        say("bytes a step and rank (ring): counted %zu %s formula 2(n-1)/n G = %zu\n", counted_,
             equal ? "=" : "!=", formula_);
         return equal;
     }

@@ -13,8 +13,9 @@ Three versions, all with the same numbers:
     bucketed   gradients join buckets as they become ready; full buckets travel while backward goes on
     ddp        torch.nn.parallel.DistributedDataParallel, the library's bucketed version
 
-Cost of a step: 2(n-1)/n bytes per byte of gradient and rank, whatever the version; memory: one more copy of
-the gradients (the buckets). Given enough tokens, the backward pass hides the time of all buckets but the last.
+Cost of a step: 2(n-1)/n bytes per byte of gradient and rank, whatever the version. Memory: a bucket beside the
+gradients, or a second copy of them with accumulation. Given enough tokens, the backward pass hides the time of all
+buckets but the last.
 
     python dp_basic.py --nproc 4      torchrun --nproc_per_node=4 dp_basic.py      mpirun -np 4 python dp_basic.py
 """
@@ -262,7 +263,7 @@ def prove(rt: Runtime, o: TrainingOptions) -> bool:
                 found = compare(reference, follow(model, optimizer, o.steps, step, mesh))
             # DDP's messages pass the ledger by
             counted = None if name == "ddp" and rt.world_size > 1 else ledger.bytes()
-            formula = bytes_of_run(model, rt.world, o.steps, order=name == "bucketed")
+            formula = bytes_of_run(model, rt.world, o.steps, order=name == "bucketed", flags=name != "ddp")
             proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
             ledgers[name] = ledger
     out = console(rt)

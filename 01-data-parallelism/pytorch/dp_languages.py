@@ -135,7 +135,8 @@ def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
     model = make_model(o, o.seed)
     if name.startswith("dp_mpi"):
         return o.steps * bytes_of_gradients(name, model, group)
-    return bytes_of_run(model, group, o.steps, order=name != "ddp-mlp")
+    ours = name != "ddp-mlp"
+    return bytes_of_run(model, group, o.steps, order=ours, flags=ours)
 
 
 def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:

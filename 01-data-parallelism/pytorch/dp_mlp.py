@@ -174,6 +174,6 @@ def one_device(optimizer: str, o: MLPOptions) -> Followed:
 def bytes_of_gradients(name: str, model: nn.Module, group: Group) -> Fraction:
     """Bytes a rank sends in a step: dp_mpi counts its gradients alone, the others loss and flags too."""
     if not name.startswith("dp_mpi"):
-        return bytes_of_step(model, group)
+        return bytes_of_step(model, group, flags=name != "ddp-mlp")
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     return Fraction(2 * (group.size - 1) * gradients, group.size)

@@ -123,14 +123,17 @@ def training_step(version: Version, batches: Batches, group: Group) -> Callable[
     return step
 
 
-def bytes_of_step(model: nn.Module, group: Group) -> Fraction:
-    """Bytes a rank sends in a step, 2(n-1)/n of: gradients, a flag a parameter, the loss, the targets (8)."""
+def bytes_of_step(model: nn.Module, group: Group, flags: bool = True) -> Fraction:
+    """Bytes a rank sends in a step, 2(n-1)/n of: gradients, a flag a parameter, the loss, the targets (8).
+
+    DDP sends no flags.
+    """
     parameters = list(model.parameters())
-    numbers = sum(p.numel() for p in parameters) + len(parameters) + 1
+    numbers = sum(p.numel() for p in parameters) + flags * len(parameters) + 1
     return Fraction(2 * (group.size - 1) * (numbers * parameters[0].element_size() + 8), group.size)
 
 
-def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool) -> Fraction:
+def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags: bool = True) -> Fraction:
     """Bytes a rank sends in a whole run.
 
     At the start (n-1)/n of the model and, with `order`, of 8 bytes a parameter for the order of the buckets;
@@ -139,7 +142,9 @@ def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool) -> Fra
     parameters = list(model.parameters())
     start = sum(p.numel() * p.element_size() for p in parameters) + order * 8 * len(parameters)
     norms = Fraction(2 * (group.size - 1) * 8, group.size)
-    return Fraction((group.size - 1) * start, group.size) + steps * (bytes_of_step(model, group) + norms)
+    return Fraction((group.size - 1) * start, group.size) + steps * (
+        bytes_of_step(model, group, flags) + norms
+    )
 
 
 def benchmark(rt: Runtime, o: TrainingOptions, make_version: Callable[..., Version]) -> list[BenchmarkRecord]:
@@ -168,7 +173,7 @@ def benchmark(rt: Runtime, o: TrainingOptions, make_version: Callable[..., Versi
             # DDP's waits pass the ledger by
             communication_seconds=None if name == "ddp" else statistics.median(m.blocked),
             bytes_counted=None if name == "ddp" else statistics.median(m.sent),
-            bytes_formula=float(bytes_of_step(model, rt.world)),
+            bytes_formula=float(bytes_of_step(model, rt.world, flags=name != "ddp")),
             peak_memory_bytes=peak_memory(rt.world),
             scaling=o.scaling,
         )
