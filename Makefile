@@ -14,9 +14,9 @@ help: ## show this list
 setup: ## environment, packages and C++; nothing to do when up to date
 	@scripts/install_all.sh
 
-test: setup ## all tests, C++ and Python
+test: setup ## all tests, C++ and Python, two files at a time
 	@$(ACTIVATE) ctest --preset release
-	@$(ACTIVATE) python -m pytest
+	@$(ACTIVATE) python -m pytest -n 2 --dist loadfile
 
 benchmark: setup ## run every implementation and write results/report.html
 	@$(ACTIVATE) python common/benchmarks/benchmark_all.py

@@ -52,11 +52,13 @@ class Pending:
     peer: str = ""
     work: dist.Work | None = None
     seconds: float = 0.0
+    finish: Callable[[], object] = lambda: None
 
     def wait(self) -> None:
         """Block until done; seconds blocked here are the exposed part of the communication."""
         if self.work is not None:
             self._blocked(self.work.wait)
+            self.finish()
             ledger.record(self.op, self.group.axis, self.sent, self.seconds)
             self.work = None
 
@@ -80,8 +82,9 @@ def _run(
     sent: Fraction | int,
     async_op: bool = False,
     peer: str = "",
+    finish: Callable[[], object] = lambda: None,
 ) -> Pending:
-    pending = Pending(op, group, sent, peer)
+    pending = Pending(op, group, sent, peer, finish=finish)
     if group.size > 1:
         pending.start(call)
     if not async_op:
@@ -94,35 +97,53 @@ def share(x: Tensor, times: int, group: Group) -> Fraction:
     return Fraction(times * (group.size - 1) * x.numel() * x.element_size(), group.size)
 
 
+def _in_place(x: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """What travels for x, and how it gets back into x: libraries take memory as it lies, gaps and all."""
+    with torch.no_grad():
+        y = x.contiguous()
+
+    def back() -> None:
+        with torch.no_grad():
+            x.copy_(y)
+
+    return (x, lambda: None) if y is x else (y, back)
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
     """In place: P(x) to R(x). Sends 2(n-1)/n S (ring: reduce-scatter, then all-gather)."""
+    y, back = _in_place(x)
     return _run(
-        lambda: dist.all_reduce(x, OPS[op], group=group.pg, async_op=True),
+        lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True),
         "all_reduce",
         group,
         share(x, 2, group),
         async_op,
+        finish=back,
     )
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
     """In place: x of rank `src` to R(x). Sends (n-1)/n S."""
+    y, back = _in_place(x)
     return _run(
-        lambda: dist.broadcast(x, group.ranks[src], group=group.pg, async_op=True),
+        lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True),
         "broadcast",
         group,
         share(x, 1, group),
         async_op,
+        finish=back,
     )
 
 
 def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> None:
     """In place: P(x) to the sum on rank `dst`; other ranks' x is spoiled. Sends (n-1)/n S."""
+    y, back = _in_place(x)
     _run(
-        lambda: dist.reduce(x, group.ranks[dst], OPS[op], group=group.pg, async_op=True),
+        lambda: dist.reduce(y, group.ranks[dst], OPS[op], group=group.pg, async_op=True),
         "reduce",
         group,
         share(x, 1, group),
+        finish=back,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,12 +51,23 @@ FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+def _of_this_node(tasks: str, env: Mapping[str, str]) -> str:
+    """This node's number in Slurm's list of the tasks of each: "2(x3),1" are 2, 2, 2 and 1."""
+    nodes: list[str] = []
+    for part in tasks.split(","):
+        count, _, times = part.partition("(x")
+        nodes += [count] * int(times.rstrip(")") or 1)
+    return nodes[min(int(env.get("SLURM_NODEID", 0)), len(nodes) - 1)]
+
+
 def _read(env: Mapping[str, str], launcher: str) -> tuple[Launch, str] | None:
     """The launch that one family of variables describes, and how to show it; None when not started by it."""
     found = [next((n for n in names if n in env), None) for names in FAMILIES[launcher]]
     needed = list(zip(FAMILIES[launcher], found, strict=True))[:3]
-    if launcher == "slurm" and found[0] is None:
-        return None  # inside an allocation, not started by srun
+    if launcher == "slurm" and (found[0] is None or "SLURM_STEP_ID" not in env):
+        return None  # inside an allocation, or its batch script, not started by srun
+    if launcher == "mpich" and None in found[:3] and "SLURM_STEP_ID" in env:
+        return None  # srun gives its tasks some of MPICH's variables
     if not any(found[:3]):
         return None
     if missing := [" or ".join(names) for names, name in needed if name is None]:
@@ -68,8 +78,7 @@ def _read(env: Mapping[str, str], launcher: str) -> tuple[Launch, str] | None:
         )
     shown = ", ".join(f"{n}={env[n]}" for n in found if n)
     try:
-        # Slurm writes the tasks of each node as "2(x3),1": the first number is taken
-        values = [int(re.sub(r"[(,].*", "", env[n])) for n in found if n]
+        values = [int(_of_this_node(env[n], env) if "TASKS_PER_NODE" in n else env[n]) for n in found if n]
     except ValueError:
         raise UsageError(
             f"the environment of {launcher} holds something that is not a number: {shown}"
@@ -101,7 +110,7 @@ def resolve(env: Mapping[str, str] | None = None) -> Launch:
             )
     if found:
         launch, shown = found[0]
-        if env.get("PMIX_RANK", str(launch.rank)) != str(launch.rank):
+        if launch.launcher != "torchrun" and env.get("PMIX_RANK", str(launch.rank)) != str(launch.rank):
             raise UsageError(f"PMIX_RANK={env['PMIX_RANK']} contradicts {shown}; unset one of them")
         return launch
     slurm = _read(env, "slurm")

@@ -9,7 +9,6 @@ set out to prove holds. Exit code 0: proved; 1: it differs, or a rank failed; 2:
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,8 +100,8 @@ def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace:
         main = partial(profiled, options.trace, main)
-    if not 0 < options.timeout < math.inf:
-        raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, such as 60")
+    if not 0 < options.timeout <= 1e6:
+        raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")
     if options.nproc is not None and options.nproc < 1:
         raise UsageError(f"--nproc {options.nproc}: at least 1 rank is needed")
     if launch.launcher == "none" and (options.nproc or 1) > 1:

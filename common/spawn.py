@@ -16,8 +16,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -59,6 +61,13 @@ def _rank(
     """One rank's process: join, work, send the result."""
     os.environ.clear()
     os.environ.update(environment)
+
+    def leave_with_the_parent() -> None:
+        with suppress(OSError):  # the pipe's other end closes when the parent is gone; it never writes
+            pipe.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=leave_with_the_parent, daemon=True).start()
 
     def tell(report: str) -> None:
         pipe.send((False, report))
@@ -140,6 +149,7 @@ def _collect(ranks: Ranks, store: dist.Store, limit: float) -> list[Any]:
                     report = f"rank {rank} was ended by {signal.Signals(-(process.exitcode or 0)).name}"
                     store.set("failure", report)
                 if rank not in results:
+                    report = report or f"rank {rank} ended with exit code {process.exitcode} and no result"
                     end = min(end, time.monotonic() + END_WITHIN)
                 continue
             if good:

@@ -110,6 +110,45 @@ def test_unused_and_shared_parameters(version: str, samples: list[float]) -> Non
                 assert torch.allclose(found[name], gradient, rtol=1e-13, atol=0), name
 
 
+class Strided(nn.Module):
+    """Parameters and a buffer that do not lie in memory one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.every_second = nn.Parameter(torch.randn(4, 8, generator=draw)[:, ::2])
+        self.transposed = nn.Parameter(torch.randn(8, 4, generator=draw)[::2].t())
+        self.register_buffer("shift", torch.randn(4, 8, generator=draw)[:, 1::2])
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return (x_BI @ self.every_second @ self.transposed + self.shift).square().sum()
+
+
+def strided(rt: Runtime, version: str) -> dict[str, Tensor]:
+    """All tensors, and the summed gradients, of a model that starts different on every rank."""
+    model = Strided(seed=rt.rank)
+    x = torch.full((4, 4), rt.rank + 1.0)
+    if version == "naive":
+        broadcast_model(model, rt.world)
+        model(x).backward()
+        all_reduce_gradients(model, rt.world)
+    else:
+        dp = DataParallel(model, rt.world)
+        model(x).backward()
+        dp.finish()
+    return {**model.state_dict(), **{f"d{name}": p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("version", ["naive", "bucketed"])
+def test_tensors_with_gaps(version: str) -> None:
+    model = Strided(seed=0)
+    sum((model(torch.full((4, 4), rank + 1.0)) for rank in range(2)), start=torch.zeros(())).backward()
+    expected = {**model.state_dict(), **{f"d{name}": p.grad for name, p in model.named_parameters()}}
+    for found in spawn(strided, 2, version):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, msg=name)
+
+
 def backward_twice(rt: Runtime) -> None:
     model = nn.Linear(2, 2)
     dp = DataParallel(model, rt.world)  # noqa: F841

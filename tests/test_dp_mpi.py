@@ -120,8 +120,8 @@ def test_benchmark_writes_what_it_timed(tmp_path):
     [
         (["--dtype", "float16"], "--dtype is float16; it is one of float64, float32"),
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
-        (["--steps", "none"], "--steps is none; it is a number of at least 1"),
-        (["--steps=0"], "--steps is 0; it is a number of at least 1"),
+        (["--steps", "none"], "--steps is none; it is a number from 1 to 1000000000"),
+        (["--steps=0"], "--steps is 0; it is a number from 1 to 1000000000"),
         (["--stepz", "3"], "unknown option --stepz; --help lists them"),
         (["--batch"], "--batch needs a value"),
         (["--context", "99999999"], "--context 99999999 is longer than the text; at most "),

@@ -167,7 +167,10 @@ OPENMPI = {
     "PMIX_RANK": "2",
 }
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+SLURM = {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -181,8 +184,21 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
         ({**SLURM, **TORCHRUN}, Launch("torchrun", 1, 4, 1, 2)),  # torchrun inside an allocation
         ({**SLURM, **OPENMPI}, Launch("openmpi", 2, 4, 0, 2)),
         ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, Launch("none")),  # in an allocation, not by srun
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, Launch("none")),  # in its batch script
+        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}, Launch("slurm", 5, 8, 1, 4)),  # srun --mpi=pmi2
+        ({**SLURM, **TORCHRUN, "PMIX_RANK": "9"}, Launch("torchrun", 1, 4, 1, 2)),  # torchrun in a step
         (
-            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "PMIX_RANK": "1"},
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1,3(x2),1", "SLURM_NODEID": "2"},
+            Launch("slurm", 5, 8, 1, 3),
+        ),
+        (
+            {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "1",
+                "SLURM_NTASKS": "2",
+                "SLURM_LOCALID": "1",
+                "PMIX_RANK": "1",
+            },
             Launch("slurm", 1, 2, 1, 2),
         ),
     ],
@@ -198,7 +214,10 @@ def test_environments(env: dict[str, str], expected: Launch) -> None:
         ({"WORLD_SIZE": "4"}, r"WORLD_SIZE=4 without RANK, LOCAL_RANK"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, r"openmpi is incomplete: .* without OMPI_COMM_WORLD_SIZE"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"mpich is incomplete: .* MPI_LOCALRANKID or PMI_LOCAL_RANK"),
-        ({"SLURM_PROCID": "0"}, r"slurm is incomplete: .*SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+            r"slurm is incomplete: .*SLURM_STEP_NUM_TASKS or SLURM_NTASKS",
+        ),
         ({"PMIX_RANK": "0"}, r"PMIX_RANK=0 is set without a world size"),
         (
             {**TORCHRUN, **OPENMPI},

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -52,6 +54,42 @@ def die(rt: Runtime) -> None:
 def test_killed_rank_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 was ended by SIGKILL"):
         spawn(die, 3)
+
+
+def leave_in_silence(rt: Runtime) -> None:
+    if rt.rank == 1:
+        os._exit(5)
+    comm.all_reduce(torch.ones(1000), rt.world)
+
+
+def test_rank_that_ends_without_a_word_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 ended with exit code 5 and no result"):
+        spawn(leave_in_silence, 3)
+
+
+def write_and_sleep(rt: Runtime, folder: str) -> None:
+    Path(folder, f"{rt.rank}").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+def test_ranks_go_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from common.spawn import spawn\nfrom test_spawn import write_and_sleep\n"
+        f"if __name__ == '__main__':\n    spawn(write_and_sleep, 2, {str(tmp_path)!r}, timeout=600)\n"
+    )
+    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=here)
+    end = time.monotonic() + 60
+    while not all((tmp_path / name).exists() for name in "01") and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(0.2)
+    ranks = [int((tmp_path / name).read_text()) for name in "01"]
+    parent.kill()
+    parent.wait()
+    while any(map(psutil.pid_exists, ranks)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(map(psutil.pid_exists, ranks))
 
 
 def sleep_forever(rt: Runtime) -> None:

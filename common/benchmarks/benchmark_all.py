@@ -63,7 +63,7 @@ class Options:
     output: Path = Path("results")
     """Folder for records, plots, logs and report.html."""
     only: tuple[str, ...] = ()
-    """Patterns of the cases to run, such as dp_mpi or '*-weak-2'."""
+    """Patterns of the cases to run, such as dp_basic or '*-weak-2'."""
     ranks: tuple[int, ...] = ()
     """Rank counts; left out: those that the cases list, up to twice the cores of this machine."""
     quick: bool = False
@@ -87,7 +87,7 @@ def main(options: Options, root: Path = ROOT) -> int:
     done = {r["command"] for r in records}
     tasks = [task for task in tasks if command_line(task, root) not in done]
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "logs").mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(r) + "\n" for r in records))
     except OSError as error:
         raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
@@ -198,7 +198,9 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Out
 def _finish(records: Sequence[Record], options: Options, console: Console) -> int:
     path = report.write(records, options.output)
     timed = [t for t in timings(records) if t.purpose == "time"]
-    if options.picture and timed:
+    if options.picture and not timed:
+        raise UsageError(f"--picture {options.picture}: no case that was run measures steps")
+    if options.picture:
         plots.picture(timed, options.picture)
     for work in dict.fromkeys(t.work for t in timed):
         same = report.in_order([t for t in timed if t.work == work and t.scaling == "strong"])

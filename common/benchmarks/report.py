@@ -28,13 +28,15 @@ class Section:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a results folder, none when it has no such file. A line that was cut short is left out."""
-    records = []
+    """The records of a results folder, none when it has no such file. Lines that are no records are left out."""
+    records: list[dict[str, Any]] = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict) and {"chapter", "case", "command"} <= record.keys():
+            records.append(record)
     return records
 
 

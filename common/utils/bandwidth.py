@@ -46,8 +46,10 @@ class BandwidthOptions(LessonOptions):
 
     def check(self) -> None:
         """Raises UsageError for what cannot be measured."""
-        if not self.sizes_mb or min(self.sizes_mb) <= 0:
-            raise UsageError(f"--sizes-mb {self.sizes_mb}: sizes are larger than 0, such as 1 4 16 64")
+        if not self.sizes_mb or not all(0 < size <= 1e6 for size in self.sizes_mb):
+            raise UsageError(
+                f"--sizes-mb {self.sizes_mb}: sizes are larger than 0, at most 1e6, such as 1 4 16 64"
+            )
         if self.repeats < 5:
             raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
         if self.plot and self.plot.suffix not in PICTURES:
@@ -155,15 +157,12 @@ def draw(rows: list[Row], options: BandwidthOptions) -> None:
     from common.utils.visualizer import bandwidth_lines, figure  # matplotlib takes its time to import
 
     paths = [options.plot] if options.plot else []
-    try:
-        with figure(*paths, columns=2, width=9.6) as axes:
-            for side, rooted, title in zip(
-                axes, (True, False), ("from or to one rank", "between all ranks"), strict=True
-            ):
-                lines: dict[str, dict[int, float]] = {p.name: {} for p in PRIMITIVES if p.rooted is rooted}
-                for row in rows:
-                    if row.primitive in lines:
-                        lines[row.primitive][row.bytes] = row.bus_bandwidth / 1e9
-                bandwidth_lines(side, lines, title=f"{title}: {rows[0].ranks} ranks, {rows[0].backend}")
-    except OSError as error:
-        raise UsageError(f"--plot {options.plot} cannot be written: {error.strerror}") from None
+    with figure(*paths, columns=2, width=9.6) as axes:
+        for side, rooted, title in zip(
+            axes, (True, False), ("from or to one rank", "between all ranks"), strict=True
+        ):
+            lines: dict[str, dict[int, float]] = {p.name: {} for p in PRIMITIVES if p.rooted is rooted}
+            for row in rows:
+                if row.primitive in lines:
+                    lines[row.primitive][row.bytes] = row.bus_bandwidth / 1e9
+            bandwidth_lines(side, lines, title=f"{title}: {rows[0].ranks} ranks, {rows[0].backend}")

@@ -81,7 +81,8 @@ class Matrix:
 
     def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
         """The block [rows, columns], made alone; by default the whole."""
-        return KINDS[self.kind](self, np.arange(self.rows)[rows], np.arange(self.columns)[columns])
+        places = np.arange(*rows.indices(self.rows)), np.arange(*columns.indices(self.columns))
+        return KINDS[self.kind](self, *places)
 
     def numbers(self, stream: int, index: Index) -> Array:
         """Uniform in [-1, 1), one for each index."""

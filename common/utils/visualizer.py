@@ -25,6 +25,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from common.watchdog import UsageError
+
 # Okabe and Ito's colours, which colour-blind readers tell apart; yellow is too pale for lines.
 INK, FAINT = "#333333", "#8C8C8C"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", INK)
@@ -64,14 +66,20 @@ def style() -> Iterator[None]:
 def figure(
     *paths: Path, columns: int = 1, width: float = 6.4, height: float = 3.4
 ) -> Iterator[tuple[Axes, ...]]:
-    """Axes side by side, saved at the end to each path (.png, .svg, .pdf). Sizes in inches."""
+    """Axes side by side, saved at the end to each path (.png, .svg, .pdf). Sizes in inches.
+
+    Raises UsageError when a path cannot be written.
+    """
     with style():
         drawn = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(drawn)
         yield tuple(drawn.subplots(1, columns, squeeze=False)[0])
         for path in paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+            except OSError as error:
+                raise UsageError(f"the picture {path} cannot be written: {error.strerror}") from None
 
 
 def colour(place: int) -> str:

@@ -3,6 +3,8 @@
 
 #include <cstdio>
 #include <exception>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
@@ -39,7 +41,10 @@ int run_lesson(const Communicator& world, const std::string& name, int argc, cha
     try {
         return body() ? 0 : 1;
     } catch (const std::exception& error) {
-        std::fprintf(stderr, "%s: rank %d: %s\n", name.c_str(), world.rank(), error.what());
+        const bool large =
+            dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const std::length_error*>(&error);
+        std::fprintf(stderr, "%s: rank %d: %s\n", name.c_str(), world.rank(),
+                     large ? "there is not enough memory for these sizes" : error.what());
         std::fflush(nullptr);
         MPI_Abort(MPI_COMM_WORLD, 1);
         return 1;

@@ -31,14 +31,16 @@ class Options {
             throw UsageError("--" + name + " is " + variable + "; it is one of " + list);
         });
     }
-    /// A number of at least `least`.
+    /// A number from `least` to 10^9.
     template <class N>
     void add(const std::string& name, N& variable, N least, const std::string& help) {
+        constexpr N most = 1000000000;
         add(name, help, print(variable), [=, &variable](std::string_view value) {
             const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), variable);
-            if (error != std::errc() || end != value.data() + value.size() || !(variable >= least))
-                throw UsageError("--" + name + " is " + std::string(value) + "; it is a number of at least " +
-                                 print(least));
+            if (error != std::errc() || end != value.data() + value.size() || !(variable >= least) ||
+                variable > most)
+                throw UsageError("--" + name + " is " + std::string(value) + "; it is a number from " +
+                                 print(least) + " to " + print(most));
         });
     }
     void flag(const std::string& name, bool& variable, const std::string& help) {
