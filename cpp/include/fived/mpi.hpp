@@ -54,15 +54,20 @@ class Request {
         std::swap(call_, other.call_);
         std::swap(type_, other.type_);
         std::swap(expected_, other.expected_);
+        std::swap(source_, other.source_);
         return *this;
     }
     ~Request() {
-        if (!pending()) return;
+        int finalized = 0;
+        MPI_Finalized(&finalized);
+        if (!pending() || finalized) return;
         if (expected_ >= 0) MPI_Cancel(&handle_);
         if (type_ != MPI_DATATYPE_NULL) MPI_Request_free(&handle_);
     }
 
     bool pending() const { return handle_ != MPI_REQUEST_NULL; }
+    /// Who sent what arrived; -1 before, and where nothing is received.
+    int source() const { return source_; }
     /// Blocks until done. Raises MpiError, also for a message of another length than its buffer.
     void wait();
     /// Gives MPI the processor for a moment: it moves messages only inside its calls. True when done.
@@ -77,6 +82,7 @@ class Request {
     const char* call_ = "";
     MPI_Datatype type_ = MPI_DATATYPE_NULL;  // of a point-to-point message; collectives leave it null
     long expected_ = -1;                     // elements to arrive; -1 when nothing is received
+    int source_ = -1;
 };
 
 /// A group of ranks with its own message space. Collective to make; move-only; freed at the end of its scope.
@@ -161,7 +167,7 @@ class Communicator {
     template <class T>
     [[nodiscard]] Request start_receive(std::span<T> data, int from, int tag = 0,
                                         const char* call = "MPI_Irecv") const {
-        check_rank(call, from);
+        if (from != MPI_ANY_SOURCE) check_rank(call, from);
         check_count(call, data.size());
         Request request = make(call, type<T>(), static_cast<long>(data.size()));
         check(MPI_Irecv(data.data(), count(data), type<T>(), from, tag, handle_, &request.handle_), call);
@@ -285,6 +291,7 @@ inline bool Request::test() {
 inline void Request::finish(int code, const MPI_Status& status) {
     owner_->check(code, call_);
     if (expected_ < 0) return;
+    source_ = status.MPI_SOURCE;
     int arrived = 0;
     MPI_Get_count(&status, type_, &arrived);
     if (arrived != expected_)

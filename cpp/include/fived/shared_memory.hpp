@@ -1,0 +1,316 @@
+// Collectives between the ranks of one host, through memory that all of them see.
+//
+// Each rank owns two slots of that memory, used in turn, and a counter that only it changes. A round:
+//
+//     write   what the others need, into my slot        a chunk so small that it stays in the cache
+//     raise   my counter by one                         release: the slot was written before
+//     wait    until every counter is as high as mine    acquire
+//     read    what I need, out of all slots
+//
+// Two slots are enough. A rank writes round r + 2 where round r was only after it saw all counters at r + 1, and
+// a rank raises its counter to r + 1 after it has read round r.
+//
+// A collective is what is written and what is read, n ranks:
+//
+//                       write                               read
+//     broadcast         root: the chunk                     the root's chunk
+//     all-gather        my chunk                            every chunk
+//     reduce-scatter    n pieces, one for each rank         the n pieces for me, and sum them
+//     all-to-all        n pieces, one for each rank         the n pieces for me
+//     all-reduce        my chunk                            every chunk, and sum them     (two ranks, or little data)
+//                       a reduce-scatter of the chunk, then an all-gather of the sums     (otherwise: two rounds)
+//
+// Cost of an all-reduce of S bytes on two ranks: each reads S of its own and writes S into the slot, reads both
+// chunks again, now from the cache, and writes the sum. Only x itself, in and out, passes the main memory.
+//
+// Nothing here blocks: advance() goes as far as the other ranks allow. So any number of collectives can be under
+// way, and whoever has time moves them on.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <new>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fived/mpi.hpp"
+#include "fived/partition.hpp"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+namespace fived {
+
+/// out[i] = in[0][i] + in[1][i] + ... for `count` elements, whatever their type and the operation. `out` may be
+/// one of the inputs when there are two.
+using Reduce = void (*)(std::byte* out, const std::byte* const* in, int inputs, std::size_t count);
+
+/// What a rank says of the collective that it takes part in; all must say the same. 0 where ranks may differ.
+struct Call {
+    std::uint32_t operation = 0, type = 0;
+    std::uint64_t elements = 0, root = 0, number = 0;
+    bool operator==(const Call&) const = default;
+};
+
+/// Past the cache: for results so large that they would push out what is still needed.
+inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+#ifdef __SSE2__
+    const std::size_t head = std::min(bytes, std::size_t(-reinterpret_cast<std::uintptr_t>(to)) & 15);
+    std::memcpy(to, from, head);
+    std::size_t i = head;
+    for (; i + 16 <= bytes; i += 16)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    _mm_sfence();
+    std::memcpy(to + i, from + i, bytes - i);
+#else
+    std::memcpy(to, from, bytes);
+#endif
+}
+
+inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+    std::memcpy(to, from, bytes);
+}
+
+/// Ranks of one host at the most.
+inline constexpr int max_local_ranks = 512;
+
+/// The memory that the ranks of one host share, and the rounds that they take in it.
+class HostMemory {
+  public:
+    static constexpr std::size_t slot_bytes = 64 << 10;
+    static constexpr std::size_t large = 8 << 20;  // outputs beyond this go past the cache
+    static constexpr std::size_t little = 4 << 10;
+
+    /// Collective. All ranks of `comm` must be on this host. Throws MpiError where there is no room for it.
+    explicit HostMemory(const Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {
+        if (size_ > max_local_ranks)
+            comm.fail("shared memory", "at most " + std::to_string(max_local_ranks) + " ranks of one host");
+        const std::size_t bytes = size_ * sizeof(Place);
+        std::string name = "/fived-" + std::to_string(getpid()) + "-" + std::to_string(made_++);
+        name.resize(64, '\0');
+        comm.broadcast(std::as_writable_bytes(std::span(name)));
+        int handle = -1, error = 0;
+        if (rank_ == 0) {
+            handle = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+            if (handle < 0 || posix_fallocate(handle, 0, off_t(bytes)) != 0) error = errno ? errno : ENOSPC;
+        }
+        comm.broadcast(std::span(&error, 1));
+        if (error == 0) {
+            if (rank_ != 0) handle = shm_open(name.c_str(), O_RDWR, 0600);
+            void* start =
+                handle < 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, handle, 0);
+            if (start != MAP_FAILED) places_ = static_cast<Place*>(start);
+            error = comm.all_reduce(int(places_ == nullptr ? errno : 0), MPI_MAX);
+        }
+        if (handle >= 0) close(handle);
+        if (rank_ == 0) shm_unlink(name.c_str());  // every rank has it: it goes with the last of them
+        if (error != 0)
+            comm.fail("shared memory", std::to_string(bytes) + " bytes in /dev/shm: " + std::strerror(error));
+    }
+    ~HostMemory() {
+        if (places_) munmap(places_, size_ * sizeof(Place));
+    }
+    HostMemory(const HostMemory&) = delete;
+    HostMemory& operator=(const HostMemory&) = delete;
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    /// What `rank` wrote in this round.
+    std::byte* slot(int rank) const { return places_[rank].slots[round_ & 1].data; }
+    /// What `rank` wrote in the round before.
+    std::byte* last_slot(int rank) const { return places_[rank].slots[~round_ & 1].data; }
+    /// Whether `rank` has come to the round in which this rank waits.
+    bool is_here(int rank) const { return places_[rank].round.load(std::memory_order_acquire) > round_; }
+
+    /// A collective under way.
+    class Rounds {
+      public:
+        using Write = std::function<void(std::size_t round)>;
+        using Read = std::function<void(std::size_t round)>;
+        Rounds(const Call& call, std::size_t count, Write write, Read read)
+            : call_(call), count_(count), write_(std::move(write)), read_(std::move(read)) {}
+        const Call& call() const { return call_; }
+
+      private:
+        friend class HostMemory;
+        Call call_;
+        std::size_t count_, next_ = 0;
+        bool waiting_ = false;
+        Write write_;
+        Read read_;
+    };
+
+    /// Goes on as far as the other ranks allow; true when done. `other` is called with a rank whose Call differs.
+    template <class Mismatch>
+    bool advance(Rounds& rounds, Mismatch mismatch) {
+        while (rounds.next_ < rounds.count_) {
+            if (!rounds.waiting_) {
+                if (rounds.next_ == 0) places_[rank_].slots[round_ & 1].call = rounds.call_;
+                rounds.write_(rounds.next_);
+                places_[rank_].round.store(round_ + 1, std::memory_order_release);
+                rounds.waiting_ = true;
+            }
+            for (int r = 0; r < size_; ++r)
+                if (!is_here(r)) return false;
+            if (rounds.next_ == 0)
+                for (int r = 0; r < size_; ++r) {
+                    const Call& theirs = places_[r].slots[round_ & 1].call;
+                    if (!(theirs == rounds.call_)) mismatch(r, theirs);
+                }
+            rounds.read_(rounds.next_++);
+            rounds.waiting_ = false;
+            ++round_;
+        }
+        return true;
+    }
+
+  private:
+    struct Slot {
+        Call call;
+        alignas(64) std::byte data[slot_bytes];
+    };
+    struct Place {
+        alignas(128) std::atomic<std::uint64_t> round;  // alone in its cache lines
+        alignas(128) Slot slots[2];
+    };
+    static inline std::atomic<int> made_ = 0;
+    int rank_, size_;
+    Place* places_ = nullptr;  // one for each rank; zero at first
+    std::uint64_t round_ = 0;
+};
+
+using Rounds = HostMemory::Rounds;
+
+/// Chunks of `bytes` when each round carries `chunk` of them; at least one, so that ranks meet.
+inline std::size_t rounds_of(std::size_t bytes, std::size_t chunk) {
+    return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk);
+}
+
+/// The bytes of a chunk, whole elements of `item` bytes.
+inline std::size_t chunk_of(std::size_t room, std::size_t item) {
+    return room / item * item;
+}
+
+/// In place: P to R. With `root` >= 0 only that rank gets the sum.
+inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::size_t bytes, std::size_t item,
+                         Reduce reduce, int root = -1) {
+    const std::size_t chunk = chunk_of(HostMemory::slot_bytes, item);
+    const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
+    const bool wanted = root < 0 || root == m.rank();
+    if (m.size() <= 2 || bytes <= HostMemory::little || root >= 0)
+        return {call, rounds_of(bytes, chunk),
+                [=, &m](std::size_t i) { std::memcpy(m.slot(m.rank()), x + i * chunk, length(i)); },
+                [=, &m](std::size_t i) {
+                    const std::byte* in[max_local_ranks];
+                    for (int r = 0; r < m.size(); ++r) in[r] = m.slot(r);
+                    if (m.size() == 2) in[m.rank()] = x + i * chunk;  // nearer than its copy
+                    if (wanted && length(i)) reduce(x + i * chunk, in, m.size(), length(i) / item);
+                }};
+    // Even rounds: everybody's chunk. Odd rounds: each its part of the sum.
+    const auto part = [=, &m](std::size_t i, int r) { return cut(length(i / 2) / item, m.size(), r) * item; };
+    return {call, 2 * rounds_of(bytes, chunk),
+            [=, &m](std::size_t i) {
+                if (i % 2 == 0) {
+                    std::memcpy(m.slot(m.rank()), x + i / 2 * chunk, length(i / 2));
+                    return;
+                }
+                const std::size_t begin = part(i, m.rank()), end = part(i, m.rank() + 1);
+                const std::byte* in[max_local_ranks];
+                for (int r = 0; r < m.size(); ++r) in[r] = m.last_slot(r) + begin;
+                reduce(m.slot(m.rank()), in, m.size(), (end - begin) / item);
+            },
+            [=, &m](std::size_t i) {
+                if (i % 2 == 0) return;
+                for (int r = 0; r < m.size(); ++r)
+                    std::memcpy(x + i / 2 * chunk + part(i, r), m.slot(r), part(i, r + 1) - part(i, r));
+            }};
+}
+
+/// In place: the root's x to R.
+inline Rounds broadcast(HostMemory& m, const Call& call, std::byte* x, std::size_t bytes, int root) {
+    const std::size_t chunk = HostMemory::slot_bytes;
+    const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
+    const auto copy = bytes > HostMemory::large ? copy_past_cache : copy_through_cache;
+    return {call, rounds_of(bytes, chunk),
+            [=, &m](std::size_t i) {
+                if (m.rank() == root) std::memcpy(m.slot(root), x + i * chunk, length(i));
+            },
+            [=, &m](std::size_t i) {
+                if (m.rank() != root) copy(x + i * chunk, m.slot(root), length(i));
+            }};
+}
+
+/// S to R: `out[r]` gets the `bytes` of rank r. With `root` >= 0 only there (a gather).
+inline Rounds all_gather(HostMemory& m, const Call& call, const std::byte* x, std::vector<std::byte*> out,
+                         std::size_t bytes, int root = -1) {
+    const std::size_t chunk = HostMemory::slot_bytes;
+    const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
+    const auto copy = bytes * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
+    const bool wanted = root < 0 || root == m.rank();
+    return {call, rounds_of(bytes, chunk),
+            [=, &m](std::size_t i) { std::memcpy(m.slot(m.rank()), x + i * chunk, length(i)); },
+            [=, &m](std::size_t i) {
+                for (int r = 0; wanted && r < m.size(); ++r)
+                    copy(out[r] + i * chunk, r == m.rank() ? x + i * chunk : m.slot(r), length(i));
+            }};
+}
+
+/// P to S: `in[r]` are the `bytes` for rank r; `out` gets the sum of what all have for this rank.
+inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const std::byte*> in,
+                             std::byte* out, std::size_t bytes, std::size_t item, Reduce reduce) {
+    const std::size_t chunk = chunk_of(HostMemory::slot_bytes / m.size(), item);
+    const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
+    return {call, rounds_of(bytes, chunk),
+            [=, &m](std::size_t i) {
+                for (int r = 0; r < m.size(); ++r)
+                    std::memcpy(m.slot(m.rank()) + r * chunk, in[r] + i * chunk, length(i));
+            },
+            [=, &m](std::size_t i) {
+                const std::byte* terms[max_local_ranks];
+                for (int r = 0; r < m.size(); ++r) terms[r] = m.slot(r) + m.rank() * chunk;
+                if (length(i)) reduce(out + i * chunk, terms, m.size(), length(i) / item);
+            }};
+}
+
+/// `in[r]` goes to rank r, `out[r]` comes from there. `longest` is the longest piece of all, between any two.
+inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<std::span<const std::byte>> in,
+                         std::vector<std::span<std::byte>> out, std::size_t longest) {
+    const std::size_t chunk = HostMemory::slot_bytes / m.size();
+    const auto part = [=](auto whole, std::size_t i) {
+        const std::size_t begin = std::min(whole.size(), i * chunk);
+        return whole.subspan(begin, std::min(chunk, whole.size() - begin));
+    };
+    const auto copy = longest * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
+    return {call, rounds_of(longest, chunk),
+            [=, &m](std::size_t i) {
+                for (int r = 0; r < m.size(); ++r) {
+                    const auto piece = part(in[r], i);
+                    std::memcpy(m.slot(m.rank()) + r * chunk, piece.data(), piece.size());
+                }
+            },
+            [=, &m](std::size_t i) {
+                for (int r = 0; r < m.size(); ++r) {
+                    const auto piece = part(out[r], i);
+                    copy(piece.data(), m.slot(r) + m.rank() * chunk, piece.size());
+                }
+            }};
+}
+
+/// Nothing but the meeting.
+inline Rounds barrier(const Call& call) {
+    return {call, 1, [](std::size_t) {}, [](std::size_t) {}};
+}
+
+}  // namespace fived

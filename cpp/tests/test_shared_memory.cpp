@@ -1,0 +1,133 @@
+// Collectives through the memory of one host, at sizes around the borders of their chunks, and calls that differ.
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "check.hpp"
+#include "fived/environment.hpp"
+#include "fived/shared_memory.hpp"
+
+using namespace fived;
+
+namespace {
+
+using Numbers = std::vector<std::int32_t>;
+
+Numbers numbers(std::size_t n, int rank, int to = 0) {
+    Numbers values(n);
+    for (std::size_t i = 0; i < n; ++i) values[i] = int((i * 7 + rank * 13 + to * 5) % 97);
+    return values;
+}
+
+std::byte* bytes(Numbers& x) {
+    return reinterpret_cast<std::byte*>(x.data());
+}
+
+void sum(std::byte* out, const std::byte* const* in, int inputs, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+        std::int32_t total = 0;
+        for (int r = 0; r < inputs; ++r) total += reinterpret_cast<const std::int32_t*>(in[r])[i];
+        reinterpret_cast<std::int32_t*>(out)[i] = total;
+    }
+}
+
+std::string run(HostMemory& memory, Rounds rounds) {
+    std::string differs;
+    const auto mismatch = [&](int rank, const Call& theirs) {
+        differs += std::to_string(rank) + ":" + std::to_string(theirs.elements) + " ";
+    };
+    while (!memory.advance(rounds, mismatch)) sched_yield();
+    return differs;
+}
+
+/// The sum over ranks of numbers(n, rank, to).
+Numbers total(const Communicator& world, std::size_t n, int to = 0) {
+    Numbers result(n);
+    for (int r = 0; r < world.size(); ++r) {
+        const Numbers term = numbers(n, r, to);
+        std::ranges::transform(result, term, result.begin(), std::plus());
+    }
+    return result;
+}
+
+void test_sizes(const Communicator& world, HostMemory& memory, std::size_t n) {
+    const int P = world.size(), me = world.rank(), root = int(n % P);
+    const Call call{.operation = 1, .type = 2, .elements = n};
+    const std::size_t length = n * sizeof(std::int32_t);
+
+    Numbers x = numbers(n, me);
+    CHECK(run(memory, all_reduce(memory, call, bytes(x), length, 4, sum)).empty());
+    CHECK(x == total(world, n));
+
+    x = numbers(n, me);
+    run(memory, all_reduce(memory, call, bytes(x), length, 4, sum, root));
+    CHECK(x == (me == root ? total(world, n) : numbers(n, me)));
+
+    x = numbers(n, me);
+    run(memory, broadcast(memory, call, bytes(x), length, root));
+    CHECK(x == numbers(n, root));
+
+    x = numbers(n, me);
+    std::vector<Numbers> all(P, Numbers(n));
+    std::vector<std::byte*> places;
+    for (Numbers& part : all) places.push_back(bytes(part));
+    run(memory, all_gather(memory, call, bytes(x), places, length));
+    for (int r = 0; r < P; ++r) CHECK(all[r] == numbers(n, r));
+
+    std::vector<Numbers> given;
+    std::vector<const std::byte*> in;
+    for (int r = 0; r < P; ++r) given.push_back(numbers(n, me, r));
+    for (Numbers& part : given) in.push_back(bytes(part));
+    run(memory, reduce_scatter(memory, call, in, bytes(x), length, 4, sum));
+    CHECK(x == total(world, n, me));
+
+    // uneven: from rank a to rank b go n + a + 2 b numbers
+    std::vector<Numbers> sent, received;
+    for (int r = 0; r < P; ++r) {
+        sent.push_back(numbers(n + me + 2 * r, me, r));
+        received.emplace_back(n + r + 2 * me);
+    }
+    std::vector<std::span<const std::byte>> from;
+    std::vector<std::span<std::byte>> to;
+    for (Numbers& part : sent) from.push_back(std::as_bytes(std::span(part)));
+    for (Numbers& part : received) to.push_back(std::as_writable_bytes(std::span(part)));
+    run(memory, all_to_all(memory, call, from, to, 4 * (n + 3 * (P - 1))));
+    for (int r = 0; r < P; ++r) CHECK(received[r] == numbers(n + r + 2 * me, r, me));
+
+    run(memory, barrier(call));
+}
+
+void test_mismatch(const Communicator& world) {
+    HostMemory memory(world);
+    Numbers x = numbers(8, world.rank());
+    const Call call{.operation = 1, .type = 2, .elements = std::uint64_t(world.rank() == 0 ? 8 : 7)};
+    std::string expected;
+    for (int r = 0; r < world.size(); ++r)
+        if ((r == 0) != (world.rank() == 0)) expected += std::to_string(r) + (r == 0 ? ":8 " : ":7 ");
+    CHECK(run(memory, all_reduce(memory, call, bytes(x), 4 * call.elements, 4, sum)) == expected);
+}
+
+void test_past_the_cache() {
+    const Numbers from = numbers(1000, 1);
+    for (const std::size_t shift : {0, 1, 2, 3}) {
+        Numbers to(1000);
+        copy_past_cache(reinterpret_cast<std::byte*>(to.data() + shift),
+                        reinterpret_cast<const std::byte*>(from.data() + 1), 4 * 990 + shift);
+        CHECK(std::equal(to.begin() + shift, to.begin() + shift + 990, from.begin() + 1));
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    fived::Environment mpi(argc, argv);
+    const Communicator world = Communicator::world();
+    HostMemory memory(world);
+    const std::size_t chunk = HostMemory::slot_bytes / sizeof(std::int32_t);
+    for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, chunk - 1,
+                                chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
+        test_sizes(world, memory, n);
+    test_mismatch(world);
+    test_past_the_cache();
+    return world.all_reduce(failures) > 0;
+}
