@@ -1,0 +1,136 @@
+// Who moves collectives on. Nothing in this backend blocks: an operation advances when somebody polls.
+//
+//     Work::wait()      the caller polls until its own operation is done: no hand-over, so no latency
+//     progress thread   polls while operations are under way and nobody waits: they advance while Python computes
+//
+// Ranks of one host move data with their own processors, so the thread's work costs computing time whatever it
+// does; it gives its time slice back whenever the other ranks have nothing for it.
+#pragma once
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace fived {
+
+/// A process group as the engine sees it. Both calls come with the engine's lock held.
+class Party {
+  public:
+    /// Moves operations on; adds what is to be done once the lock is free (telling that they are done).
+    /// True when anything moved.
+    virtual bool advance(std::vector<std::function<void()>>& afterwards) = 0;
+    virtual bool busy() const = 0;
+
+  protected:
+    ~Party() = default;
+};
+
+class Engine {
+  public:
+    static Engine& get() {
+        static Engine engine;
+        return engine;
+    }
+    ~Engine() {
+        {
+            const std::lock_guard lock(mutex_);
+            ending_ = true;
+        }
+        wake_.notify_all();
+        if (thread_.joinable()) thread_.join();
+    }
+
+    void add(Party* party) {
+        const std::lock_guard lock(mutex_);
+        parties_.push_back(party);
+    }
+    void remove(Party* party) {
+        const std::lock_guard lock(mutex_);
+        std::erase(parties_, party);
+    }
+    /// Calls enqueue() under the lock and goes as far as it can at once. `in_background`: the progress thread
+    /// takes over what is left.
+    template <class Enqueue>
+    void submit(Enqueue enqueue, bool in_background) {
+        {
+            const std::lock_guard lock(mutex_);
+            enqueue();
+        }
+        poll();
+        if (!in_background || !busy_) return;
+        {
+            const std::lock_guard lock(mutex_);
+            if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+        }
+        wake_.notify_one();
+    }
+    /// Moves everything on that can move. True when anything did.
+    bool poll() {
+        std::vector<std::function<void()>> afterwards;
+        bool moved = false, busy = false;
+        {
+            const std::lock_guard lock(mutex_);
+            for (Party* party : parties_) {
+                moved |= party->advance(afterwards);
+                busy |= party->busy();
+            }
+            busy_ = busy;
+        }
+        for (const auto& call : afterwards) call();
+        return moved;
+    }
+    /// Polls until done().
+    template <class Done>
+    void wait(Done done) {
+        ++waiting_;
+        for (int idle = 0; !done(); ++idle)
+            if (poll())
+                idle = 0;
+            else if (idle > spins_)
+                sched_yield();
+        if (--waiting_ == 0 && busy_) wake_.notify_one();
+    }
+
+    /// More ranks than cores: whoever spins keeps another from what it waits for.
+    void expect_ranks(int local) {
+        if (local > sysconf(_SC_NPROCESSORS_ONLN)) spins_ = 0;
+    }
+
+  private:
+    void run() {
+        using namespace std::chrono_literals;
+        std::unique_lock lock(mutex_);
+        int idle = 0;
+        while (!ending_) {
+            if (!busy_ || waiting_ > 0) {
+                wake_.wait_for(lock, 100ms);
+                idle = 0;
+                continue;
+            }
+            lock.unlock();
+            idle = poll() ? 0 : idle + 1;
+            if (idle > 200)
+                std::this_thread::sleep_for(20us);
+            else if (idle > 0)
+                sched_yield();
+            lock.lock();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::vector<Party*> parties_;
+    std::atomic<bool> busy_ = false;
+    std::atomic<int> waiting_ = 0, spins_ = 2000;
+    bool ending_ = false;
+    std::thread thread_;
+};
+
+}  // namespace fived

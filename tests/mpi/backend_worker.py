@@ -1,0 +1,250 @@
+"""The process group on MPI against gloo, on the ranks of one mpirun: random calls on random groups.
+
+Rank 0 lets hypothesis choose and shrink; each choice is broadcast, so that all ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from mpi4py import MPI
+from torch import Tensor
+
+from common.mpi_backend import register
+
+WORLD = MPI.COMM_WORLD
+N = WORLD.size
+SUBSETS = [s for size in range(1, N + 1) for s in itertools.combinations(range(N), size)]
+TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
+OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
+
+calls = st.fixed_dictionaries(
+    {
+        "call": st.sampled_from(
+            [
+                "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter",
+                "reduce_scatter_single", "all_to_all", "all_to_all_single", "gather", "scatter", "exchange",
+                "any_source",
+            ]
+        ),
+        "group": st.sampled_from(range(len(SUBSETS))),
+        "dtype": st.sampled_from(TYPES),
+        "op": st.sampled_from(OPS),
+        "elements": st.sampled_from([0, 1, 2, 7, 63, 1000, 16384, 40001]),
+        "strided": st.booleans(),
+        "later": st.booleans(),
+        "root": st.integers(0, N - 1),
+        "seed": st.integers(0, 1000),
+    }
+)  # fmt: skip
+
+
+def numbers(c: dict[str, Any], rank: int, piece: int = 0, elements: int | None = None) -> Tensor:
+    """Small whole numbers, which every type adds and multiplies exactly in any order."""
+    generator = torch.Generator().manual_seed(1000 * c["seed"] + 10 * rank + piece)
+    n = c["elements"] if elements is None else elements
+    x = torch.randint(0, 3, (2 * n,), generator=generator).to(getattr(torch, c["dtype"]))
+    return x[::2] if c["strided"] else x[:n]
+
+
+def run(c: dict[str, Any], group: dist.ProcessGroup, me: int, members: tuple[int, ...]) -> list[Tensor]:
+    """The call on one group; every tensor that it fills."""
+    n, x = len(members), numbers(c, me)
+    root = members[c["root"] % n]
+    op = getattr(dist.ReduceOp, c["op"])
+    sizes = [(c["elements"] + r) % 50 for r in range(n)]  # uneven; from rank a to b: sizes[(a + b) % n]
+    empty = [torch.zeros_like(x) for _ in range(n)]
+    later = {"group": group, "async_op": c["later"]}
+    match c["call"]:
+        case "all_reduce":
+            work, out = dist.all_reduce(x, op, **later), [x]
+        case "broadcast":
+            work, out = dist.broadcast(x, root, **later), [x]
+        case "reduce":
+            work, out = dist.reduce(x, root, op, **later), [x] if members[me] == root else []
+        case "all_gather":
+            work, out = dist.all_gather(empty, x, **later), empty
+        case "all_gather_single":
+            out = [torch.empty(n * x.numel(), dtype=x.dtype)]
+            work = dist.all_gather_single(out[0], x.contiguous(), **later)
+        case "reduce_scatter":
+            pieces = [numbers(c, me, r) for r in range(n)]
+            work, out = dist.reduce_scatter(empty[0], pieces, op, **later), empty[:1]
+        case "reduce_scatter_single":
+            pieces = torch.cat([numbers(c, me, r) for r in range(n)])
+            work, out = dist.reduce_scatter_single(empty[0], pieces, op, **later), empty[:1]
+        case "all_to_all":
+            pieces = [numbers(c, me, r) for r in range(n)]  # gloo's pieces are equal here
+            work, out = dist.all_to_all(empty, pieces, **later), empty
+        case "all_to_all_single":
+            splits = [sizes[(me + r) % n] for r in range(n)]
+            pieces = torch.cat([numbers(c, me, r, s) for r, s in enumerate(splits)])
+            out = [torch.zeros(sum(splits), dtype=x.dtype)]
+            work = dist.all_to_all_single(out[0], pieces, splits, splits, **later)
+        case "gather":
+            here = members[me] == root
+            work, out = dist.gather(x, empty if here else None, root, **later), empty if here else []
+        case "scatter":
+            pieces = [numbers(c, me, r) for r in range(n)] if members[me] == root else None
+            work, out = dist.scatter(empty[0], pieces, root, **later), empty[:1]
+        case "exchange":
+            out, after, before = empty[:1], members[(me + 1) % n], members[(me - 1) % n]
+            if n == 1:
+                return []
+            both = [
+                dist.P2POp(dist.isend, x.contiguous(), after, group),
+                dist.P2POp(dist.irecv, out[0], before, group),
+            ]
+            for message in dist.batch_isend_irecv(both):
+                message.wait()
+            return out
+        case "any_source":
+            # the root hears all others, in whatever order they come; tags keep calls apart
+            if members[me] != root:
+                dist.send(x.contiguous(), root, group=group, tag=c["seed"])
+                return []
+            out = []
+            for _ in range(n - 1):
+                y = torch.zeros_like(x)
+                source = dist.recv(y, group=group, tag=c["seed"])
+                out.append((source, y))
+            return [y for _, y in sorted(out, key=lambda pair: pair[0])]
+    if work is not None and c["later"]:
+        work.wait()
+    return out
+
+
+def same(c: dict[str, Any], groups: dict[str, list[Any]]) -> str:
+    """What differs between the two backends on this rank; empty when nothing does."""
+    members = SUBSETS[c["group"]]
+    if WORLD.rank not in members:
+        return ""
+    me = members.index(WORLD.rank)
+    ours, theirs = (run(c, groups[name][c["group"]], me, members) for name in ("fived", "gloo"))
+    for a, b in zip(ours, theirs, strict=True):
+        if not torch.equal(a, b):
+            return f"rank {WORLD.rank}: {c} gives {a[:8].tolist()}, gloo {b[:8].tolist()}"
+    return ""
+
+
+def agree(example: list[dict[str, Any]], groups: dict[str, list[Any]]) -> list[str]:
+    """Make the calls; what differs, on any rank."""
+    found = [message for c in example if (message := same(c, groups))]
+    return [message for part in WORLD.allgather(found) for message in part]
+
+
+def property_test(groups: dict[str, list[Any]], examples: int) -> str:
+    """Rank 0 chooses; the first failure, shrunk, or nothing."""
+    if WORLD.rank > 0:
+        while (example := WORLD.bcast(None)) is not None:
+            agree(example, groups)
+        return ""
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(calls, min_size=1, max_size=6))
+    def check(example: list[dict[str, Any]]) -> None:
+        WORLD.bcast(example)
+        assert agree(example, groups) == []
+
+    try:
+        check()
+    except AssertionError as error:
+        return str(error)
+    finally:
+        WORLD.bcast(None)
+    return ""
+
+
+def raised(call: Any) -> str:
+    """The exception's text, or nothing."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def what_gloo_lacks() -> dict[str, Any]:
+    """Averages, bool, complex, bfloat16 summed in float32: against the formula."""
+    rank, total = WORLD.rank, N * (N + 1) / 2
+    results: dict[str, Any] = {}
+    x = torch.full((5,), float(rank + 1))
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    results["avg"] = x.tolist() == [total / N] * 5
+    y = torch.tensor([rank == 0, False, True])
+    dist.all_reduce(y)
+    results["bool"] = y.tolist() == [True, False, True]
+    z = torch.full((3,), complex(1, rank), dtype=torch.complex128)
+    dist.all_reduce(z)
+    results["complex"] = z.tolist() == [complex(N, total - N)] * 3
+    # 1 + 2^-8 is no bfloat16: summed in bfloat16, each small term is lost; in float32, two make one step
+    terms = [1.0, 2.0**-8, 2.0**-8] + [0.0] * N
+    b = torch.full((4,), terms[rank], dtype=torch.bfloat16)
+    dist.all_reduce(b)
+    results["bfloat16"] = b.tolist() == [float(torch.tensor(sum(terms[:N])).bfloat16())] * 4
+    big = torch.ones(3 * 2**20 + 1)
+    works = [dist.all_reduce(big[i::3].contiguous(), async_op=True) for i in range(3)]
+    results["futures"] = [bool(w.get_future().wait() is not None) for w in works] == [True] * 3
+    # several under way at once, waited for in the wrong order
+    many = [torch.full((50_000,), float(i)) for i in range(8)]
+    under_way = [dist.all_reduce(t, async_op=True) for t in many]
+    for w in reversed(under_way):
+        w.wait()
+    results["many"] = all(t.eq(i * N).all().item() for i, t in enumerate(many))
+    return results
+
+
+def errors() -> dict[str, str]:
+    """Calls that do not match; each breaks its own group."""
+    rank = WORLD.rank
+
+    def group() -> Any:
+        return dist.new_group(timeout=timedelta(seconds=2))
+
+    results = {}
+    g = group()
+    results["sizes"] = raised(lambda: dist.all_reduce(torch.ones(4 + rank), group=g))
+    results["after"] = raised(lambda: dist.all_reduce(torch.ones(4), group=g))
+    g = group()
+    mine = (lambda: dist.all_reduce(torch.ones(4), group=g)) if rank else lambda: dist.barrier(g)
+    results["calls"] = raised(mine)
+    g = group()
+    results["late"] = raised(lambda: dist.barrier(g)) if rank != N - 1 else ""
+    WORLD.Barrier()
+    g = group()
+    results["recv"] = raised(lambda: dist.recv(torch.ones(1), 1, group=g)) if rank == 0 else ""
+    results["type"] = raised(lambda: dist.all_reduce(torch.ones(1, dtype=torch.complex64), dist.ReduceOp.MAX))
+    return results
+
+
+def main(result: str, examples: str) -> None:
+    register()
+    folder = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
+    store = dist.FileStore(str(Path(folder, "store")), N)
+    dist.init_process_group(
+        "fived", store=store, rank=WORLD.rank, world_size=N, timeout=timedelta(seconds=60)
+    )
+    torch.set_num_threads(1)
+    groups = {name: [dist.new_group(list(s), backend=name) for s in SUBSETS] for name in ("fived", "gloo")}
+    found = {
+        "property": property_test(groups, int(examples)),
+        "beyond": what_gloo_lacks(),
+        "errors": WORLD.allgather(errors()),
+    }
+    dist.destroy_process_group()
+    if WORLD.rank == 0:
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
