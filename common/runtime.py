@@ -23,13 +23,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common import mpi_backend
 from common.comm import Group
 from common.launch import Launch, resolve
 from common.watchdog import RankFailed, UsageError, Watchdog, show_on_stderr
 
 __all__ = ["Launch", "RankFailed", "Runtime", "UsageError", "resolve", "runtime", "session"]
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", "mpi")
+MPI_LAUNCHERS = ("openmpi", "mpich")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Runtime:
 
 
 def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, str]:
-    """Device and backend: NCCL where each local rank has its own GPU, gloo elsewhere."""
+    """Device and backend: NCCL where each local rank has its own GPU; MPI under mpirun on one host; else gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in ("auto", *BACKENDS):
         raise UsageError(f"backend {backend!r} is unknown; choose one of auto, {', '.join(BACKENDS)}")
@@ -67,8 +69,17 @@ def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, st
     if device == "cpu" and backend == "nccl":
         raise UsageError("backend nccl moves GPU tensors only; use --device cuda, or --backend gloo")
     use_gpu = device == "cuda" or (device == "auto" and gpus > 0)
+    by_mpi = launch.launcher in MPI_LAUNCHERS and launch.local_world_size == launch.world_size
+    if backend == "mpi" and (use_gpu or not by_mpi):
+        raise UsageError(
+            f"backend mpi moves CPU tensors between ranks that mpirun started on one host; "
+            f"here are {launch.world_size} ranks by {launch.launcher} on {'GPUs' if use_gpu else 'the CPU'}: "
+            f"use --backend {'nccl' if use_gpu else 'gloo'}"
+        )
     if backend == "auto":
         backend = "nccl" if use_gpu and launch.local_world_size <= gpus else "gloo"
+        if by_mpi and not use_gpu and launch.world_size > 1 and mpi_backend.is_built():
+            backend = "mpi"
         if use_gpu and backend == "gloo" and launch.local_rank == 0:
             print(
                 f"{launch.local_world_size} ranks share {gpus} GPU(s): using gloo, not NCCL", file=sys.stderr
@@ -164,8 +175,10 @@ def session(
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         watchdog.meet(timeout)
+        if backend == "mpi":
+            mpi_backend.register()
         dist.init_process_group(
-            backend,
+            mpi_backend.NAME if backend == "mpi" else backend,
             store=dist.PrefixStore("pg", store),
             rank=launch.rank,
             world_size=launch.world_size,

@@ -253,11 +253,11 @@ def test_lesson_proves_and_writes_its_records(tmp_path: Path) -> None:
     records = [json.loads(line) for line in file.read_text().splitlines()]
     languages = {r["implementation"]: (r["language"], r["backend"]) for r in records}
     assert languages == {
-        "pytorch-mlp": ("pytorch", "gloo"),
-        "dp_libtorch": ("libtorch", "gloo"),
+        "pytorch-mlp": ("pytorch", "mpi"),
+        "dp_libtorch": ("libtorch", "mpi"),
         "dp_mpi": ("cpp-mpi", "mpi"),
         "dp_mpi-ring": ("cpp-mpi", "mpi"),
-        "ddp-mlp": ("pytorch", "gloo"),
+        "ddp-mlp": ("pytorch", "mpi"),
     }
     for r in records:
         assert (r["ranks"], r["steps"], r["equal"]) == (2, 5, True)

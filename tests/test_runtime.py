@@ -36,7 +36,8 @@ def launch(command: list[str], **environment: str) -> subprocess.CompletedProces
 def test_three_ways_to_start(launcher: str) -> None:
     done = launch(LAUNCHERS[launcher])
     assert done.returncode == 0, done.stderr
-    assert f"{launcher} gloo 3 ranks: 3" in done.stdout
+    backend = "mpi" if launcher == "openmpi" else "gloo"
+    assert f"{launcher} {backend} 3 ranks: 3" in done.stdout
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -108,7 +109,8 @@ def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     empty = tmp_path / "empty.txt"
     empty.touch()
     for arguments, says in (
-        (["--backend", "mpich"], "backend 'mpich' is unknown; choose one of auto, gloo, nccl"),
+        (["--backend", "mpich"], "backend 'mpich' is unknown; choose one of auto, gloo, nccl, mpi"),
+        (["--backend", "mpi"], "backend mpi moves CPU tensors between ranks that mpirun started on one host"),
         (["--device", "tpu"], "device 'tpu' is unknown; choose one of auto, cpu, cuda"),
         (["--nproc", "0"], "at least 1 rank is needed"),
         (["--data", str(tmp_path / "none")], "no such file or folder"),
