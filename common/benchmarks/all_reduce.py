@@ -1,40 +1,47 @@
-"""Our ring all-reduce, written from messages, beside MPI's own: time by size, in turn.
+"""What an all-reduce costs: gloo, our process group on MPI, our ring of messages, MPI's own; by size, in turn.
 
-mpirun -np 2 --bind-to core python common/benchmarks/ring_all_reduce.py --repeats 21
+    mpirun -np 2 --bind-to core python common/benchmarks/all_reduce.py
+
+`copy` is the limit: every rank copies as many bytes once, and nobody waits for anybody.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 import tyro
 from fived import collectives, mpi
 from mpi4py import MPI
 from rich.console import Console
 from rich.table import Table
 
+from common import mpi_backend
 from common.lesson import write_records
 from common.utils.bandwidth import Row
 from common.watchdog import UsageError
 
 Array = npt.NDArray[np.float32]
-RING, LIBRARY = "all-reduce, our ring", "all-reduce, MPI_Allreduce"
+Calls = dict[str, Callable[[Array], object]]
+WORLD = MPI.COMM_WORLD
 
 
 @dataclass
 class Options:
     """Sizes and repeats."""
 
-    sizes_mb: tuple[int, ...] = (1, 4, 16, 64)
-    """Sizes of the buffer in MiB, float32."""
+    sizes: tuple[int, ...] = (4, 4096, 65536, 2**20, 2**22, 2**24, 2**26)
+    """Bytes of the buffer, float32."""
     repeats: int = 21
     """Timed calls of each, in turn, after three to warm up."""
     json: Path | None = None
@@ -42,66 +49,110 @@ class Options:
 
     def check(self) -> None:
         """Raises UsageError for what cannot be measured."""
-        if not self.sizes_mb or min(self.sizes_mb) < 1:
-            raise UsageError(f"--sizes-mb {self.sizes_mb}: sizes are at least 1, such as 1 4 16 64")
+        if not self.sizes or min(self.sizes) < 4:
+            raise UsageError(f"--sizes {self.sizes}: bytes of float32, at least 4 each, such as 4 65536")
         if self.repeats < 5:
             raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
-        if MPI.COMM_WORLD.size < 2:
+        if WORLD.size < 2:
             raise UsageError("an all-reduce takes at least 2 ranks, not 1; start with mpirun -np 2")
 
 
-def slowest(call: Callable[[], object]) -> float:
-    """Seconds of the slowest rank, from a barrier."""
-    MPI.COMM_WORLD.Barrier()
-    start = time.perf_counter()
-    call()
-    return float(MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
+@contextmanager
+def implementations() -> Iterator[Calls]:
+    """Name -> in-place all-reduce of an array; the first is what the others are compared with."""
+    ours = mpi.Communicator(WORLD)
+    spare: Array = np.empty(0, np.float32)
+    mpi_backend.register()
+    folder = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
+    store = dist.FileStore(str(Path(folder, "store")), WORLD.size)
+    dist.init_process_group(mpi_backend.NAME, store=store, rank=WORLD.rank, world_size=WORLD.size)
+    gloo = dist.new_group(backend="gloo")
 
+    def copy(x: Array) -> None:
+        nonlocal spare
+        if spare.size != x.size:
+            spare = np.empty_like(x)
+        np.copyto(spare, x)
 
-def measure(size: int, repeats: int) -> list[Row]:
-    """Our ring and MPI_Allreduce on `size` bytes in turn; both are checked on small integers first."""
-    world = MPI.COMM_WORLD
-    ours = mpi.Communicator(world)
-    calls: dict[str, Callable[[Array], object]] = {
-        RING: lambda x: collectives.ring_all_reduce(ours, x),
-        LIBRARY: lambda x: world.Allreduce(MPI.IN_PLACE, x),
+    yield {
+        "MPI_Allreduce": lambda x: WORLD.Allreduce(MPI.IN_PLACE, x),
+        "our ring": lambda x: collectives.ring_all_reduce(ours, x),
+        "fived": lambda x: dist.all_reduce(torch.from_numpy(x), group=dist.group.WORLD),
+        "gloo": lambda x: dist.all_reduce(torch.from_numpy(x), group=gloo),
+        "copy": copy,
     }
-    correct: dict[str, bool] = {}
+    dist.destroy_process_group()
+
+
+def shown(size: float) -> str:
+    """Bytes for people: 4 B, 64 KiB, 16 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
+
+
+def is_right(call: Callable[[Array], object], numbers: int) -> bool:
+    """Whether whole numbers, which float32 adds exactly, are summed on all ranks."""
+    start, total = np.arange(numbers, dtype=np.float32) % 1000, WORLD.size * (WORLD.size + 1) // 2
+    x = start * (WORLD.rank + 1)
+    call(x)
+    return bool(WORLD.allreduce(np.array_equal(x, start * np.float32(total)), MPI.MIN))
+
+
+def measure(calls: Calls, size: int, repeats: int) -> dict[str, Row]:
+    """Seconds of the slowest rank, from a barrier, for each implementation in turn.
+
+    A sample is the mean of several calls where they are short: one alone would time an empty cache.
+    """
+    calls_each = max(1, min(20, 2**24 // size))
+    x = np.zeros(size // 4, np.float32)  # sums stay finite however often it is called
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    start, total = np.arange(size // 4, dtype=np.float32) % 1000, world.size * (world.size + 1) / 2
-    for name, call in calls.items():
-        x = start * (world.rank + 1)
-        call(x)
-        correct[name] = bool(world.allreduce(np.array_equal(x, start * np.float32(total)), MPI.MIN))
-    zeros = np.zeros_like(start)  # sums stay finite however often it is called
     for i in range(-3, repeats):
         for name, call in calls.items():
-            took = slowest(partial(call, zeros))
+            WORLD.Barrier()
+            start = time.perf_counter()
+            for _ in range(calls_each):
+                call(x)
+            took = WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
             if i >= 0:
-                seconds[name].append(took)
-    factor = 2 * (world.size - 1) / world.size
-    return [Row(n, world.size, "mpi", "float32", size, factor, correct[n], seconds[n]) for n in calls]
+                seconds[name].append(took / calls_each)
+    factor = 2 * (WORLD.size - 1) / WORLD.size
+    right = {name: name == "copy" or is_right(call, size // 4) for name, call in calls.items()}
+    return {
+        name: Row(f"all-reduce, {name}", WORLD.size, "mpi", "float32", size, factor, right[name], times)
+        for name, times in seconds.items()
+    }
 
 
 def main(options: Options) -> bool:
-    """Print one row a size, write the records; whether all sums were right."""
+    """Print a row a size, write the records; whether all sums were right."""
     options.check()
-    world = MPI.COMM_WORLD
-    table = Table(title=f"all-reduce, float32, {world.size} ranks", title_justify="left")
-    for column in ("MiB", "ring ms", "MPI_Allreduce ms", "MPI / ring (median)", "min to max", "correct"):
-        table.add_column(column, justify="right")
+    torch.set_num_threads(1)
+    table = Table(title=f"all-reduce, float32, {WORLD.size} ranks, median µs", title_justify="left")
     rows: list[Row] = []
-    for size in options.sizes_mb:
-        ring, library = measure(size * 2**20, options.repeats)
-        rows += [ring, library]
-        times = (f"{statistics.median(row.seconds) * 1e3:.2f}" for row in (ring, library))
-        ratios = sorted(b / a for a, b in zip(ring.seconds, library.seconds, strict=True))
-        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        right = "yes" if ring.correct and library.correct else "NO"
-        table.add_row(str(size), *times, f"{statistics.median(ratios):.2f}", spread, right)
-    Console(quiet=world.rank != 0, width=100, force_terminal=False).print(table)
-    if world.rank == 0:
-        write_records(options.json, [{"benchmark": "ring_all_reduce", **asdict(row)} for row in rows])
+    with implementations() as calls:
+        for column in ("size", *calls, "gloo / fived", "MPI / fived", "MPI / ring", "right"):
+            table.add_column(column, justify="right", no_wrap=column in ("size", *calls))
+        for size in options.sizes:
+            found = measure(calls, size, options.repeats)
+            rows += found.values()
+            times = {name: statistics.median(row.seconds) for name, row in found.items()}
+            ratios = (
+                times[slow] / times[fast]
+                for slow, fast in (
+                    ("gloo", "fived"),
+                    ("MPI_Allreduce", "fived"),
+                    ("MPI_Allreduce", "our ring"),
+                )
+            )
+            right = "yes" if all(row.correct for row in found.values()) else "NO"
+            cells = [shown(size), *(f"{t * 1e6:,.1f}" for t in times.values()), *(f"{r:.2f}" for r in ratios)]
+            table.add_row(*cells, right)
+    Console(quiet=WORLD.rank != 0, width=110, force_terminal=False).print(table)
+    if WORLD.rank == 0:
+        write_records(options.json, [{"benchmark": "all_reduce", **asdict(row)} for row in rows])
     return all(row.correct for row in rows)
 
 
@@ -109,6 +160,6 @@ if __name__ == "__main__":
     try:
         sys.exit(0 if main(tyro.cli(Options, description=__doc__)) else 1)
     except UsageError as error:
-        if MPI.COMM_WORLD.rank == 0:
+        if WORLD.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -167,8 +167,8 @@ def select(
     """The tasks to run, in order.
 
     `only` are patterns of case or task names; `ranks` are counts to run; without them a timed case runs with up to
-    twice as many ranks as there are cores, and at least with its smallest count. Raises UsageError when that
-    leaves nothing.
+    twice as many ranks as there are cores (weak scaling: up to as many), and at least with its smallest count.
+    Raises UsageError when that leaves nothing.
     """
     tasks = [task for case in cases for task in _tasks(case, ranks, quick, cores)]
     if not tasks:
@@ -186,5 +186,8 @@ def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> Iterabl
     counts = [n for n in case.ranks if n in ranks] if ranks else fit
     for scaling in case.scalings:
         for n in counts:
-            if n > 1 or scaling == case.scalings[0]:
+            shared = (
+                scaling == "weak" and n > cores and not ranks
+            )  # n times the work on cores that are all busy
+            if not shared and (n > 1 or scaling == case.scalings[0]):
                 yield from (Task(case, n, scaling, variant, quick) for variant in case.variants)
