@@ -63,24 +63,24 @@ struct Call {
     bool operator==(const Call&) const = default;
 };
 
+inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes) std::memcpy(to, from, bytes);  // there may be no memory behind nothing
+}
+
 /// Past the cache: for results so large that they would push out what is still needed.
 inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
 #ifdef __SSE2__
     const std::size_t head = std::min(bytes, std::size_t(-reinterpret_cast<std::uintptr_t>(to)) & 15);
-    std::memcpy(to, from, head);
+    copy_through_cache(to, from, head);
     std::size_t i = head;
     for (; i + 16 <= bytes; i += 16)
         _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
                          _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
     _mm_sfence();
-    std::memcpy(to + i, from + i, bytes - i);
+    copy_through_cache(to + i, from + i, bytes - i);
 #else
-    std::memcpy(to, from, bytes);
+    copy_through_cache(to, from, bytes);
 #endif
-}
-
-inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
-    std::memcpy(to, from, bytes);
 }
 
 /// Ranks of one host at the most.
@@ -211,7 +211,7 @@ inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::siz
     const bool wanted = root < 0 || root == m.rank();
     if (m.size() <= 2 || bytes <= HostMemory::little || root >= 0)
         return {call, rounds_of(bytes, chunk),
-                [=, &m](std::size_t i) { std::memcpy(m.slot(m.rank()), x + i * chunk, length(i)); },
+                [=, &m](std::size_t i) { copy_through_cache(m.slot(m.rank()), x + i * chunk, length(i)); },
                 [=, &m](std::size_t i) {
                     const std::byte* in[max_local_ranks];
                     for (int r = 0; r < m.size(); ++r) in[r] = m.slot(r);
@@ -223,7 +223,7 @@ inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::siz
     return {call, 2 * rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
                 if (i % 2 == 0) {
-                    std::memcpy(m.slot(m.rank()), x + i / 2 * chunk, length(i / 2));
+                    copy_through_cache(m.slot(m.rank()), x + i / 2 * chunk, length(i / 2));
                     return;
                 }
                 const std::size_t begin = part(i, m.rank()), end = part(i, m.rank() + 1);
@@ -234,7 +234,8 @@ inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::siz
             [=, &m](std::size_t i) {
                 if (i % 2 == 0) return;
                 for (int r = 0; r < m.size(); ++r)
-                    std::memcpy(x + i / 2 * chunk + part(i, r), m.slot(r), part(i, r + 1) - part(i, r));
+                    copy_through_cache(x + i / 2 * chunk + part(i, r), m.slot(r),
+                                       part(i, r + 1) - part(i, r));
             }};
 }
 
@@ -245,7 +246,7 @@ inline Rounds broadcast(HostMemory& m, const Call& call, std::byte* x, std::size
     const auto copy = bytes > HostMemory::large ? copy_past_cache : copy_through_cache;
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
-                if (m.rank() == root) std::memcpy(m.slot(root), x + i * chunk, length(i));
+                if (m.rank() == root) copy_through_cache(m.slot(root), x + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
                 if (m.rank() != root) copy(x + i * chunk, m.slot(root), length(i));
@@ -260,7 +261,7 @@ inline Rounds all_gather(HostMemory& m, const Call& call, const std::byte* x, st
     const auto copy = bytes * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
     const bool wanted = root < 0 || root == m.rank();
     return {call, rounds_of(bytes, chunk),
-            [=, &m](std::size_t i) { std::memcpy(m.slot(m.rank()), x + i * chunk, length(i)); },
+            [=, &m](std::size_t i) { copy_through_cache(m.slot(m.rank()), x + i * chunk, length(i)); },
             [=, &m](std::size_t i) {
                 for (int r = 0; wanted && r < m.size(); ++r)
                     copy(out[r] + i * chunk, r == m.rank() ? x + i * chunk : m.slot(r), length(i));
@@ -275,7 +276,7 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
-                    std::memcpy(m.slot(m.rank()) + r * chunk, in[r] + i * chunk, length(i));
+                    copy_through_cache(m.slot(m.rank()) + r * chunk, in[r] + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
                 const std::byte* terms[max_local_ranks];
@@ -297,7 +298,7 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<std::span<
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r) {
                     const auto piece = part(in[r], i);
-                    std::memcpy(m.slot(m.rank()) + r * chunk, piece.data(), piece.size());
+                    copy_through_cache(m.slot(m.rank()) + r * chunk, piece.data(), piece.size());
                 }
             },
             [=, &m](std::size_t i) {
