@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "buffers.hpp"
 #include "fived/mpi.hpp"
 #include "fived/shared_memory.hpp"
 #include "progress.hpp"
@@ -87,8 +88,6 @@ class MpiBackend final : public c10d::Backend, private Party {
 
   private:
     using Clock = std::chrono::steady_clock;
-    /// Tensors that a kernel can read and write: those given, or contiguous copies of them.
-    class Buffers;
     /// A call under way. A collective runs its stages one after the other; a message is MPI's.
     struct Task {
         c10::intrusive_ptr<MpiWork> work;

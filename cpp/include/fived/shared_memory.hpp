@@ -104,7 +104,7 @@ class HostMemory {
         int handle = -1, error = 0;
         if (rank_ == 0) {
             handle = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-            if (handle < 0 || posix_fallocate(handle, 0, off_t(bytes)) != 0) error = errno ? errno : ENOSPC;
+            error = handle < 0 ? errno : posix_fallocate(handle, 0, off_t(bytes));
         }
         comm.broadcast(std::span(&error, 1));
         if (error == 0) {
