@@ -78,7 +78,7 @@ def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, st
         )
     if backend == "auto":
         backend = "nccl" if use_gpu and launch.local_world_size <= gpus else "gloo"
-        if by_mpi and not use_gpu and launch.world_size > 1 and mpi_backend.is_built():
+        if by_mpi and not use_gpu and mpi_backend.is_built():
             backend = "mpi"
         if use_gpu and backend == "gloo" and launch.local_rank == 0:
             print(
