@@ -107,7 +107,7 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<
     MPI_Initialized(&running);
     if (!running) refuse("the backend 'fived' needs MPI; import mpi4py.MPI first, under mpirun");
     MPI_Query_thread(&level);
-    if (level < MPI_THREAD_SERIALIZED) refuse("MPI was started without support for threads");
+    if (level < MPI_THREAD_MULTIPLE) refuse("MPI was started without support for several threads");
     MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world_size);
     if (ranks_.empty())

@@ -54,7 +54,7 @@ class MpiWork final : public Work {
 class MpiBackend final : public c10d::Backend, private Party {
   public:
     /// Collective over the members. `ranks` are the members' ranks in MPI_COMM_WORLD, in order; empty: all.
-    /// Throws c10::Error when MPI is not running or the members are not on one host.
+    /// Throws std::invalid_argument when MPI is not running or the members are not on one host.
     MpiBackend(int rank, int size, const std::string& name, std::vector<int> ranks,
                std::chrono::milliseconds timeout);
     ~MpiBackend() override;

@@ -140,19 +140,12 @@ WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const
 WorkPtr MpiBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                     const c10d::AllgatherOptions& o) {
     check(outputs, inputs.size(), "all_gather");
-    check(inputs, inputs.size(), "all_gather");
-    auto buffers = std::make_shared<Buffers>();
-    Stages stages;
+    std::vector<Tensors> lists;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-        const at::Tensor x = buffers->read(inputs[i]), y = buffers->write(outputs[i], false);
-        fits("all_gather", x, size_, y);
-        std::vector<Byte*> places;
-        for (int r = 0; r < size_; ++r) places.push_back(bytes_of(y) + r * x.nbytes());
-        const Call what = call(OpType::ALLGATHER, x, x.numel());
-        stages.push_back([=, this] { return all_gather(*memory_, what, bytes_of(x), places, x.nbytes()); });
+        fits("all_gather", inputs[i], size_, outputs[i]);
+        lists.push_back(outputs[i].view({-1}).tensor_split(size_));
     }
-    return collective(OpType::_ALLGATHER_BASE, "fived:all_gather", buffers, std::move(stages), outputs,
-                      o.timeout, o.asyncOp);
+    return allgather_coalesced(lists, inputs, o);
 }
 
 WorkPtr MpiBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
@@ -203,22 +196,26 @@ WorkPtr MpiBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
 
 WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                    const c10d::ReduceScatterOptions& o) {
-    if (inputs.size() != 1 || outputs.size() != 1) refuse("reduce_scatter takes one tensor and one list");
-    check(inputs[0], size_, "reduce_scatter");
+    check(outputs, inputs.size(), "reduce_scatter");
     auto buffers = std::make_shared<Buffers>();
-    const at::Tensor y = buffers->write(outputs[0], false);
-    std::vector<const Byte*> in;
-    for (const at::Tensor& t : inputs[0]) {
-        fits("reduce_scatter", t, 1, y);
-        in.push_back(bytes_of(buffers->read(t)));
+    Stages stages;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+        check(inputs[i], size_, "reduce_scatter");
+        const at::Tensor y = buffers->write(outputs[i], false);
+        std::vector<const Byte*> in;
+        for (const at::Tensor& t : inputs[i]) {
+            fits("reduce_scatter", t, 1, y);
+            in.push_back(bytes_of(buffers->read(t)));
+        }
+        const Reduce kernel = reduction(y.scalar_type(), o.reduceOp);
+        const Call what = call(OpType::REDUCE_SCATTER, y, y.numel(), 0, o.reduceOp);
+        stages.push_back([=, this] {
+            return fived::reduce_scatter(*memory_, what, in, bytes_of(y), y.nbytes(), y.element_size(),
+                                         kernel);
+        });
     }
-    const Reduce kernel = reduction(y.scalar_type(), o.reduceOp);
-    const Call what = call(OpType::REDUCE_SCATTER, y, y.numel(), 0, o.reduceOp);
-    return collective(OpType::REDUCE_SCATTER, "fived:reduce_scatter", buffers, {[=, this] {
-                          return fived::reduce_scatter(*memory_, what, in, bytes_of(y), y.nbytes(),
-                                                       y.element_size(), kernel);
-                      }},
-                      outputs, o.timeout, o.asyncOp);
+    return collective(OpType::REDUCE_SCATTER, "fived:reduce_scatter", buffers, std::move(stages), outputs,
+                      o.timeout, o.asyncOp);
 }
 
 WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -230,23 +227,12 @@ WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 WorkPtr MpiBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                     const c10d::ReduceScatterOptions& o) {
     check(outputs, inputs.size(), "reduce_scatter");
-    check(inputs, inputs.size(), "reduce_scatter");
-    auto buffers = std::make_shared<Buffers>();
-    Stages stages;
+    std::vector<Tensors> lists;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-        const at::Tensor x = buffers->read(inputs[i]), y = buffers->write(outputs[i], false);
-        fits("reduce_scatter", y, size_, x);
-        std::vector<const Byte*> in;
-        for (int r = 0; r < size_; ++r) in.push_back(bytes_of(x) + r * y.nbytes());
-        const Reduce kernel = reduction(y.scalar_type(), o.reduceOp);
-        const Call what = call(OpType::REDUCE_SCATTER, y, y.numel(), 0, o.reduceOp);
-        stages.push_back([=, this] {
-            return fived::reduce_scatter(*memory_, what, in, bytes_of(y), y.nbytes(), y.element_size(),
-                                         kernel);
-        });
+        fits("reduce_scatter", outputs[i], size_, inputs[i]);
+        lists.push_back(inputs[i].flatten().tensor_split(size_));
     }
-    return collective(OpType::_REDUCE_SCATTER_BASE, "fived:reduce_scatter", buffers, std::move(stages),
-                      outputs, o.timeout, o.asyncOp);
+    return reduce_scatter(outputs, lists, o);
 }
 
 WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,

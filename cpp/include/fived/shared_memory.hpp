@@ -90,8 +90,8 @@ inline constexpr int max_local_ranks = 512;
 class HostMemory {
   public:
     static constexpr std::size_t slot_bytes = 64 << 10;
-    static constexpr std::size_t large = 8 << 20;  // outputs beyond this go past the cache
-    static constexpr std::size_t little = 4 << 10;
+    static constexpr std::size_t large = 8 << 20;   // outputs beyond this go past the cache
+    static constexpr std::size_t little = 4 << 10;  // up to here one round is quicker than two
 
     /// Collective. All ranks of `comm` must be on this host. Throws MpiError where there is no room for it.
     explicit HostMemory(const Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {
@@ -137,9 +137,8 @@ class HostMemory {
     /// A collective under way.
     class Rounds {
       public:
-        using Write = std::function<void(std::size_t round)>;
-        using Read = std::function<void(std::size_t round)>;
-        Rounds(const Call& call, std::size_t count, Write write, Read read)
+        using Step = std::function<void(std::size_t round)>;
+        Rounds(const Call& call, std::size_t count, Step write, Step read)
             : call_(call), count_(count), write_(std::move(write)), read_(std::move(read)) {}
         const Call& call() const { return call_; }
 
@@ -148,11 +147,10 @@ class HostMemory {
         Call call_;
         std::size_t count_, next_ = 0;
         bool waiting_ = false;
-        Write write_;
-        Read read_;
+        Step write_, read_;
     };
 
-    /// Goes on as far as the other ranks allow; true when done. `other` is called with a rank whose Call differs.
+    /// Goes on as far as the other ranks allow; true when done. Calls mismatch(rank, its Call) where one differs.
     template <class Mismatch>
     bool advance(Rounds& rounds, Mismatch mismatch) {
         while (rounds.next_ < rounds.count_) {
