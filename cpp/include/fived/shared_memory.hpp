@@ -4,7 +4,7 @@
 //
 //     write   what the others need, into my slot        a chunk so small that it stays in the cache
 //     raise   my counter by one                         release: the slot was written before
-//     wait    until every counter is as high as mine    acquire
+//     meet    when every counter is as high as mine     acquire
 //     read    what I need, out of all slots
 //
 // Two slots are enough. A rank writes round r + 2 where round r was only after it saw all counters at r + 1, and
