@@ -200,6 +200,49 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
     return out[: sizes[group.rank]].movedim(0, dim).contiguous()
 
 
+def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
+    """S(x on dimension 0) to R(out), pieces of equal length; x may be this rank's place in out. Sends (n-1)/n S.
+
+    Both are contiguous: nothing is copied on the way. Raises ValueError where x does not fill out n times.
+    """
+    _check_pieces("all_gather_into", out, x, group)
+    if group.size == 1:
+        out.copy_(x)
+    return _run(
+        lambda: dist.all_gather_single(out, x, group=group.pg, async_op=True),
+        "all_gather",
+        group,
+        share(out, 1, group),
+        async_op,
+    )
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
+    """P(x) to S(out on dimension 0), pieces of equal length; out may be this rank's place in x. Sends (n-1)/n S.
+
+    Both are contiguous: nothing is copied on the way. Raises ValueError where out does not fill x n times.
+    """
+    _check_pieces("reduce_scatter_into", x, out, group)
+    if group.size == 1:
+        out.copy_(x)
+    return _run(
+        lambda: dist.reduce_scatter_single(out, x, group=group.pg, async_op=True),
+        "reduce_scatter",
+        group,
+        share(x, 1, group),
+        async_op,
+    )
+
+
+def _check_pieces(call: str, whole: Tensor, piece: Tensor, group: Group) -> None:
+    if whole.numel() != group.size * piece.numel() or whole.dtype != piece.dtype:
+        raise ValueError(
+            f"{call}: {group.size} pieces of {piece.numel()} {piece.dtype} do not fill {whole.numel()} {whole.dtype}"
+        )
+    if not (whole.is_contiguous() and piece.is_contiguous()):
+        raise ValueError(f"{call}: tensors with gaps in memory; give contiguous ones")
+
+
 def all_to_all(
     x: Tensor,
     group: Group,

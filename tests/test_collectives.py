@@ -134,3 +134,35 @@ def uneven_all_to_all(rt: Runtime) -> None:
 def test_all_to_all_refuses_what_does_not_divide() -> None:
     with pytest.raises(RuntimeError, match="length 5 does not divide into 2 equal pieces"):
         spawn(uneven_all_to_all, 2)
+
+
+def into(rt: Runtime) -> tuple[list[float], list[float], list[float], list[float], Fraction, list[str]]:
+    """The two without copies, in place and not, and what they refuse."""
+    n, r, said = rt.world_size, rt.rank, []
+    mine = torch.tensor([r + 1.0, 10.0 * r])
+    apart, joined = torch.empty(2 * n), torch.zeros(2 * n)
+    joined[2 * r : 2 * r + 2] = mine
+    parts = torch.arange(2.0 * n) + r
+    summed, own = parts.clone(), torch.empty(2)
+    with Ledger() as ledger:
+        comm.all_gather_into(apart, mine, rt.world)
+        comm.all_gather_into(joined, joined[2 * r : 2 * r + 2], rt.world, async_op=True).wait()
+        comm.reduce_scatter_into(own, parts, rt.world)
+        comm.reduce_scatter_into(summed[2 * r : 2 * r + 2], summed, rt.world)
+    for wrong in (torch.empty(2 * n + 1), torch.empty(2 * n, dtype=torch.int64), torch.empty(4 * n)[::2]):
+        for call in (comm.all_gather_into, lambda out, x, g: comm.reduce_scatter_into(x, out, g)):
+            with pytest.raises(ValueError, match=r"do not fill|gaps in memory") as error:
+                call(wrong, mine, rt.world)
+            said.append(str(error.value))
+    here = summed[2 * r : 2 * r + 2].tolist()
+    return apart.tolist(), joined.tolist(), own.tolist(), here, ledger.bytes(), said
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_into(n: int) -> None:
+    gathered = [value for r in range(n) for value in (r + 1.0, 10.0 * r)]
+    for r, (apart, joined, own, here, sent, said) in enumerate(spawn(into, n)):
+        assert apart == joined == gathered
+        assert own == here == [n * (2.0 * r + i) + n * (n - 1) / 2 for i in range(2)]
+        assert sent == 4 * Fraction(n - 1, n) * 2 * n * 4
+        assert len(said) == 6
