@@ -18,20 +18,30 @@ it enlarges that rounding by lr / eps, and it hides any constant factor on the g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common import comm
+from common import comm, ledger
 from common.mesh import AXES, Mesh
-from common.placement import gradient_norm, placement
+from common.placement import Run, gradient_norm, placement
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 KINDS = ("loss", "gradients", "gradient norm", "weights")
 
-OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+Wrap = Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer]
+
+
+def plain(make: MakeOptimizer, tensors: list[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer as it is."""
+    return make(tensors)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5),
 }
@@ -41,13 +51,15 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 class Followed:
     """All that a training run leaves: per step the loss, every gradient and their norm; the last weights.
 
-    Tensors are whole and under their canonical names; a gradient that is None is left out.
+    Tensors are whole and under their canonical names; a gradient that is None is left out. The optimizer is as
+    the last step left it.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: Any = None
 
 
 @dataclass(frozen=True)
@@ -60,20 +72,42 @@ class Difference:
 
 def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
     """The full tensor of which x is this rank's piece, as `parameter` lies on the mesh."""
-    x = x.detach().clone()
-    for axis, shard in placement(parameter).items():
-        assert mesh is not None
-        x = comm.all_gather(x, mesh.group(axis), shard.dim)
+    with ledger.uncounted(), torch.no_grad():
+        if hasattr(x, "full_tensor"):  # a DTensor
+            return cast(Tensor, x.full_tensor())
+        x = x.detach().clone()
+        for axis, split in reversed(placement(parameter).items()):
+            assert mesh is not None
+            if isinstance(split, Run):
+                x = comm.all_gather(x, mesh.group(axis), 0, split.sizes).view(split.shape)
+            else:
+                x = comm.all_gather(x, mesh.group(axis), split.dim)
     return x
 
 
+class Named(Protocol):
+    """A module, or anything else that owns parameters under canonical names."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
 def follow(
-    model: nn.Module, optimizer: str, steps: int, step: Callable[[int], Tensor], mesh: Mesh | None = None
+    model: Named,
+    optimizer: str,
+    steps: int,
+    step: Callable[[int], Tensor],
+    mesh: Mesh | None = None,
+    wrap: Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer] = lambda make, tensors: make(
+        tensors
+    ),
 ) -> Followed:
-    """Train `steps` steps. `step(t)` leaves synchronised gradients and returns the loss of the global batch."""
+    """Train `steps` steps. `step(t)` leaves synchronised gradients and returns the loss of the global batch.
+
+    wrap: makes the optimizer, where it is more than torch's own.
+    """
     named = dict(model.named_parameters())
-    chosen = OPTIMIZERS[optimizer](list(named.values()))
-    result = Followed()
+    chosen = wrap(OPTIMIZERS[optimizer], list(named.values()))
+    result = Followed(optimizer=chosen)
     for t in range(steps):
         chosen.zero_grad()
         result.losses.append(step(t).item())

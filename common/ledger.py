@@ -7,6 +7,8 @@ fractions, so that `counted == formula` is an equality and not a tolerance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import TracebackType
@@ -63,6 +65,16 @@ class Ledger:
             sent, seconds = sum(r.bytes for r in rows), sum(r.seconds for r in rows)
             table.add_row(op, axis, str(len(rows)), show_bytes(sent), f"{seconds:.4f}")
         return table
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What happens inside adds no rows: a proof that gathers whole tensors is not part of the run's cost."""
+    counting, _open[:] = _open[:], []
+    try:
+        yield
+    finally:
+        _open[:] = counting
 
 
 def record(op: str, axis: str, sent: Fraction | int, seconds: float) -> None:

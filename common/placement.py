@@ -28,14 +28,39 @@ class Shard:
     dim: int
 
 
-def place(parameter: Tensor, axis: str, shard: Shard) -> None:
-    """Say that `parameter` holds one piece along `axis`."""
-    parameter.placement = {**placement(parameter), axis: shard}  # type: ignore[attr-defined]
+@dataclass(frozen=True)
+class Run:
+    """One run of the flattened tensor on each rank, `sizes` numbers long in the order of the ranks.
+
+    `shape` is that of the tensor before it was cut; a size may be 0.
+    """
+
+    shape: torch.Size
+    sizes: tuple[int, ...]
 
 
-def placement(parameter: Tensor) -> dict[str, Shard]:
-    """The axes along which `parameter` is split; along all others it is replicated."""
+Split = Shard | Run
+
+
+def place(parameter: Tensor, axis: str, split: Split) -> None:
+    """Say that `parameter` holds one piece along `axis`. Cuts are undone in the reverse order."""
+    parameter.placement = {**placement(parameter), axis: split}  # type: ignore[attr-defined]
+
+
+def placement(parameter: Tensor) -> dict[str, Split]:
+    """The axes along which `parameter` is split, in the order of the cuts; along all others it is replicated.
+
+    A DTensor says it itself; the names of its mesh are our axes.
+    """
+    if mesh := getattr(parameter, "device_mesh", None):
+        kinds = zip(mesh.mesh_dim_names, parameter.placements, strict=True)  # type: ignore[attr-defined]
+        return {axis: Shard(kind.dim) for axis, kind in kinds if kind.is_shard()}
     return getattr(parameter, "placement", {})
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a DTensor; any other tensor is one."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
@@ -57,6 +82,6 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
             for axis in AXES:
                 if axis != "pp" and axis not in placement(p):
                     copies *= mesh.shape[axis]
-            total += p.grad.double().square().sum() / copies
+            total += local(p.grad).double().square().sum() / copies
     comm.all_reduce(total, mesh.group(*AXES))
     return total.sqrt()

@@ -25,31 +25,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 
 import torch
 from dp_training import (
-    Batches,
     TrainingOptions,
     Version,
     benchmark,
     bytes_of_run,
+    bytes_of_step,
     check,
-    make_model,
+    prove,
     report,
-    training_step,
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group, Pending
-from common.equality import OPTIMIZERS, compare, follow, worst_of_world
-from common.ledger import Ledger
-from common.lesson import DTYPES, console, run
-from common.mesh import Mesh
-from common.proof import Proof
+from common.lesson import run
 from common.runtime import Runtime
 
 VERSIONS = ("naive", "bucketed", "ddp")
@@ -247,43 +243,22 @@ def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -
     return Version(ddp, ddp.no_sync, averages=True)
 
 
-def prove(rt: Runtime, o: TrainingOptions) -> bool:
-    """Train with every version and optimizer, on all ranks and on one; show what differs and what it took."""
-    mesh, alone = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (rt.rank,))
-    proof, ledgers = Proof(DTYPES[o.dtype]), {}
-    for optimizer in OPTIMIZERS:
-        model = make_model(o, rt.device)
-        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
-        for name in o.versions:
-            model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
-            with Ledger() as ledger:
-                version = make_version(name, model, rt, o)
-                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-                found = compare(reference, follow(model, optimizer, o.steps, step, mesh))
-            # DDP's messages pass the ledger by
-            counted = None if name == "ddp" and rt.world_size > 1 else ledger.bytes()
-            formula = bytes_of_run(model, rt.world, o.steps, order=name == "bucketed", flags=name != "ddp")
-            proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
-            ledgers[name] = ledger
-    out = console(rt)
-    out.print(
-        proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
-    )
-    shown = "bucketed" if "bucketed" in ledgers else o.versions[0]
-    out.print(ledgers[shown].table(f"{shown}, {optimizer}: calls and seconds of rank 0, bytes mean"))
-    records = benchmark(rt, replace(o, steps=5), make_version)
-    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
-    out.print(proof.sentence())
-    return proof.holds
+def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Bytes a rank sends in a step."""
+    return bytes_of_step(model, group, flags=name != "ddp")
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Bytes a rank sends in `o.steps` steps, the start included."""
+    return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
 
 
 def main(rt: Runtime, o: TrainingOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
     if not o.benchmark:
-        return prove(rt, o)
-    report(rt, o, benchmark(rt, o, make_version))
+        return prove(rt, o, make_version, run_bytes, step_bytes)
+    report(rt, o, benchmark(rt, o, make_version, step_bytes))
     return True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from common import comm
 from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
+from common.equality import OPTIMIZERS, Named, Wrap, compare, follow, plain, worst_of_world
+from common.ledger import Ledger
 from common.lesson import DTYPES, LessonOptions, console, write_records
 from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.mesh import Mesh
 from common.models.transformer import Transformer, config, cross_entropy_sum
+from common.proof import Proof
 from common.runtime import Runtime, UsageError
 from common.utils.visualizer import figure, throughput_bars
 
@@ -58,9 +62,11 @@ class Version:
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     finish: Callable[[], None] = lambda: None
     averages: bool = False  # DDP divides the sum by the number of ranks
+    owner: Named | None = None  # has what the optimizer steps on, where that is not the model
+    wrap: Wrap = plain
 
     def __post_init__(self) -> None:
-        self.parameters = list(self.model.parameters())
+        self.parameters = [p for _, p in (self.owner or self.model).named_parameters()]
 
 
 @dataclass
@@ -147,8 +153,21 @@ def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags:
     )
 
 
-def benchmark(rt: Runtime, o: TrainingOptions, make_version: Callable[..., Version]) -> list[BenchmarkRecord]:
-    """Whole steps, AdamW included, of every version in turn; `o.steps` rounds after two to warm up."""
+Formula = Callable[[str, nn.Module, Group, TrainingOptions], Fraction]
+
+
+def benchmark(
+    rt: Runtime,
+    o: TrainingOptions,
+    make_version: Callable[..., Version],
+    step_bytes: Formula,
+    unseen: Collection[str] = ("ddp",),
+) -> list[BenchmarkRecord]:
+    """Whole steps, AdamW included, of every version in turn; `o.steps` rounds after two to warm up.
+
+    step_bytes: the bytes a rank sends in a step by formula. unseen: versions whose messages and waits pass the
+    ledger by.
+    """
     weak = o.benchmark and o.scaling == "weak"
     o = replace(o, batch=o.batch * rt.world_size) if weak else o
     batches = Batches(o, rt.world, rt.device)
@@ -170,10 +189,9 @@ def benchmark(rt: Runtime, o: TrainingOptions, make_version: Callable[..., Versi
             tokens_per_step=o.batch * o.sequence,
             flop_per_step=o.batch * o.sequence * model.flops_per_token(o.sequence),
             step_seconds=m.seconds,
-            # DDP's waits pass the ledger by
-            communication_seconds=None if name == "ddp" else statistics.median(m.blocked),
-            bytes_counted=None if name == "ddp" else statistics.median(m.sent),
-            bytes_formula=float(bytes_of_step(model, rt.world, flags=name != "ddp")),
+            communication_seconds=None if name in unseen else statistics.median(m.blocked),
+            bytes_counted=None if name in unseen else statistics.median(m.sent),
+            bytes_formula=float(step_bytes(name, model, rt.world, o)),
             peak_memory_bytes=peak_memory(rt.world),
             scaling=o.scaling,
         )
@@ -182,7 +200,7 @@ def benchmark(rt: Runtime, o: TrainingOptions, make_version: Callable[..., Versi
 
 
 def _whole_step(version: Version, batches: Batches, group: Group) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(version.parameters, lr=1e-3)
+    optimizer = version.wrap(lambda tensors: torch.optim.AdamW(tensors, lr=1e-3), version.parameters)
     step, at = training_step(version, batches, group), itertools.count()
 
     def whole() -> None:
@@ -223,6 +241,54 @@ def report(rt: Runtime, o: TrainingOptions, records: list[BenchmarkRecord]) -> N
             }
             with figure(o.plot) as (axes,):
                 throughput_bars(axes, speeds, unit="tokens/s", title=f"{o.model}, {o.dtype}")
+
+
+Examine = Callable[[str, str, Version, torch.optim.Optimizer], None]
+
+
+def prove(
+    rt: Runtime,
+    o: TrainingOptions,
+    make_version: Callable[..., Version],
+    run_bytes: Formula,
+    step_bytes: Formula,
+    unseen: Collection[str] = ("ddp",),
+    examine: Examine = lambda name, optimizer, version, made: None,
+) -> bool:
+    """Train with every version and optimizer, on all ranks and on one; show what differs and what it took.
+
+    run_bytes, step_bytes: the bytes a rank sends in a run and in a step by formula. unseen: versions whose
+    messages pass the ledger by. examine: sees each version after its last step, and its optimizer.
+    """
+    mesh, alone = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    proof, ledgers = Proof(DTYPES[o.dtype]), {}
+    for optimizer in OPTIMIZERS:
+        model = make_model(o, rt.device)
+        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
+        for name in o.versions:
+            model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+            with Ledger() as ledger:
+                version = make_version(name, model, rt, o)
+                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+                owner = version.owner or model
+                followed = follow(owner, optimizer, o.steps, step, mesh, version.wrap)
+                found = compare(reference, followed)
+            counted = None if name in unseen and rt.world_size > 1 else ledger.bytes()
+            formula = run_bytes(name, model, rt.world, o)
+            proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
+            ledgers[name] = ledger
+            examine(name, optimizer, version, followed.optimizer)
+    out = console(rt)
+    out.print(
+        proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
+    )
+    shown = next((name for name in reversed(o.versions) if name not in unseen), o.versions[0])
+    out.print(ledgers[shown].table(f"{shown}, {optimizer}: calls and seconds of rank 0, bytes mean"))
+    records = benchmark(rt, replace(o, steps=5), make_version, step_bytes, unseen)
+    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    out.print(proof.sentence())
+    return proof.holds
 
 
 def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:

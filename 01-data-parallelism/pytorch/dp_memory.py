@@ -1,0 +1,87 @@
+"""What a rank holds: weights, gradients, the optimizer's state, measured and by formula, in bytes.
+
+Psi numbers of b bytes on n ranks; AdamW keeps K = 2b bytes of state a number, SGD none.
+
+    version                              weights    gradients   state
+    bucketed, ddp                        b Psi      b Psi       K Psi
+    zero1, zero-redundancy               b Psi      b Psi       K Psi / n
+    zero2                                b Psi      b Psi / n   K Psi / n
+    zero3, fsdp and fsdp-keep            b Psi / n  b Psi / n   K Psi / n
+
+Measured is the memory behind the tensors after a step of the optimizer: each piece once, however many tensors
+look at it. What lives for a part of the step only is in its peak, which common.measure.peak_allocated sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from dp_training import Version
+from rich.table import Table
+from torch import Tensor
+
+from common import comm
+from common.placement import local
+from common.runtime import Runtime
+
+KINDS = ("weights", "gradients", "state")
+SHARDED = {"zero1": 1, "zero-redundancy": 1, "zero2": 2, "zero3": 3, "fsdp-keep": 3, "fsdp": 3}
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the memory behind the tensors, each piece of memory once."""
+    storages = [local(x).untyped_storage() for x in tensors if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held(version: Version, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and state on this rank, now."""
+    tensors = [*version.model.parameters(), *version.parameters]
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps the real one inside
+    state = [x for of in inner.state.values() for x in of.values() if isinstance(x, Tensor)]
+    return bytes_of(tensors), bytes_of(p.grad for p in tensors), bytes_of(state)
+
+
+def by_formula(name: str, numbers: int, size: int, ranks: int, state: int) -> tuple[float, float, float]:
+    """The same by the table above; `size` and `state` are bytes a number."""
+    stage = SHARDED.get(name, 0)
+    share = [numbers / ranks if stage >= first else float(numbers) for first in (3, 2, 1)]
+    return share[0] * size, share[1] * size, share[2] * state
+
+
+@dataclass
+class MemoryTable:
+    """Rows of one lesson; the mean over ranks, since runs differ by some padding."""
+
+    rt: Runtime
+    rows: list[tuple[str, str, list[float], tuple[float, ...]]] = field(default_factory=list)
+
+    def examine(self, name: str, kind: str, version: Version, optimizer: torch.optim.Optimizer) -> None:
+        """Add a row. Every rank must call this."""
+        mine = torch.tensor(held(version, optimizer), dtype=torch.float64)
+        comm.all_reduce(mine, self.rt.world)
+        parameters = list(version.model.parameters())
+        size = parameters[0].element_size()
+        formula = by_formula(
+            name, sum(p.numel() for p in parameters), size, self.rt.world_size, 2 * size * (kind == "adamw")
+        )
+        self.rows.append((name, kind, (mine / self.rt.world_size).tolist(), formula))
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference between measured and formula."""
+        pairs = [pair for _, _, *both in self.rows for pair in zip(*both, strict=True)]
+        return max(float(abs(a - b) / (b or 1.0)) for a, b in pairs)
+
+    def table(self, title: str) -> Table:
+        """Measured / formula, in thousands of bytes."""
+        table = Table(title=title, title_justify="left")
+        for column in ("version", "optimizer", *KINDS, "all, of the first row"):
+            table.add_column(column, justify="left" if column in ("version", "optimizer") else "right")
+        for name, kind, measured, formula in self.rows:
+            first = next(sum(row[2]) for row in self.rows if row[1] == kind)
+            cells = [f"{a / 1e3:,.1f} / {b / 1e3:,.1f}" for a, b in zip(measured, formula, strict=True)]
+            table.add_row(name, kind, *cells, f"{sum(measured) / first:.0%}")
+        return table
