@@ -4,6 +4,7 @@
 #   fived_mpi_chapter(dp_mpi)              dp_mpi.cpp + main.cpp -> bin/dp_mpi; + bindings.cpp -> python/dp_mpi*.so
 #   fived_add_test(name RANKS 1 2 SOURCES a.cpp)     a C++ test, run under mpirun at each number of ranks
 #   fived_add_torch_module(name a.cpp)     a Python module on the LibTorch inside torch's wheel
+#   fived_add_torch_binary(name objects)   a program on it, without Python
 #
 # -DPython_EXECUTABLE=python      the environment (default: the active one, else the repository's .venv)
 # -DFIVED_MPI=system              mpicxx on the PATH instead of the environment's
@@ -15,6 +16,7 @@ set(FIVED_MPI wheel CACHE STRING "wheel: the Python environment's MPI; system: m
 set(FIVED_BLAS wheel CACHE STRING "wheel: scipy-openblas32; system: find_package(BLAS)")
 option(FIVED_NATIVE "Compile for this machine's processor" ON)
 option(FIVED_PYTHON "Build the Python modules" ON)
+option(FIVED_LIBTORCH "Build what stands on LibTorch" ON)
 option(FIVED_SANITIZE "Address and undefined-behaviour sanitizers" OFF)
 get_filename_component(FIVED_ROOT "${CMAKE_CURRENT_LIST_DIR}/../.." ABSOLUTE)
 

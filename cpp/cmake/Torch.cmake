@@ -4,7 +4,7 @@
 include_guard(GLOBAL)
 
 # Makes the target fived_torch and, with it, the one precompiled header that all torch targets share. Found only
-# when the first chapter asks, so that the MPI parts build where there is no torch.
+# when the first target asks, so that the MPI parts build where there is no torch.
 function(fived_find_torch)
   if(TARGET fived_torch)
     return()
@@ -19,7 +19,7 @@ function(fived_find_torch)
   else()
     if(NOT FIVED_TORCH)
       fived_stop("No torch in ${FIVED_PREFIX}: ${Python_EXECUTABLE} -m pip install torch, or "
-        "-DCMAKE_PREFIX_PATH=<your LibTorch>.")
+        "-DCMAKE_PREFIX_PATH=<your LibTorch>, or -DFIVED_LIBTORCH=OFF to build the MPI parts alone.")
     endif()
     set(FIVED_TORCH_FOLDER "${FIVED_TORCH}")
     foreach(library torch torch_cpu c10 torch_cuda c10_cuda)
@@ -36,11 +36,35 @@ function(fived_find_torch)
   target_compile_options(fived_torch INTERFACE ${flags})
   set(FIVED_TORCH_FOLDER "${FIVED_TORCH_FOLDER}" CACHE INTERNAL "")
 
+  # No Python in it: what a stand-alone binary is made of shares it with the modules, whose bindings add Python.
   file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/torch_pch/unit.cpp" CONTENT "")
   add_library(fived_torch_pch OBJECT "${CMAKE_BINARY_DIR}/torch_pch/unit.cpp")
-  target_link_libraries(fived_torch_pch PRIVATE fived_torch fived Python::Module)
-  set_target_properties(fived_torch_pch PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
-  target_precompile_headers(fived_torch_pch PRIVATE <torch/extension.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
+  target_precompile_headers(fived_torch_pch PRIVATE <torch/all.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
+  fived_torch_target(fived_torch_pch)
+endfunction()
+
+# The same flags for all that use the precompiled header.
+function(fived_torch_target name)
+  target_link_libraries(${name} PRIVATE fived_torch fived)
+  set_target_properties(${name} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  if(NOT name STREQUAL fived_torch_pch)
+    target_precompile_headers(${name} REUSE_FROM fived_torch_pch)
+  endif()
+endfunction()
+
+# Objects on LibTorch that know nothing of Python, for a module, a binary or both.
+function(fived_add_torch_objects name)
+  fived_find_torch()
+  add_library(${name} OBJECT ${ARGN})
+  fived_torch_target(${name})
+endfunction()
+
+# A stand-alone binary of objects: fived_add_torch_binary(name objects...).
+function(fived_add_torch_binary name)
+  list(TRANSFORM ARGN REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>" OUTPUT_VARIABLE objects)
+  add_executable(${name} ${objects})
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
+  target_link_libraries(${name} PRIVATE fived_torch fived)
 endfunction()
 
 # A Python module on LibTorch. pybind11 is the one in torch's include folder: a module that takes a
@@ -51,6 +75,6 @@ function(fived_add_torch_module name)
   endif()
   fived_find_torch()
   fived_add_module(${name} "${FIVED_TORCH_FOLDER}/include" ${ARGN})
-  target_link_libraries(${name} PRIVATE fived_torch "${FIVED_TORCH_FOLDER}/lib/libtorch_python.so")
-  target_precompile_headers(${name} REUSE_FROM fived_torch_pch)
+  fived_torch_target(${name})
+  target_link_libraries(${name} PRIVATE "${FIVED_TORCH_FOLDER}/lib/libtorch_python.so")
 endfunction()

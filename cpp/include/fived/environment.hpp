@@ -10,9 +10,10 @@ namespace fived {
 /// MPI_Init to MPI_Finalize. Ends the whole world when an exception leaves its scope.
 class Environment {
   public:
-    Environment(int& argc, char**& argv) {
+    /// `threads`: MPI_THREAD_MULTIPLE where a process group has a thread of its own.
+    Environment(int& argc, char**& argv, int threads = MPI_THREAD_FUNNELED) {
         int provided = 0;
-        MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided);
+        MPI_Init_thread(&argc, &argv, threads, &provided);
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     }
     ~Environment() {
