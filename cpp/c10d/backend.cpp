@@ -56,6 +56,22 @@ Communicator members(const std::string& name, const std::vector<int>& ranks) {
     return ours;
 }
 
+/// MPI_Finalize begins by deleting the attributes of MPI_COMM_SELF (MPI 3.1, section 8.7.1), while MPI still works: the
+/// last moment to stop asking it for messages. Groups may be destroyed before, after, or never.
+void end_with_mpi() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        int key = MPI_KEYVAL_INVALID;
+        const auto deleted = [](MPI_Comm, int, void*, void*) {
+            Engine::get().end();
+            return MPI_SUCCESS;
+        };
+        MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, deleted, &key, nullptr);
+        MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr);
+        MPI_Comm_free_keyval(&key);
+    });
+}
+
 }  // namespace
 
 bool MpiWork::isCompleted() {
@@ -103,9 +119,11 @@ void MpiWork::done(std::exception_ptr error) {
 MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<int> ranks,
                        std::chrono::milliseconds timeout)
     : Backend(rank, size), name_(name), ranks_(std::move(ranks)), timeout_(timeout) {
-    int running = 0, level = 0, world_rank = 0, world_size = 0;
+    int running = 0, finalized = 0, level = 0, world_rank = 0, world_size = 0;
     MPI_Initialized(&running);
     if (!running) refuse("the backend 'fived' needs MPI; import mpi4py.MPI first, under mpirun");
+    MPI_Finalized(&finalized);
+    if (finalized) refuse("MPI has ended; it cannot start again");
     MPI_Query_thread(&level);
     if (level < MPI_THREAD_MULTIPLE) refuse("MPI was started without support for several threads");
     MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
@@ -129,6 +147,7 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<
     memory_ = std::make_unique<HostMemory>(*comm_);
     Engine::get().expect_ranks(size);
     Engine::get().add(this);
+    end_with_mpi();
 }
 
 MpiBackend::~MpiBackend() {
@@ -136,6 +155,12 @@ MpiBackend::~MpiBackend() {
     const auto error = std::make_exception_ptr(std::runtime_error("group '" + name_ + "' was destroyed"));
     for (Task& task : collectives_) task.work->done(error);
     for (Task& task : messages_) task.work->done(error);
+}
+
+void MpiBackend::end() {
+    ended_ = true;
+    broken_ = "group '" + name_ + "': MPI has ended";
+    for (Task& task : messages_) task.request.reset();
 }
 
 std::string MpiBackend::show(const Call& call) const {
@@ -157,6 +182,7 @@ void MpiBackend::give_up(Task& task, const std::string& why) {
 
 /// One step of the first task in line; true when it is done.
 bool MpiBackend::step(Task& task) {
+    if (ended_) throw std::runtime_error(broken_);
     while (!task.messages.empty() || task.request) {
         if (!task.request) {
             task.request.emplace(task.messages.front()());

@@ -103,6 +103,7 @@ class MpiBackend final : public c10d::Backend, private Party {
 
     bool advance(std::vector<std::function<void()>>& afterwards) override;
     bool busy() const override { return !collectives_.empty() || !messages_.empty(); }
+    void end() override;
     bool step(Task& task);
     void give_up(Task& task, const std::string& why);
     std::string show(const Call& call) const;
@@ -123,6 +124,7 @@ class MpiBackend final : public c10d::Backend, private Party {
     std::uint64_t number_ = 0;
     std::uint64_t polls_ = 0;
     std::string broken_;
+    bool ended_ = false;
 };
 
 }  // namespace fived

@@ -14,19 +14,22 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace fived {
 
-/// A process group as the engine sees it. Both calls come with the engine's lock held.
+/// A process group as the engine sees it. All calls come with the engine's lock held.
 class Party {
   public:
     /// Moves operations on; adds what is to be done once the lock is free (telling that they are done).
     /// True when anything moved.
     virtual bool advance(std::vector<std::function<void()>>& afterwards) = 0;
     virtual bool busy() const = 0;
+    /// MPI is about to end: gives back what is MPI's and never calls it again.
+    virtual void end() = 0;
 
   protected:
     ~Party() = default;
@@ -34,17 +37,21 @@ class Party {
 
 class Engine {
   public:
+    /// Lives as long as the process: a group in a static variable may go after all others.
     static Engine& get() {
-        static Engine engine;
+        static Engine& engine = *std::make_unique<Engine>().release();
         return engine;
     }
-    ~Engine() {
+    /// Ends the thread, then every group that is still there. MPI_Finalize calls it.
+    void end() {
         {
             const std::lock_guard lock(mutex_);
             ending_ = true;
         }
         wake_.notify_all();
         if (thread_.joinable()) thread_.join();
+        const std::lock_guard lock(mutex_);
+        for (Party* party : parties_) party->end();
     }
 
     void add(Party* party) {
@@ -67,7 +74,7 @@ class Engine {
         if (!in_background || !busy_) return;
         {
             const std::lock_guard lock(mutex_);
-            if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+            if (!thread_.joinable() && !ending_) thread_ = std::thread([this] { run(); });
         }
         wake_.notify_one();
     }

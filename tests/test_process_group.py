@@ -1,0 +1,54 @@
+"""The process group without Python, and that MPI ends once and in peace, whoever goes first."""
+
+import subprocess
+import sys
+
+import pytest
+from mpi.launch import ROOT, mpirun, need_module
+
+ENDINGS = ROOT / "build" / "tests" / "test_process_group"
+
+# A receive that nobody answers, asked for by the progress thread until the interpreter is gone.
+NEVER_DESTROYED = """
+import ctypes
+from mpi4py import MPI
+import torch, torch.distributed as dist
+from common.mpi_backend import register
+register()
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+dist.init_process_group("fived", store=dist.HashStore(), rank=rank, world_size=size)
+work = dist.irecv(torch.zeros(4), (rank + 1) % size)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+"""
+
+
+def ending(ranks, how=""):
+    if not ENDINGS.exists():
+        pytest.fail("build/tests/test_process_group is not built: run make setup", pytrace=False)
+    return mpirun(ranks, ENDINGS, how)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_it_works_without_python(ranks):
+    assert ending(ranks).returncode == 0
+    if sys.platform == "linux":
+        libraries = subprocess.run(["ldd", ENDINGS], capture_output=True, text=True, check=True).stdout
+        assert "libtorch_cpu" in libraries
+        assert "libpython" not in libraries
+        assert "libtorch_python" not in libraries
+
+
+@pytest.mark.parametrize("how", ["outlives", "pending", "leaks"])
+def test_groups_may_end_before_mpi_after_it_or_never(how):
+    done = ending(2, how)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_exception_ends_all_ranks():
+    assert ending(3, "throws").returncode == 1
+
+
+def test_python_may_leave_a_group_behind():
+    need_module("fived_c10d")
+    done = mpirun(2, sys.executable, "-W", "ignore", "-c", NEVER_DESTROYED)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
