@@ -67,7 +67,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
         def heads(x: Tensor) -> Tensor:  # as many as the projection gives: all, or a rank's share
-            return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+            per_head: Tensor = x.unflatten(-1, (-1, self.head_width))
+            return per_head.transpose(1, 2)
 
         q_BHSK = heads(self.q_proj(x_BSD))
         k_BGSK = heads(self.k_proj(x_BSD))

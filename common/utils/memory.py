@@ -1,0 +1,75 @@
+"""What a piece of code holds in memory, counted in tensors: no sampling, the same number on every run.
+
+saved_bytes(lambda: loss(model(x)), model)        # what autograd keeps from the forward for the backward pass
+with LiveBytes() as live:                         # what exists at once, gradients and temporaries included
+    loss(model(x)).backward()
+live.peak
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
+    """Bytes that autograd saves in `forward()`: each storage once, the model's own parameters left out.
+
+    Tensors are counted by their whole storage, as memory is. `forward` must return what holds the graph.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()  # addresses are unique while the graph holds them
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        graph = forward()
+    del graph
+    return sum(kept.values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside the `with` block make, until they are freed.
+
+    `now` and `peak` are in bytes. What a kernel needs inside is not seen, nor are the threads of a GPU's backward
+    pass: there `torch.cuda.max_memory_allocated` is the tool.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {
+            x.untyped_storage()._cdata
+            for x in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key not in given and key not in self._known:  # neither a view nor in place
+                    self._known.add(key)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return result

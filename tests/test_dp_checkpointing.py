@@ -1,0 +1,141 @@
+"""Activation checkpointing: not one bit changes; what is saved is the formula's, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from dp_checkpointing import (
+    VERSIONS,
+    CheckpointOptions,
+    activation_bytes,
+    checkpoint_layers,
+    main,
+    make_version,
+    measure,
+    on_one_device,
+)
+from dp_training import Batches, Version, bytes_of_run, make_model, training_step
+from small_models import SHAPES, ours, tokens
+from torch import nn
+
+from common.comm import Group
+from common.equality import KINDS, OPTIMIZERS, compare, follow
+from common.ledger import Ledger
+from common.mesh import Mesh
+from common.models.transformer import Transformer, config, cross_entropy_sum
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+from common.utils.memory import LiveBytes, saved_bytes
+
+OPTIONS = CheckpointOptions(batch=9, sequence=8, steps=2, micro_batches=2)
+
+
+def against_one_device(rt: Runtime, o: CheckpointOptions) -> dict[str, float]:
+    worst = {}
+    for optimizer in OPTIMIZERS:
+        alone = Group("one", 0, 1, (0,))
+        model = make_model(o, rt.device)
+        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
+        for name in o.versions:
+            model = make_model(o, rt.device)
+            with Ledger() as ledger:
+                version = make_version(name, model, rt, o)
+                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+                found = compare(
+                    reference, follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size))
+                )
+            assert ledger.bytes() == bytes_of_run(model, rt.world, o.steps, order=True)
+            worst[f"{name}, {optimizer}"] = max(found[kind].value for kind in KINDS)
+    return worst
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equal_to_one_device(world: int) -> None:
+    for worst in spawn(against_one_device, world, OPTIONS):
+        assert all(value <= 1e-12 for value in worst.values()), worst
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_the_same_bits_for_every_shape(shape: str) -> None:
+    gradients = []
+    for version in VERSIONS:
+        model = ours(SHAPES[shape])
+        checkpoint_layers(model, version)
+        x_BS = tokens(SHAPES[shape])
+        for _ in range(2):  # the second backward pass adds to the first
+            cross_entropy_sum(model(x_BS[:, :-1]), x_BS[:, 1:])[0].backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert list(model.state_dict()) == list(ours(SHAPES[shape]).state_dict())
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-10m"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("batch", "sequence"), [(1, 8), (3, 17)])
+def test_saved_bytes_are_the_formulas(name: str, dtype: torch.dtype, batch: int, sequence: int) -> None:
+    c = config(name)
+    saved, peak = {}, {}
+    x_BS = torch.randint(256, (batch, sequence + 1), generator=torch.Generator().manual_seed(0))
+    for version in VERSIONS:
+        model = Transformer(c, 0, dtype)
+        checkpoint_layers(model, version)
+        saved[version], peak[version] = measure(model, x_BS[:, :-1].clone(), x_BS[:, 1:].clone())
+        formula = activation_bytes(c, batch, sequence, dtype.itemsize, version != "none")
+        assert saved[version] == formula, version
+    if c.layers > 2 and batch > 1:
+        assert peak["library"] < 0.5 * peak["none"]
+
+
+def test_the_table_says_whether_bits_change() -> None:
+    table, exact = on_one_device(OPTIONS)
+    assert exact
+    assert table.row_count == 2 * len(VERSIONS)
+
+
+def test_a_changed_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dp_checkpointing
+
+    def wrong(model: Transformer, version: str = "library") -> None:
+        checkpoint_layers(model, version)
+        if version == "by-hand":
+            model.norm.weight.data[0] += 1e-15
+
+    monkeypatch.setattr(dp_checkpointing, "checkpoint_layers", wrong)
+    assert not on_one_device(OPTIONS)[1]
+
+
+def test_live_bytes_count_storages_until_they_are_freed() -> None:
+    with LiveBytes() as live:
+        a = torch.zeros(1000)
+        assert live.now == 4000
+        view = a[3:].view(-1)
+        a += 1
+        assert live.now == 4000
+        del a
+        assert live.now == 4000  # the view holds the storage
+        del view
+        gc.collect()
+        assert (live.now, live.peak) == (0, 4000)
+
+
+def test_saved_bytes_count_a_storage_once_and_no_parameters() -> None:
+    model = nn.Linear(10, 20, bias=False)
+    x = torch.ones(3, 10)
+    assert saved_bytes(lambda: model(x), model) == 3 * 10 * 4  # for the weight's gradient
+    # x * x saves x twice; tanh saves its result
+    assert saved_bytes(lambda: torch.tanh((y := model(x)) * y), model) == (30 + 60 + 60) * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"versions": ("all",)}, "--versions 'all' is unknown"), ({"steps": 0}, "--steps 0: at least 1")],
+)
+def test_bad_input_is_one_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(RankError, match=message) as raised:
+        spawn(main, 2, replace(OPTIONS, **options))
+    assert raised.value.code == 2
