@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common import comm
 from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
-from common.equality import OPTIMIZERS, Named, Wrap, compare, follow, plain, worst_of_world
+from common.equality import OPTIMIZERS, Followed, Named, Wrap, compare, follow, plain, worst_of_world
 from common.ledger import Ledger
 from common.lesson import DTYPES, LessonOptions, console, write_records
 from common.measure import BenchmarkRecord, in_turn, peak_memory
@@ -153,7 +153,7 @@ def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags:
     )
 
 
-Formula = Callable[[str, nn.Module, Group, TrainingOptions], Fraction]
+Formula = Callable[[str, nn.Module, Group, Any], Fraction]  # version, model, group, the lesson's options
 
 
 def benchmark(
@@ -162,6 +162,7 @@ def benchmark(
     make_version: Callable[..., Version],
     step_bytes: Formula,
     unseen: Collection[str] = ("ddp",),
+    make_batches: Callable[..., Batches] = Batches,
 ) -> list[BenchmarkRecord]:
     """Whole steps, AdamW included, of every version in turn; `o.steps` rounds after two to warm up.
 
@@ -170,7 +171,7 @@ def benchmark(
     """
     weak = o.benchmark and o.scaling == "weak"
     o = replace(o, batch=o.batch * rt.world_size) if weak else o
-    batches = Batches(o, rt.world, rt.device)
+    batches = make_batches(o, rt.world, rt.device)
     cases: dict[str, Callable[[], object]] = {}
     for name in o.versions:
         model = make_model(o, rt.device)
@@ -254,26 +255,34 @@ def prove(
     step_bytes: Formula,
     unseen: Collection[str] = ("ddp",),
     examine: Examine = lambda name, optimizer, version, made: None,
+    make_batches: Callable[..., Batches] = Batches,
+    one_device: Callable[[str, nn.Module, Any], Version] | None = None,
 ) -> bool:
     """Train with every version and optimizer, on all ranks and on one; show what differs and what it took.
 
     run_bytes, step_bytes: the bytes a rank sends in a run and in a step by formula. unseen: versions whose
     messages pass the ledger by. examine: sees each version after its last step, and its optimizer.
+    one_device: what a version is compared with, where that is more than the plain model.
     """
     mesh, alone = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (rt.rank,))
     proof, ledgers = Proof(DTYPES[o.dtype]), {}
     for optimizer in OPTIMIZERS:
-        model = make_model(o, rt.device)
-        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
+        references: dict[str, Followed] = {}
         for name in o.versions:
+            compared = name if one_device else "plain"
+            if compared not in references:
+                model = make_model(o, rt.device)
+                version = one_device(name, model, o) if one_device else Version(model)
+                batches = make_batches(replace(o, micro_batches=1), alone, rt.device)
+                step = training_step(version, batches, alone)
+                references[compared] = follow(model, optimizer, o.steps, step, wrap=version.wrap)
             model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
             with Ledger() as ledger:
                 version = make_version(name, model, rt, o)
-                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+                step = training_step(version, make_batches(o, rt.world, rt.device), rt.world)
                 owner = version.owner or model
                 followed = follow(owner, optimizer, o.steps, step, mesh, version.wrap)
-                found = compare(reference, followed)
+                found = compare(references[compared], followed)
             counted = None if name in unseen and rt.world_size > 1 else ledger.bytes()
             formula = run_bytes(name, model, rt.world, o)
             proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
@@ -285,7 +294,7 @@ def prove(
     )
     shown = next((name for name in reversed(o.versions) if name not in unseen), o.versions[0])
     out.print(ledgers[shown].table(f"{shown}, {optimizer}: calls and seconds of rank 0, bytes mean"))
-    records = benchmark(rt, replace(o, steps=5), make_version, step_bytes, unseen)
+    records = benchmark(rt, replace(o, steps=5), make_version, step_bytes, unseen, make_batches)
     report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
     out.print(proof.sentence())
     return proof.holds

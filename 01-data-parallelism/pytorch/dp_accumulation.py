@@ -1,0 +1,299 @@
+"""A training step in practice: what is added to the plain one, and that none of it changes the result.
+
+    weights(t+1) = weights(t) - rate(t) * clip( sum over ranks and micro-batches of their gradients )
+
+    positions of the endless order      8  9 10 11 | 12 13 14 15       step t: positions tB to (t+1)B
+    ranks                               rank 0       rank 1
+    micro-batches                       [8 9][10 11] [12 13][14 15]
+    forward, backward                   gradients add up in p.grad
+    the last micro-batch                all-reduce: once a step, not once a micro-batch
+    every rank                          clip by the norm of the sum, set the rate, step
+
+Versions, all on shuffled epochs, each against one device without micro-batches, with torch's clipping and schedule:
+    no_sync     M micro-batches, one all-reduce, in the last
+    sync        an all-reduce in each micro-batch: the same result for M times the bytes
+    clip        no_sync, and the gradient no longer than --clip
+    schedule    no_sync, and a rate that warms up linearly, then falls as a cosine
+    all         no_sync, clip, schedule, and the checkpointing of dp_checkpointing.py
+    ddp         the same from torch: DDP, clip_grad_norm_, SequentialLR
+
+Cost of a step: 2(n-1)/n bytes per byte of gradient, whatever M; clipping adds 8 bytes to be all-reduced, the rest
+nothing. Memory: the activations of one micro-batch, not of the whole batch.
+
+    python dp_accumulation.py --nproc 4          torchrun --nproc_per_node=4 dp_accumulation.py
+    mpirun -np 4 python dp_accumulation.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from dp_basic import DataParallel
+from dp_basic import make_version as make_basic_version
+from dp_checkpointing import checkpoint_layers
+from dp_training import (
+    Batches,
+    TrainingOptions,
+    Version,
+    benchmark,
+    bytes_of_run,
+    bytes_of_step,
+    check,
+    prove,
+    report,
+)
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from common.comm import Group
+from common.data.sampler import Indices, samples_at
+from common.data.text import lm_samples, rank_slice
+from common.equality import MakeOptimizer, plain
+from common.lesson import console, run
+from common.mesh import Mesh
+from common.models.transformer import Transformer
+from common.placement import gradient_norm
+from common.runtime import Runtime, UsageError
+
+LOWEST = 0.1  # where the cosine ends, as a part of the full rate
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is added to a step that accumulates."""
+
+    sync_each: bool = False
+    clip: bool = False
+    schedule: bool = False
+    checkpoint: bool = False
+    library: bool = False
+
+
+RECIPES = {
+    "no_sync": Recipe(),
+    "sync": Recipe(sync_each=True),
+    "clip": Recipe(clip=True),
+    "schedule": Recipe(schedule=True),
+    "all": Recipe(clip=True, schedule=True, checkpoint=True),
+    "ddp": Recipe(clip=True, schedule=True, checkpoint=True, library=True),
+}
+
+
+@dataclass
+class StepOptions(TrainingOptions):
+    """The data set, and the numbers of what is added."""
+
+    steps: int = 5
+    """Training steps."""
+    samples: int = 23
+    """Samples of the data set: the first pieces of --sequence bytes of the text."""
+    clip: float = 0.5
+    """The largest norm of the gradient."""
+    warm_up: int = 2
+    """Steps in which the learning rate grows."""
+    versions: tuple[str, ...] = tuple(RECIPES)
+    """Which versions to run."""
+
+
+class EpochBatches(Batches):
+    """Batch t is positions tB to (t+1)B of the endless order; each rank cuts its part into M micro-batches.
+
+    M is the same on all ranks, so that with `sync` their messages match; some micro-batches may be empty.
+    """
+
+    options: StepOptions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        o, held = self.options, (len(self.text.train) - 1) // self.options.sequence
+        if not 1 <= o.samples <= held:
+            raise UsageError(
+                f"--samples {o.samples}: {self.text.name} has 1 to {held} samples of --sequence {o.sequence}"
+            )
+
+    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """(tokens_BS, targets_BS) of each micro-batch."""
+        o = self.options
+        lo, hi = (step * o.batch + at for at in rank_slice(o.batch, self.group.rank, self.group.size))
+        pieces = np.array_split(samples_at(o.seed, o.samples, lo, hi), o.micro_batches)
+        batches = [lm_samples(self.text.train, piece, o.sequence) for piece in pieces]
+        return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
+
+
+@contextmanager
+def sync_each(dp: DataParallel) -> Iterator[None]:
+    """What no_sync() avoids: sum in this micro-batch too. Each rank keeps 1/n, so the next sum counts it once."""
+    yield
+    dp.finish()
+    for p in dp.parameters:
+        if p.grad is not None:
+            p.grad /= dp.group.size
+
+
+def clip_gradients(parameters: Iterable[Tensor], mesh: Mesh, limit: float) -> Tensor:
+    """Scale the summed gradients by one factor, so that their global norm is at most `limit`; returns the norm.
+
+    The factor is torch's, limit / (norm + 1e-6). All ranks call it, after the reduction and before the step.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, mesh)
+    factor = (limit / (norm + 1e-6)).clamp(max=1)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad *= factor
+    return norm
+
+
+def rate_factor(t: int, warm_up: int, steps: int) -> float:
+    """The learning rate of step t as a part of the full one: 1/(W+1), 2/(W+1), ... 1, then a cosine to LOWEST.
+
+    t counts steps of the optimizer, not micro-batches. A function of t has no state to save.
+    """
+    if t < warm_up:
+        return (t + 1) / (warm_up + 1)
+    done = (t - warm_up) / max(1, steps - warm_up)
+    return LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * done)) / 2
+
+
+def scheduled(make: MakeOptimizer, tensors: list[Tensor], o: StepOptions, first: int = 0) -> Optimizer:
+    """The optimizer, which from step `first` on sets its rate before each step."""
+    optimizer, at = make(tensors), itertools.count(first)
+
+    def set_rate(optimizer: Optimizer, *_: object) -> None:
+        factor = rate_factor(next(at), o.warm_up, o.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    optimizer.register_step_pre_hook(set_rate)
+    return optimizer
+
+
+def scheduled_by_torch(make: MakeOptimizer, tensors: list[Tensor], o: StepOptions) -> Optimizer:
+    """The same schedule put together from torch's."""
+    optimizer = make(tensors)
+    up = LinearLR(optimizer, 1 / (o.warm_up + 1), total_iters=o.warm_up)
+    down = CosineAnnealingLR(
+        optimizer, max(1, o.steps - o.warm_up), eta_min=LOWEST * optimizer.param_groups[0]["initial_lr"]
+    )
+    both = SequentialLR(optimizer, [up, down], [o.warm_up])
+    optimizer.register_step_post_hook(lambda *_: both.step())
+    return optimizer
+
+
+def with_torch(version: Version, recipe: Recipe, o: StepOptions) -> Version:
+    """Torch's clipping and schedule on a version that has neither."""
+
+    def clip() -> None:
+        version.finish()
+        nn.utils.clip_grad_norm_(version.parameters, o.clip)
+
+    return replace(
+        version,
+        finish=clip if recipe.clip else version.finish,
+        wrap=partial(scheduled_by_torch, o=o) if recipe.schedule else plain,
+    )
+
+
+def one_device(name: str, model: nn.Module, o: StepOptions) -> Version:
+    """The reference: the whole batch at once, with torch's clipping and schedule."""
+    return with_torch(Version(model), RECIPES[name], o)
+
+
+def make_version(name: str, model: Transformer, rt: Runtime, o: StepOptions) -> Version:
+    """One of the versions: what happens around each micro-batch but the last, once all are done, and in the step."""
+    recipe, mesh = RECIPES[name], Mesh(rt.world, dp=rt.world_size)
+    if recipe.checkpoint:
+        checkpoint_layers(model)
+    if recipe.library:
+        return with_torch(make_basic_version("ddp", model, rt, o), recipe, o)
+    dp = DataParallel(model, rt.world, o.bucket_mb)
+
+    def finish() -> None:
+        dp.finish()
+        if recipe.clip:
+            clip_gradients(model.parameters(), mesh, o.clip)
+
+    return Version(
+        model,
+        no_sync=partial(sync_each, dp) if recipe.sync_each else dp.no_sync,
+        finish=finish,
+        wrap=partial(scheduled, o=o) if recipe.schedule else plain,
+    )
+
+
+def more_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
+    """Bytes a rank sends beyond a plain step: `sync` the gradients and flags M - 1 times, our clip its norm."""
+    recipe, parameters = RECIPES[name], list(model.parameters())
+    gradients = (sum(p.numel() for p in parameters) + len(parameters)) * parameters[0].element_size()
+    more = (o.micro_batches - 1) * gradients * recipe.sync_each + 8 * (recipe.clip and not recipe.library)
+    return Fraction(2 * (group.size - 1) * more, group.size)
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
+    """Bytes a rank sends in a step."""
+    return bytes_of_step(model, group, flags=name != "ddp") + more_bytes(name, model, group, o)
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
+    """Bytes a rank sends in `o.steps` steps, the start included."""
+    plain_steps = bytes_of_run(model, group, o.steps, order=name != "ddp", flags=name != "ddp")
+    return plain_steps + o.steps * more_bytes(name, model, group, o)
+
+
+def epoch_of(samples: int, ranks: int, seed: int) -> dict[str, Indices]:
+    """What all ranks together see in an epoch, by our sampler and by torch's."""
+    ours = [samples_at(seed, samples, *rank_slice(samples, r, ranks)) for r in range(ranks)]
+    seen = {"ours": np.concatenate(ours)}
+    data = TensorDataset(torch.arange(samples))
+    for drop in (False, True):
+        theirs: list[DistributedSampler[Any]] = [
+            DistributedSampler(data, ranks, r, seed=seed, drop_last=drop) for r in range(ranks)
+        ]
+        name = "DistributedSampler" + ", drop_last" * drop
+        seen[name] = np.array([i for sampler in theirs for i in sampler], np.int64)
+    return seen
+
+
+def sampler_table(o: StepOptions, ranks: int) -> Table:
+    """What an epoch repeats and what it leaves out."""
+    table = Table(title=f"an epoch of {o.samples} samples on {ranks} ranks", title_justify="left")
+    for column in ("sampler", "seen once", "seen again", "never seen"):
+        table.add_column(column, justify="left" if column == "sampler" else "right")
+    for name, seen in epoch_of(o.samples, ranks, o.seed).items():
+        times = np.bincount(seen, minlength=o.samples)
+        table.add_row(name, *(str(int(n.sum())) for n in (times == 1, times > 1, times == 0)))
+    return table
+
+
+def main(rt: Runtime, o: StepOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    check(rt, tuple(RECIPES), o)
+    EpochBatches(o, rt.world, rt.device)  # refuses what cannot be cut
+    if not 0 < o.clip < math.inf:
+        raise UsageError(f"--clip {o.clip:g}: give a norm above 0, such as 1")
+    if not 1 <= o.warm_up < o.steps:
+        raise UsageError(
+            f"--warm-up {o.warm_up} --steps {o.steps}: at least 1 step must warm up and 1 come after it; "
+            f"--warm-up 1 --steps {max(2, o.steps)} would do"
+        )
+    if o.benchmark:
+        report(rt, o, benchmark(rt, o, make_version, step_bytes, make_batches=EpochBatches))
+        return True
+    console(rt).print(sampler_table(o, rt.world_size))
+    return prove(rt, o, make_version, run_bytes, step_bytes, make_batches=EpochBatches, one_device=one_device)
+
+
+if __name__ == "__main__":
+    run(main, StepOptions)
