@@ -18,6 +18,11 @@ chapter=01-data-parallelism/pytorch
 run python "$chapter/dp_basic.py" --nproc "$ranks"
 run torchrun --standalone --nproc_per_node="$ranks" "$chapter/dp_basic.py"
 run mpirun -np "$ranks" python "$chapter/dp_basic.py"
+for lesson in dp_accumulation dp_checkpointing; do
+    run python "$chapter/$lesson.py" --nproc "$ranks"
+    run torchrun --standalone --nproc_per_node="$ranks" "$chapter/$lesson.py"
+    run mpirun -np "$ranks" python "$chapter/$lesson.py"
+done
 
 if [[ -x build/bin/dp_mpi ]]; then
     run mpirun -np "$ranks" build/bin/dp_mpi
