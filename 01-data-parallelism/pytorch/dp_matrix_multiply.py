@@ -1,0 +1,315 @@
+"""C = A B over ranks: three ways to cut a sum of products, what each sends, and what its backward sends.
+
+    C[i, j]  =  sum over k of A[i, k] B[k, j]       cut by rows i, by columns j, or by the inner k
+
+               A_MK       B_KJ       C_MJ               forward                   backward
+    rows       0 0        * *        0 0    S(0)        nothing                   dB: all-reduce
+               1 1        * *        1 1
+    columns    * *        0 1        0 1    S(1)        nothing                   dA: all-reduce
+               * *        0 1        0 1
+    inner      0 1        0 0        0 0    P to S(0)   C: reduce-scatter         dC: all-gather
+               0 1        1 1        1 1
+    gathered   as rows, but B begins as S(0)            B: all-gather             dB: reduce-scatter
+
+Digits name the rank that holds a part, * is on all. `rows` is data parallelism without a model: A is the batch, B the
+weights, dB the gradient. `gathered` is ZeRO-3. `columns` and `inner` are the two halves of tensor parallelism.
+
+Cost: |X| bytes of X, n ranks. An all-reduce sends 2(n-1)/n |X| a rank, the others (n-1)/n |X|. What is cut takes 1/n
+of the memory, what is not takes all; beside it `gathered` holds |B|, and `inner` |C|, or 2/P |C| in P panels.
+
+    python dp_matrix_multiply.py --nproc 4                   torchrun --nproc_per_node=4 dp_matrix_multiply.py
+    mpirun -np 4 python dp_matrix_multiply.py --gather
+    mpirun -np 2 --bind-to core python dp_matrix_multiply.py --benchmark --shape 4096 4096 4096 --dtype float32
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from statistics import median
+
+import torch
+from dp_matrices import SPLITS, Factors, MatrixOptions
+from dp_matrix_peers import PEERS
+from rich.table import Table
+from torch import Tensor
+
+from common import collectives, comm
+from common.comm import Group, Pending, sizes_of
+from common.equality import TOLERANCE
+from common.ledger import Ledger, show_bytes
+from common.lesson import DTYPES, console, run, write_records
+from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.runtime import Runtime
+from common.utils.visualizer import figure, throughput_bars
+
+ALONE = " alone"  # the product of a rank's pieces without communication: the ceiling
+
+
+def multiply(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
+    """This rank's piece of C, differentiable. Pieces go in as SPLITS says, and their gradients come out so."""
+    if split == "rows":
+        return a @ collectives.copy(b, group)
+    if split == "columns":
+        return collectives.copy(a, group) @ b
+    if split == "inner":
+        return collectives.reduce_scatter(a @ b, group, 0)
+    return a @ collectives.gather(b, group, 0, "partial", sizes_of(a.shape[1], group.size))
+
+
+def prepared(split: str, a: Tensor, b: Tensor, group: Group, panels: int = 1) -> Callable[[], Tensor]:
+    """The forward pass of `multiply` in memory that is taken once: each call writes into the same result.
+
+    A fresh block of 64 MiB costs 16384 page faults, which is more than it costs to send it.
+    """
+    if split == "inner":
+        return InPanels(a, b, group, panels)
+    c = a.new_empty(a.shape[0], b.shape[1])
+    if split != "gathered":
+        return partial(torch.mm, a, b, out=c)
+    sizes = sizes_of(a.shape[1], group.size)
+    whole_KJ = b.new_empty(a.shape[1], b.shape[1]) if len(set(sizes)) == 1 else None
+
+    def gather_and_multiply() -> Tensor:
+        if whole_KJ is None:  # pieces that differ travel padded, through memory of their own
+            return torch.mm(a, comm.all_gather(b, group, 0, sizes), out=c)
+        comm.all_gather_into(whole_KJ, b, group)
+        return torch.mm(a, whole_KJ, out=c)
+
+    return gather_and_multiply
+
+
+class InPanels:
+    """`inner` in panels: panel p holds some rows of every rank's piece; it is summed while p+1 is computed.
+
+        A_Mk              workspaces, two in turn         C_mJ
+        rank 0's rows:  p0 p1        p0 of 0, p0 of 1         p0   sum of all ranks' terms
+        rank 1's rows:  p0 p1        p1 of 0, p1 of 1         p1
+
+    Ranks with a row less than others leave the last row of their last panel unused.
+    """
+
+    def __init__(self, a_Mk: Tensor, b_kJ: Tensor, group: Group, panels: int) -> None:
+        self.a, self.b, self.group = a_Mk, b_kJ, group
+        self.rows = sizes_of(a_Mk.shape[0], group.size)
+        self.offsets = [sum(self.rows[:r]) for r in range(group.size)]
+        self.panels = sizes_of(max(self.rows), min(panels, max(self.rows)))
+        shape = (group.size * self.panels[0], b_kJ.shape[1])
+        self.work = [b_kJ.new_zeros(shape) for _ in self.panels[:2]]
+        self.c = b_kJ.new_empty(max(self.rows), b_kJ.shape[1])
+
+    def __call__(self) -> Tensor:
+        """This rank's rows of C."""
+        under_way: list[Pending] = []
+        begin, overlap = 0, len(self.panels) > 1
+        for p, length in enumerate(self.panels):
+            if p > 1:
+                under_way[p - 2].wait()  # until then it reads the workspace that is filled next
+            work = self.work[p % 2][: self.group.size * length]
+            for rows, offset, terms in zip(self.rows, self.offsets, work.split(length), strict=True):
+                mine = self.a[offset + begin : offset + min(begin + length, rows)]
+                torch.mm(mine, self.b, out=terms[: len(mine)])
+            c_mJ = self.c[begin : begin + length]
+            under_way.append(comm.reduce_scatter_into(c_mJ, work, self.group, async_op=overlap))
+            begin += length
+        for pending in under_way[-2:]:
+            pending.wait()
+        return self.c[: self.rows[self.group.rank]]
+
+
+def gather_on_rank_0(c: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor | None:
+    """The pieces of C joined along `dim` on rank 0, None elsewhere. Each rank but 0 sends its piece."""
+    if group.rank > 0:
+        comm.send(c, group, 0)
+        return None
+    pieces = [c]
+    for r, size in enumerate(sizes[1:], 1):
+        pieces.append(c.new_empty((size, c.shape[1]) if dim == 0 else (c.shape[0], size)))
+        comm.recv(pieces[r], group, r)
+    return torch.cat(pieces, dim)
+
+
+def bytes_by_formula(split: str, o: MatrixOptions, n: int) -> tuple[Fraction, Fraction]:
+    """Bytes that a rank sends forward and backward. Pieces that differ by a row travel as long as the longest."""
+    (M, K, J), item = o.shape, DTYPES[o.dtype].itemsize
+    if split in ("rows", "columns"):
+        return Fraction(0), Fraction(2 * (n - 1) * (K * J if split == "rows" else M * K) * item, n)
+    longest = math.ceil((M if split == "inner" else K) / n)
+    return Fraction((n - 1) * longest * J * item), Fraction((n - 1) * longest * J * item)
+
+
+def prove(rt: Runtime, o: MatrixOptions) -> bool:
+    """Every split forward and backward against numpy, its bytes against the formula, then its time."""
+    group, factors, limit = rt.world, Factors(o, rt.world, rt.device), TOLERANCE[DTYPES[o.dtype]]
+    sizes = " x ".join(map(str, o.shape))
+    title = f"C = A B, {sizes}, on {group.size} rank(s), {o.dtype}: max|x - numpy| / max|numpy|"
+    equality = Table(title=title, title_justify="left")
+    for column in ("split", "A", "B", "C", "C forward", "C prepared", "dA", "dB", "C on rank 0"):
+        equality.add_column(column)
+    sent = Table(title="bytes a rank sent, mean", title_justify="left")
+    for column in ("split", "forward", "by formula", "backward", "by formula"):
+        sent.add_column(column, justify="left" if column == "split" else "right")
+    largest, agree = 0.0, True
+    for name in o.splits:
+        lies, formula = SPLITS[name], bytes_by_formula(name, o, group.size)
+        a, b = factors.piece("A", lies.a).requires_grad_(), factors.piece("B", lies.b).requires_grad_()
+        with Ledger() as forward:
+            c = multiply(name, a, b, group)
+        with Ledger() as backward:
+            c.backward(factors.piece("dC", lies.c))
+        with Ledger() as again:
+            c_prepared = prepared(name, a.detach(), b.detach(), group, o.panels)()
+        assert a.grad is not None
+        assert b.grad is not None
+        found = [
+            factors.difference("C", c, lies.c),
+            factors.difference("C", c_prepared, lies.c),
+            factors.difference("dA", a.grad, lies.a),
+            factors.difference("dB", b.grad, lies.b),
+        ]
+        if o.gather:
+            found.append(gathered_difference(c.detach(), lies.c, factors))
+        largest = max(largest, *found)
+        agree &= (forward.bytes(), backward.bytes()) == formula and again.bytes() == formula[0]
+        layout = ("R" if dim is None else f"S({dim})" for dim in (lies.a, lies.b, lies.c))
+        equality.add_row(name, *layout, *(f"{d:.1e}" for d in found), *([] if o.gather else ["not asked"]))
+        counted = (forward.bytes(), formula[0], backward.bytes(), formula[1])
+        sent.add_row(name, *(show_bytes(x) for x in counted))
+    out = console(rt)
+    out.print(equality, sent)
+    records = benchmark(rt, o)
+    if rt.rank == 0:
+        proved = [replace(r, equal=largest <= limit, largest_difference=largest) for r in records]
+        write_records(o.json, [r.as_json() for r in proved])
+    if largest > limit:
+        out.print(f"NOT equal to numpy: a difference of {largest:.1e}, {limit:.0e} is allowed")
+    elif not agree:
+        out.print("equal to numpy, but the bytes counted are NOT those of the formula")
+    else:
+        out.print(f"proved: C, dA and dB equal numpy's within {limit:.0e}, bytes counted = formula")
+    return largest <= limit and agree
+
+
+def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
+    """The result on rank 0 against numpy's; infinite where bytes are not the formula's or others have it too."""
+    group = factors.group
+    with Ledger() as ledger:
+        whole = gather_on_rank_0(c, dim, sizes_of(factors.shapes["C"][dim], group.size), group)
+    right = ledger.bytes() == (group.rank > 0) * c.numel() * c.element_size()
+    right &= (whole is not None) == (group.rank == 0)
+    worst = 0.0 if right else math.inf
+    if whole is not None:
+        expected = torch.from_numpy(factors.expected("C", slice(None), slice(None)))
+        worst = max(worst, ((whole.double().cpu() - expected).abs().max() / expected.abs().max()).item())
+    over_ranks = torch.tensor(worst, dtype=torch.float64, device=c.device)
+    comm.all_reduce(over_ranks, group, "max")
+    return over_ranks.item()
+
+
+def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
+    """Each split, its product alone on all ranks at once (the ceiling), libraries, and one rank, in turn."""
+    group, factors = rt.world, Factors(o, rt.world, rt.device)
+    even = all(length % group.size == 0 for length in o.shape)
+    cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
+    if rt.rank == 0:
+        a_MK, b_KJ = factors.piece("A", None), factors.piece("B", None)
+        cases["one rank"] = partial(torch.mm, a_MK, b_KJ, out=a_MK.new_empty(o.shape[0], o.shape[2]))
+    results: dict[str, Callable[[], Tensor]] = {}
+    for name in o.splits:
+        lies = SPLITS[name]
+        a, b = factors.piece("A", lies.a), factors.piece("B", lies.b)
+        results[name] = prepared(name, a, b, group, o.panels)
+        whole_b = factors.piece("B", None) if name == "gathered" else b
+        cases[name + ALONE] = partial(torch.mm, a, whole_b, out=a.new_empty(a.shape[0], b.shape[1]))
+        cases[name] = results[name]
+        for peer, make in PEERS.items():
+            if o.benchmark and even and (call := make(name, a, b, rt)) is not None:
+                cases[f"{name} {peer}"] = call
+    measured = in_turn(cases, o.steps, group, warm_up=1, device=rt.device.type)
+    show_times(rt, o, measured)
+    differences = {name: factors.difference("C", results[name](), SPLITS[name].c, 4) for name in o.splits}
+    M, K, J = o.shape
+    return [
+        BenchmarkRecord(
+            strategy="dp",
+            implementation=f"matrix product, {name}",
+            language="pytorch",
+            ranks=group.size,
+            backend=rt.backend,
+            dtype=o.dtype,
+            model=f"matrix product {M} x {K} x {J}",
+            parameters=K * J,
+            tokens_per_step=M,
+            flop_per_step=2 * M * K * J,
+            step_seconds=measured[name].seconds,
+            communication_seconds=median(measured[name].blocked),
+            bytes_counted=median(measured[name].sent),
+            bytes_formula=float(bytes_by_formula(name, o, group.size)[0]),
+            peak_memory_bytes=peak_memory(group),
+            scaling="strong",
+            equal=differences[name] <= TOLERANCE[DTYPES[o.dtype]],
+            largest_difference=differences[name],
+        )
+        for name in o.splits
+    ]
+
+
+def show_times(rt: Runtime, o: MatrixOptions, measured: dict[str, Measured]) -> None:
+    """The table, and the picture of --plot.
+
+    ratio: the median over the rounds of time / alone; best: the best time / the best alone.
+    """
+    M, K, J = o.shape
+    flop, one = 2 * M * K * J, measured["one rank"]
+    peak = flop / min(one.seconds) * rt.world_size
+    title = (
+        f"{M} x {K} x {J}, {o.dtype}, {rt.world_size} rank(s), {len(one.seconds)} rounds in turn, ms; "
+        f"one alone {one.median * 1e3:.1f}, {flop / min(one.seconds) / 1e9:.0f} GFLOP/s"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("", "ms", "alone", "ratio", "best", "spread", "GFLOP/s", "of peak", "speed-up", "blocked"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    shown = {name: m for name, m in measured.items() if name != "one rank" and not name.endswith(ALONE)}
+    for name, m in shown.items():
+        alone = measured[name.split()[0] + ALONE]
+        ratios = [x / y for x, y in zip(m.seconds, alone.seconds, strict=True)]
+        speed_ups = [x / y for x, y in zip(one.seconds, m.seconds, strict=True)]
+        table.add_row(
+            name,
+            f"{m.median * 1e3:.1f}",
+            f"{alone.median * 1e3:.1f}",
+            f"{median(ratios):.3f}",
+            f"{min(m.seconds) / min(alone.seconds):.3f}",
+            f"{m.spread:.0%}",
+            f"{flop / m.median / 1e9:.1f}",
+            f"{flop / m.median / peak:.0%}",
+            f"{median(speed_ups):.2f}",
+            f"{median(m.blocked) * 1e3:.1f}" if name in SPLITS else "-",
+        )
+    console(rt).print(table)
+    if o.plot and rt.rank == 0:
+        speeds = {name: {rt.world_size: flop / m.median / 1e9} for name, m in shown.items()}
+        with figure(o.plot) as (axes,):
+            throughput_bars(axes, speeds, unit="GFLOP/s", title=f"{M} x {K} x {J}, {o.dtype}")
+
+
+def main(rt: Runtime, o: MatrixOptions) -> bool:
+    """Prove, or with --benchmark time and check some rows."""
+    o.check()
+    if rt.world_size > 1:
+        torch.set_num_threads(1)
+    if not o.benchmark:
+        return prove(rt, o)
+    records = benchmark(rt, o)
+    if rt.rank == 0:
+        write_records(o.json, [r.as_json() for r in records])
+    worst = max(r.largest_difference or 0.0 for r in records)
+    console(rt).print(f"some rows of each C differ from numpy's by {worst:.1e} at the most")
+    return all(bool(r.equal) for r in records)
+
+
+if __name__ == "__main__":
+    run(main, MatrixOptions)

@@ -1,0 +1,60 @@
+"""The same splits by the libraries that offer them, to be timed beside ours: torch's DTensor, and Heat where installed.
+
+Both get the pieces that our own version gets, and return a result that stays cut. They allocate it anew each time;
+neither has a form that writes into memory given to it. Heat's `inner` leaves C cut along its columns.
+
+DTensor: torch.distributed.tensor. Heat: pip install heat (Götz et al., "HeAT", IEEE BigData 2020); it talks over
+mpi4py, so it needs mpirun.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from dp_matrices import SPLITS
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from common.runtime import Runtime
+
+
+def dtensor(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tensor] | None:
+    """C by DTensor; None for one rank. All pieces are of the same size."""
+    if rt.world.pg is None:
+        return None
+    mesh, lies = DeviceMesh.from_group(rt.world.pg, rt.device.type), SPLITS[split]
+
+    def place(dim: int | None) -> list[Placement]:
+        return [Replicate() if dim is None else Shard(dim)]
+
+    whole_a = DTensor.from_local(a, mesh, place(lies.a), run_check=False)
+    whole_b = DTensor.from_local(b, mesh, place(lies.b), run_check=False)
+
+    def call() -> Tensor:
+        b = whole_b.redistribute(placements=[Replicate()]) if split == "gathered" else whole_b
+        c: Tensor = (whole_a @ b).redistribute(placements=place(lies.c)).to_local()  # type: ignore[attr-defined]
+        return c
+
+    return call
+
+
+def heat(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tensor] | None:
+    """C by Heat; None where it is not installed, or where its ranks are not ours."""
+    if importlib.util.find_spec("heat") is None or rt.launcher not in ("openmpi", "mpich"):
+        return None
+    ht: Any = importlib.import_module("heat")
+    lies = SPLITS[split]
+    whole_a, whole_b = ht.array(a, is_split=lies.a), ht.array(b, is_split=lies.b)
+
+    def call() -> Tensor:
+        c: Tensor = ht.matmul(whole_a, whole_b).larray
+        return c
+
+    return call
+
+
+PEERS = {"DTensor": dtensor, "Heat": heat}
