@@ -18,17 +18,19 @@ chapter=01-data-parallelism/pytorch
 run python "$chapter/dp_basic.py" --nproc "$ranks"
 run torchrun --standalone --nproc_per_node="$ranks" "$chapter/dp_basic.py"
 run mpirun -np "$ranks" python "$chapter/dp_basic.py"
-for lesson in dp_accumulation dp_checkpointing; do
+for lesson in dp_accumulation dp_checkpointing dp_matrix_multiply; do
     run python "$chapter/$lesson.py" --nproc "$ranks"
     run torchrun --standalone --nproc_per_node="$ranks" "$chapter/$lesson.py"
     run mpirun -np "$ranks" python "$chapter/$lesson.py"
 done
 
-if [[ -x build/bin/dp_mpi ]]; then
-    run mpirun -np "$ranks" build/bin/dp_mpi
-else
-    printf '\nleft out: build/bin/dp_mpi is not built; run make setup\n'
-fi
+for binary in dp_mpi dp_matmul_mpi; do
+    if [[ -x "build/bin/$binary" ]]; then
+        run mpirun -np "$ranks" "build/bin/$binary"
+    else
+        printf '\nleft out: build/bin/%s is not built; run make setup\n' "$binary"
+    fi
+done
 if python -c 'import importlib.util as i, sys; sys.exit(not all(map(i.find_spec, ["dp_mpi", "dp_libtorch"])))'; then
     run mpirun -np "$ranks" python "$chapter/dp_languages.py"
 else
