@@ -1,53 +1,76 @@
-// Python module dp_libtorch: DataParallel on any module's parameters and a torch.distributed process group.
+// Python module dp_libtorch: DataParallel and Zero1 on any module's parameters and a torch.distributed process group.
 #include <torch/extension.h>
 
 #include <memory>
 #include <optional>
 
 #include "dp_libtorch.hpp"
+#include "zero1.hpp"
 
 namespace {
 
 namespace py = pybind11;
-using fived::DataParallel;
+using fived::DataParallel, fived::Zero1;
+using namespace py::literals;
+
+// Whatever waits for other ranks, or may, lets other Python threads run.
+using Waiting = py::call_guard<py::gil_scoped_release>;
 
 /// `with dp.no_sync():`
 struct NoSync {
-    DataParallel& dp;
-    std::optional<DataParallel::NoSync> active;
+    bool& synchronising;
+    std::optional<fived::NoSync> active;
 };
 
-}  // namespace
-
-PYBIND11_MODULE(dp_libtorch, module) {
-    using namespace py::literals;
-    // Whatever waits for other ranks, or may, lets other Python threads run.
-    using Waiting = py::call_guard<py::gil_scoped_release>;
-    module.doc() =
-        "Data parallelism in C++ on LibTorch's autograd and c10d: buckets of gradients, overlapped.";
-    py::class_<NoSync>(module, "NoSync")
-        .def("__enter__", [](NoSync& self) { self.active.emplace(self.dp); })
-        .def("__exit__", [](NoSync& self, const py::args&) { self.active.reset(); });
-    py::class_<DataParallel>(module, "DataParallel",
-                             "Sums gradients over a process group (None: one rank). Tensors without "
-                             "requires_grad are only broadcast. Raises ValueError for what it cannot sum.")
-        .def(py::init<const std::vector<at::Tensor>&, const DataParallel::Group&, std::size_t>(), "tensors"_a,
+/// What both have.
+template <class T>
+py::class_<T> add(py::module_& module, const char* name, const char* doc) {
+    return py::class_<T>(module, name, doc)
+        .def(py::init<const fived::Tensors&, const fived::Group&, std::size_t>(), "tensors"_a,
              "process_group"_a, "bucket_bytes"_a = std::size_t{8} << 20, Waiting())
         .def(
-            "no_sync", [](DataParallel& dp) { return std::make_unique<NoSync>(dp, std::nullopt); },
+            "no_sync", [](T& self) { return std::make_unique<NoSync>(self.synchronising(), std::nullopt); },
             py::keep_alive<0, 1>(), "Context in which backward passes only accumulate.")
-        .def("finish", &DataParallel::finish, Waiting(),
-             "Sends what is left, waits; then p.grad is the sum over ranks, or None where no rank has one. A "
-             "second backward before it raises RuntimeError.")
-        .def_property_readonly("buckets", &DataParallel::buckets, "Number of buckets.")
+        .def_property_readonly("buckets", &T::buckets, "Number of buckets.")
         .def(
             "take_messages",
-            [](DataParallel& dp) {
+            [](T& self) {
                 std::vector<std::tuple<std::string, std::int64_t, double>> list;
-                for (const fived::Message& m : dp.take_messages())
+                for (const fived::Message& m : self.take_messages())
                     list.emplace_back(m.op, m.n_bytes, m.seconds);
                 return list;
             },
             "[(operation, bytes this rank sent times the number of ranks, seconds blocked)] since the last "
             "call.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(dp_libtorch, module) {
+    module.doc() =
+        "Data parallelism and ZeRO-1 in C++ on LibTorch's autograd and c10d: buckets of gradients, "
+        "overlapped.";
+    py::class_<NoSync>(module, "NoSync")
+        .def("__enter__", [](NoSync& self) { self.active.emplace(self.synchronising); })
+        .def("__exit__", [](NoSync& self, const py::args&) { self.active.reset(); });
+    add<DataParallel>(
+        module, "DataParallel",
+        "Sums gradients over a process group (None: one rank). Tensors without requires_grad are only "
+        "broadcast. Raises ValueError for what it cannot sum.")
+        .def("finish", &DataParallel::finish, Waiting(),
+             "Sends what is left, waits; then p.grad is the sum over ranks, or None where no rank has one. A "
+             "second backward before it raises RuntimeError.");
+    add<Zero1>(
+        module, "Zero1",
+        "Data parallelism in which each rank's optimizer steps on 1/n of the weights: on pieces(). Raises "
+        "ValueError as DataParallel does.")
+        .def("finish", &Zero1::finish, Waiting(),
+             "Sends what is left, waits; then the pieces' grad is the sum over ranks, or None where no rank "
+             "has one; "
+             "the parameters have none. A second backward before it raises RuntimeError.")
+        .def("gather", &Zero1::gather, Waiting(), "After the optimizer's step: all ranks get all weights.")
+        .def("gradient_norm", &Zero1::gradient_norm, Waiting(), "The norm of all gradients, after finish().")
+        .def("pieces", &Zero1::pieces,
+             "This rank's piece of each tensor that requires a gradient, flat; many are empty.")
+        .def("sizes", &Zero1::sizes, "How many numbers of each such tensor every rank owns: [tensor][rank].");
 }

@@ -11,30 +11,20 @@
 // Cost of a step: a rank sends 2 (n-1)/n bytes a byte of gradient, and holds one more copy of the gradients.
 //
 //     DataParallel dp(model->parameters(), group, 8 << 20);
-//     { DataParallel::NoSync accumulate(dp); loss(...).backward(); }   // all micro-batches but the last
-//     loss(...).backward();                                            // buckets leave while this runs
-//     dp.finish();                                                     // gradients are sums over ranks
+//     { const NoSync accumulate = dp.no_sync(); loss(...).backward(); }   // all micro-batches but the last
+//     loss(...).backward();                                               // buckets leave while this runs
+//     dp.finish();                                                        // gradients are sums over ranks
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/types.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
-#include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-namespace fived {
+#include "gradients.hpp"
 
-/// One message of a group of n ranks: this rank sent n_bytes / n bytes, by the ring's count, and was blocked
-/// for `seconds`.
-struct Message {
-    std::string op;
-    std::int64_t n_bytes;
-    double seconds;
-};
+namespace fived {
 
 /// Sums the gradients of `tensors` over a process group. Losses are divided by the targets of the whole global
 /// batch, so ranks may hold unequal parts, or none. A gradient that no rank has stays undefined.
@@ -43,28 +33,14 @@ struct Message {
 /// later is not seen: make a new DataParallel then.
 class DataParallel {
   public:
-    using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
     /// Collective: all tensors become those of rank 0. Frozen ones and buffers are only that, never summed;
     /// one given twice counts once. `group` is null for one rank. Throws std::invalid_argument when nothing
     /// requires a gradient, something is no leaf, or bucket_bytes is 0.
-    DataParallel(const std::vector<at::Tensor>& tensors, const Group& group, std::size_t bucket_bytes);
-    ~DataParallel();
-    DataParallel(const DataParallel&) = delete;
-    DataParallel& operator=(const DataParallel&) = delete;
+    DataParallel(const Tensors& tensors, const Group& group, std::size_t bucket_bytes);
 
-    /// While one lives, backward passes send nothing.
-    class NoSync {
-      public:
-        explicit NoSync(DataParallel& dp) : dp_(dp), before_(std::exchange(dp.synchronising_, false)) {}
-        ~NoSync() { dp_.synchronising_ = before_; }
-        NoSync(const NoSync&) = delete;
-        NoSync& operator=(const NoSync&) = delete;
-
-      private:
-        DataParallel& dp_;
-        bool before_;
-    };
+    NoSync no_sync() { return NoSync(synchronising_); }
+    /// What no_sync() turns off while it lives.
+    bool& synchronising() { return synchronising_; }
 
     /// Collective: sends what is left and waits; then gradients are sums over the ranks. A second backward
     /// before it throws std::runtime_error, since its gradients would join buckets that have left.
@@ -72,43 +48,35 @@ class DataParallel {
 
     std::size_t buckets() const { return buckets_.size(); }
     /// What was sent since the last call.
-    std::vector<Message> take_messages() { return std::exchange(messages_, {}); }
+    std::vector<Message> take_messages() { return messages_.take(); }
 
   private:
     struct Parameter {
         at::Tensor tensor, view;  // view: where its gradient lies in the bucket
         std::size_t bucket = 0;
         bool filled = false;
-        c10::intrusive_ptr<torch::autograd::Node> node;  // held, since the tensor only knows it weakly
-        std::uintptr_t hook = 0;
-    };
-    struct Pending {
-        c10::intrusive_ptr<c10d::Work> work;
-        Message message;
     };
     struct Bucket {
         at::Tensor flat;
         std::size_t members, missing;
-        Pending pending;
+        Messages::Pending pending;
     };
 
-    Pending start(const char* op, std::int64_t times, at::Tensor& tensor);
-    void wait(Pending& pending);
     void make_buckets(const std::vector<std::int64_t>& order);
     void ready(std::size_t index);
     void fill(std::size_t index);
     void launch();
     void settle_order();
 
-    Group group_;
+    Messages messages_;
     std::size_t bucket_bytes_, launched_ = 0;
     std::vector<Parameter> parameters_;
     std::vector<Bucket> buckets_;
     at::Tensor used_;  // end of the last bucket: a number for each parameter, how many ranks used it
     std::vector<std::int64_t> order_;
     bool synchronising_ = true, order_known_ = false;
-    std::vector<Message> messages_;
-    std::mutex mutex_;  // autograd has a thread for each device
+    std::mutex mutex_;                    // autograd has a thread for each device
+    std::optional<GradientHooks> hooks_;  // the last member: gone before what they change
 };
 
 }  // namespace fived

@@ -37,6 +37,7 @@ from dp_mlp import (
     bytes_of_gradients,
     make_model,
     one_device,
+    padding_of_step,
     torch_version,
     train,
 )
@@ -52,7 +53,12 @@ from common.models.mlp import sizes
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
 
-LANGUAGES = {"dp_libtorch": "libtorch", "dp_mpi": "cpp-mpi", "dp_mpi-ring": "cpp-mpi"}
+LANGUAGES = {
+    "dp_libtorch": "libtorch",
+    "dp_libtorch-zero1": "libtorch",
+    "dp_mpi": "cpp-mpi",
+    "dp_mpi-ring": "cpp-mpi",
+}
 NOT_COUNTED = ("dp_mpi", "ddp-mlp")
 """Versions whose messages pass the ledger by."""
 
@@ -134,9 +140,10 @@ def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
     """Bytes a rank sends in the whole run."""
     model = make_model(o, o.seed)
     if name.startswith("dp_mpi"):
-        return o.steps * bytes_of_gradients(name, model, group)
-    ours = name != "ddp-mlp"
-    return bytes_of_run(model, group, o.steps, order=ours, flags=ours)
+        return o.steps * bytes_of_gradients(name, model, group, o)
+    ours, zero1 = name != "ddp-mlp", name == "dp_libtorch-zero1"
+    padding = padding_of_step(model, group, o) if zero1 else 0
+    return bytes_of_run(model, group, o.steps, order=ours and not zero1, flags=ours) + o.steps * padding
 
 
 def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
@@ -161,7 +168,7 @@ def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
             step_seconds=m.seconds,
             communication_seconds=None if name == "ddp-mlp" else statistics.median(m.blocked),
             bytes_counted=None if name in NOT_COUNTED else statistics.median(m.sent),
-            bytes_formula=float(bytes_of_gradients(name, model, rt.world)),
+            bytes_formula=float(bytes_of_gradients(name, model, rt.world, o)),
             peak_memory_bytes=peak_memory(rt.world),
             scaling=o.scaling,
         )
@@ -180,7 +187,7 @@ def whole_step(name: str, rt: Runtime, o: MLPOptions, samples: Samples) -> Calla
 
         return mpi_step
     version = torch_version(name, make_model(o, o.seed), rt, o)
-    optimizer = OPTIMIZERS["adamw"]([*version.parameters])
+    optimizer = version.wrap(OPTIMIZERS["adamw"], version.parameters)
     step = training_step(version, samples, rt.world)
 
     def torch_step() -> None:

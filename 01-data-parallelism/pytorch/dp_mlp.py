@@ -1,11 +1,12 @@
 """The MLP of chapter 01, trained data-parallel in each language; `dp_languages.py` compares and times them.
 
-                  forward, backward, optimizer      gradients are summed by
-    pytorch-mlp   torch                             DataParallel of dp_basic.py, process group
-    dp_libtorch   torch                             the same hooks and buckets in C++, the same process group
-    dp_mpi        its own C++ on BLAS               buckets by MPI_Iallreduce
-    dp_mpi-ring   the same                          our ring of MPI messages, each of them counted
-    ddp-mlp       torch                             DistributedDataParallel (on one rank: nothing, plain torch)
+                        forward, backward, optimizer    gradients are summed by
+    pytorch-mlp         torch                           DataParallel of dp_basic.py, process group
+    dp_libtorch         torch                           the same hooks and buckets in C++, the same process group
+    dp_libtorch-zero1   torch, the optimizer on pieces  the same hooks, buckets reduce-scattered: ZeRO-1
+    dp_mpi              its own C++ on BLAS             buckets by MPI_Iallreduce
+    dp_mpi-ring         the same                        our ring of MPI messages, each of them counted
+    ddp-mlp             torch                           DistributedDataParallel (on one rank: nothing, plain torch)
 
 I inputs (8 a byte of context)  B samples
 """
@@ -25,14 +26,15 @@ from torch import Tensor, nn
 from common import ledger
 from common.comm import Group
 from common.data.text import mlp_batch, rank_slice
-from common.equality import OPTIMIZERS, Followed, follow
+from common.equality import OPTIMIZERS, Followed, MakeOptimizer, follow
 from common.ledger import Ledger
 from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.mlp import MLP, sizes
+from common.placement import Run, place
 from common.runtime import Runtime
 
-VERSIONS = ("pytorch-mlp", "dp_libtorch", "dp_mpi", "dp_mpi-ring", "ddp-mlp")
+VERSIONS = ("pytorch-mlp", "dp_libtorch", "dp_libtorch-zero1", "dp_mpi", "dp_mpi-ring", "ddp-mlp")
 
 
 @dataclass
@@ -78,13 +80,14 @@ def make_model(o: MLPOptions, seed: int) -> MLP:
 
 
 def torch_version(name: str, model: nn.Module, rt: Runtime, o: MLPOptions) -> Version:
-    """pytorch-mlp, ddp-mlp or dp_libtorch around any model in torch."""
-    if name != "dp_libtorch":
+    """pytorch-mlp, ddp-mlp, dp_libtorch or dp_libtorch-zero1 around any model in torch."""
+    if not name.startswith("dp_libtorch"):
         return make_version({"pytorch-mlp": "bucketed", "ddp-mlp": "ddp"}[name], model, rt, o)
     import dp_libtorch
 
     tensors = [*model.parameters(), *model.buffers()]
-    dp = dp_libtorch.DataParallel(tensors, rt.world.pg, int(o.bucket_mb * 2**20))
+    kind = dp_libtorch.Zero1 if name == "dp_libtorch-zero1" else dp_libtorch.DataParallel
+    dp = kind(tensors, rt.world.pg, int(o.bucket_mb * 2**20))
 
     def note() -> None:
         for operation, n_bytes, seconds in dp.take_messages():
@@ -94,8 +97,34 @@ def torch_version(name: str, model: nn.Module, rt: Runtime, o: MLPOptions) -> Ve
         dp.finish()
         note()
 
+    def gathering(make: MakeOptimizer, pieces: list[Tensor]) -> torch.optim.Optimizer:
+        def gather(*_: Any) -> None:
+            dp.gather()
+            note()
+
+        optimizer = make(pieces)
+        optimizer.register_step_post_hook(gather)
+        return optimizer
+
     note()  # the broadcasts
-    return Version(model, dp.no_sync, finish)
+    if kind is dp_libtorch.DataParallel:
+        return Version(model, dp.no_sync, finish)
+    return Version(model, dp.no_sync, finish, owner=Pieces(model, dp), wrap=gathering)
+
+
+class Pieces:
+    """What Zero1's optimizers step on, under the parameters' names."""
+
+    def __init__(self, model: nn.Module, zero: Any) -> None:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.pieces: list[tuple[str, Tensor]] = []
+        for (name, p), piece, lengths in zip(trained, zero.pieces(), zero.sizes(), strict=True):
+            place(piece, "dp", Run(p.shape, tuple(lengths)))
+            self.pieces.append((name, piece))
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """This rank's run of each parameter, flat."""
+        return self.pieces
 
 
 class MPIModel:
@@ -159,8 +188,9 @@ def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Follow
             followed = MPIModel(name, optimizer, rt, o, samples).follow(o.steps)
         else:
             model = make_model(o, o.seed + rt.rank)  # the broadcast must mend this
-            step = training_step(torch_version(name, model, rt, o), samples, rt.world)
-            followed = follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size))
+            version = torch_version(name, model, rt, o)
+            step, mesh = training_step(version, samples, rt.world), Mesh(rt.world, dp=rt.world_size)
+            followed = follow(version.owner or model, optimizer, o.steps, step, mesh, version.wrap)
     return followed, MPI.COMM_WORLD.allreduce(counted.bytes()) / rt.world_size
 
 
@@ -171,8 +201,20 @@ def one_device(optimizer: str, o: MLPOptions) -> Followed:
     return follow(model, optimizer, o.steps, training_step(Version(model), samples, alone))
 
 
-def bytes_of_gradients(name: str, model: nn.Module, group: Group) -> Fraction:
+def padding_of_step(model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
+    """What ZeRO-1 sends beyond an all-reduce: each bucket is padded to n equal runs, in either direction."""
+    numbers, size, padding = 0, next(model.parameters()).element_size(), 0
+    for p in reversed(list(model.parameters())):
+        if numbers * size >= int(o.bucket_mb * 2**20):
+            numbers, padding = 0, padding + -numbers % group.size
+        numbers += p.numel()
+    return Fraction(2 * (group.size - 1) * (padding + -numbers % group.size) * size, group.size)
+
+
+def bytes_of_gradients(name: str, model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
     """Bytes a rank sends in a step: dp_mpi counts its gradients alone, the others loss and flags too."""
+    if name == "dp_libtorch-zero1":
+        return bytes_of_step(model, group) + padding_of_step(model, group, o)
     if not name.startswith("dp_mpi"):
         return bytes_of_step(model, group, flags=name != "ddp-mlp")
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
