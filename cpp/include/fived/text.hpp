@@ -88,4 +88,17 @@ void mlp_samples(std::span<const std::uint8_t> text, std::uint64_t seed, std::ui
     }
 }
 
+/// Samples [begin, begin + rows) of the global batch of `step` for a language model: S bytes (tokens_BS) and of each the
+/// byte that follows (targets_BS).
+inline void lm_samples(std::span<const std::uint8_t> text, std::uint64_t seed, std::uint64_t step,
+                       std::size_t begin, MatrixView<std::int64_t> tokens_BS,
+                       MatrixView<std::int64_t> targets_BS) {
+    const std::size_t S = tokens_BS.columns;
+    for (std::size_t b = 0; b < tokens_BS.rows; ++b) {
+        const std::uint8_t* window = text.data() + random_bits(seed, step, begin + b) % (text.size() - S);
+        std::copy_n(window, S, tokens_BS.row(b).begin());
+        std::copy_n(window + 1, S, targets_BS.row(b).begin());
+    }
+}
+
 }  // namespace fived

@@ -1,0 +1,277 @@
+"""dp_libtorch without Python: its proof, its numbers against Python's, bad input; and Zero1 as a Python module."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi.launch import mpirun, need_binary, need_module, run
+from small_models import Branches
+from torch import Tensor, nn
+
+from common.data.text import lm_batch, load_text, mlp_batch
+from common.equality import OPTIMIZERS
+from common.models.mlp import MLP, sizes
+from common.models.transformer import Transformer, config
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+SHAPES = {"all-reduce": "dp_libtorch", "ZeRO-1": "dp_libtorch-zero1"}
+
+
+def losses(model: nn.Module, optimizer: str, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Of each step on one device."""
+    chosen, found = OPTIMIZERS[optimizer](list(model.parameters())), []
+    for x, y in batches:
+        chosen.zero_grad()
+        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        chosen.step()
+        found.append(loss.item())
+    return found
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> list[list[float]]:
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
+    return [[float(word) for word in words[4:]] for words in lines]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gpt2_trains_as_in_python(ranks: int, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--batch", "9", "--sequence", "12", "--steps", "2", "--json", record]
+    done = mpirun(ranks, need_binary("dp_libtorch"), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Proved: training on {ranks} rank(s) equals training on one." in done.stdout
+    text = load_text(None).train
+    batches = [lm_batch(text, 0, step, 9, 12, 0, 9) for step in range(2)]
+    for found, optimizer in zip(printed(done), ("sgd", "adamw"), strict=True):
+        model = Transformer(config("gpt2-tiny"), 0, torch.float64)
+        assert found == pytest.approx(losses(model, optimizer, batches), abs=1e-9)
+    for line, name in zip(record.read_text().splitlines(), SHAPES.values(), strict=True):
+        values = json.loads(line)
+        assert (values["implementation"], values["language"]) == (name, "libtorch")
+        assert (values["ranks"], values["tokens_per_step"], values["parameters"]) == (ranks, 9 * 12, 120576)
+        assert values["bytes_counted"] == values["bytes_formula"]
+        assert (values["bytes_counted"] > 0) == (ranks > 1)
+        assert values["equal"] is True
+        assert 0 < values["largest_difference"] < 1e-12
+        assert len(values["step_seconds"]) == 2
+        model = Transformer(config("gpt2-tiny"))
+        assert values["flop_per_step"] == pytest.approx(9 * 12 * model.flops_per_token(12))
+
+
+def test_mlp_trains_as_in_python_on_more_ranks() -> None:
+    arguments = ["--model", "mlp", "--batch", "9", "--micro-batches", "1", "--hidden", "24", "--steps", "2"]
+    done = mpirun(8, need_binary("dp_libtorch"), *arguments, "--bucket-mb", "0.001")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = load_text(None).train
+    batches = [mlp_batch(text, 0, step, 9, 16, 0, 9, torch.float64) for step in range(2)]
+    for found, optimizer in zip(printed(done), ("sgd", "adamw"), strict=True):
+        assert found == pytest.approx(
+            losses(MLP(sizes(16, 24, 3), 0, torch.float64), optimizer, batches), abs=1e-9
+        )
+
+
+def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = [
+        "--benchmark",
+        "--model",
+        "mlp",
+        "--hidden",
+        "32",
+        "--steps",
+        "3",
+        "--zero",
+        "1",
+        "--json",
+        record,
+    ]
+    assert mpirun(2, need_binary("dp_libtorch"), *arguments).returncode == 0
+    values = json.loads(record.read_text())
+    assert (values["tokens_per_step"], values["scaling"], values["equal"]) == (8, "weak", None)
+    assert min(values["step_seconds"]) > 0
+
+
+def test_there_is_no_python_in_it() -> None:
+    if sys.platform != "linux":
+        pytest.skip("ldd")
+    binary = need_binary("dp_libtorch")
+    libraries = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu" in libraries
+    assert "libpython" not in libraries
+    assert "libtorch_python" not in libraries
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "bert"], "--model is bert; it is one of gpt2-tiny, gpt2-10m, mlp"),
+        (["--zero", "2"], "--zero is 2; it is one of both, 0, 1"),
+        (["--sequence", "65"], "--sequence 65 is too long for gpt2-tiny; at most 64"),
+        (["--batch", "1"], "--batch 1 is too small for 1 ranks x 2 micro-batches; at least 2"),
+        (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
+        (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = run([str(need_binary("dp_libtorch")), *arguments])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"dp_libtorch: {message}\n"
+
+
+# Zero1 as a Python module
+
+
+def zero_around(model: nn.Module, rt: Runtime, bucket_bytes: int = 24) -> Any:
+    import dp_libtorch
+
+    return dp_libtorch.Zero1([*model.parameters(), *model.buffers()], rt.world.pg, bucket_bytes)
+
+
+def whole(
+    flat: dict[str, Tensor | None], zero: Any, model: nn.Module, rt: Runtime
+) -> dict[str, Tensor | None]:
+    """Every rank's runs put together."""
+    gathered: dict[str, Tensor | None] = {}
+    for (name, p), lengths in zip(model.named_parameters(), zero.sizes(), strict=True):
+        mine = flat[name]
+        if mine is None:
+            gathered[name] = None
+            continue
+        full = torch.zeros(p.numel(), dtype=mine.dtype)
+        start = sum(lengths[: rt.rank])
+        full[start : start + lengths[rt.rank]] = mine
+        torch.distributed.all_reduce(full, group=rt.world.pg)
+        gathered[name] = full.view(p.shape)
+    return gathered
+
+
+def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> tuple[Any, ...]:
+    """Three steps of AdamW; what the last gradients, the weights, the norm and the state are."""
+    model = Branches()
+    if rt.rank:
+        for p in model.parameters():  # the broadcast must mend this
+            p.data.fill_(rt.rank)
+    zero = zero_around(model, rt)
+    pieces = zero.pieces()
+    optimizer = torch.optim.AdamW(pieces, lr=0.1)
+    mine = [torch.full((1, 3), s, dtype=torch.float64) for s in samples][rt.rank :: rt.world_size]
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none)
+        with zero.no_sync(), zero.no_sync():
+            for x in mine[:-1]:
+                model(x).backward()
+        for x in mine[-1:]:
+            model(x).backward()
+        zero.finish()
+        assert all(p.grad is None for p in model.parameters())  # a part of a sum, which nobody must use
+        norm = zero.gradient_norm()
+        names = [name for name, _ in model.named_parameters()]
+        gradients = whole(dict(zip(names, [p.grad for p in pieces], strict=True)), zero, model, rt)
+        optimizer.step()
+        zero.gather()
+    state = sum(x.numel() for s in optimizer.state.values() for x in s.values() if x.dim())
+    return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}, norm, state
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [1.0, -2.0, 3.0, 4.0, 0.5],  # `rarely` on one rank only, whose hooks run in another order
+        [-1.0, 1.0, 2.0, 1.5, 2.5],  # on rank 0 in an early micro-batch only: the last one does not see it
+        [1.0, 2.0],  # rank 2 of 3 has nothing at all
+    ],
+)
+def test_zero1_equals_one_device(samples: list[float], set_to_none: bool) -> None:
+    need_module("dp_libtorch")
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for s in samples:
+            model(torch.full((1, 3), s, dtype=torch.float64)).backward()
+        optimizer.step()
+    used = [p.numel() for p in model.parameters() if p.grad is not None]
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+    assert model.never.weight.grad is None
+    found = spawn(branches, 3, samples, set_to_none)
+    assert sum(state for *_, state in found) == 2 * sum(used)
+    for gradients, weights, our_norm, _ in found:
+        assert our_norm == pytest.approx(norm, rel=1e-13)
+        for name, p in model.named_parameters():
+            assert torch.allclose(weights[name], p, rtol=1e-12, atol=1e-14), name
+            if p.grad is None:
+                assert gradients[name] is None, name
+            else:
+                assert torch.allclose(gradients[name], p.grad, rtol=1e-12, atol=1e-14), name
+
+
+def messages(rt: Runtime) -> tuple[list[Any], ...]:
+    """What two micro-batches of a step send; 5 numbers are padded to 6 on 3 ranks."""
+    model = nn.Linear(4, 1)
+    zero = zero_around(model, rt, 1000)
+    zero.take_messages()
+    with zero.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    inside = zero.take_messages()
+    model(torch.ones(1, 4)).sum().backward()
+    zero.finish()
+    backward = zero.take_messages()
+    zero.gather()
+    return inside, backward, zero.take_messages(), [p.numel() for p in zero.pieces()]
+
+
+def test_zero1_sends_each_bucket_once_in_either_direction() -> None:
+    need_module("dp_libtorch")
+    for rank, (inside, backward, gather, lengths) in enumerate(spawn(messages, 3)):
+        assert inside == []
+        sent = [(op, n_bytes) for op, n_bytes, _ in backward]
+        assert sent == [("reduce_scatter", 2 * 6 * 4), ("all_reduce", 2 * 2 * 2 * 4)]
+        assert [(op, n_bytes) for op, n_bytes, _ in gather] == [("all_gather", 2 * 6 * 4)]
+        assert lengths == [[1, 1], [2, 0], [1, 0]][rank]  # the bias lies first: its gradient comes first
+
+
+def backward_twice(rt: Runtime) -> None:
+    model = nn.Linear(2, 2)
+    zero = zero_around(model, rt)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    zero.finish()
+
+
+def test_zero1_refuses_backward_twice() -> None:
+    need_module("dp_libtorch")
+    with pytest.raises(RankError, match=r"RuntimeError: backward ran twice before finish\(\): put all micro"):
+        spawn(backward_twice, 2)
+
+
+def test_zero1_takes_its_hooks_with_it_and_refuses_what_it_cannot_shard() -> None:
+    need_module("dp_libtorch")
+    import dp_libtorch
+
+    model = nn.Linear(2, 1)
+    zero = dp_libtorch.Zero1(list(model.parameters()), None)
+    model(torch.ones(1, 2)).sum().backward()
+    zero.finish()
+    assert [piece.grad.tolist() for piece in zero.pieces()] == [[1, 1], [1]]
+    del zero
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[2, 2]]
+    w = torch.ones(2, requires_grad=True)
+    for tensors, bucket_bytes, message in [
+        ([torch.ones(2)], 8, "none of 1 tensors requires a gradient"),
+        ([w, 2 * w], 8, "tensor 1 is the result of a computation"),
+        ([w], 0, "bucket_bytes is 0; it must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dp_libtorch.Zero1(tensors, None, bucket_bytes)
