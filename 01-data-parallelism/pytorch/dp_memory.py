@@ -14,15 +14,16 @@ look at it. What lives for a part of the step only is in its peak, which common.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from dp_training import Version
+from dp_training import Batches, TrainingOptions, Version, make_model, whole_step
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
+from common.measure import peak_allocated
 from common.placement import local
 from common.runtime import Runtime
 
@@ -71,17 +72,36 @@ class MemoryTable:
 
     @property
     def largest(self) -> float:
-        """The largest relative difference between measured and formula."""
-        pairs = [pair for _, _, *both in self.rows for pair in zip(*both, strict=True)]
+        """The largest relative difference between measured and formula; FSDP2 pads the rows of every tensor."""
+        rows = (row for row in self.rows if not row[0].startswith("fsdp"))
+        pairs = [pair for _, _, *both in rows for pair in zip(*both, strict=True)]
         return max(float(abs(a - b) / (b or 1.0)) for a, b in pairs)
 
+    def peaks(self, o: TrainingOptions, make_version: Callable[..., Version]) -> Table:
+        """The most that lives at once, activations and all, from an empty rank to the end of a second step."""
+        table = Table(title="the most at once in two steps of AdamW", title_justify="left")
+        table.add_column("version")
+        table.add_column("bytes", justify="right")
+        for name in o.versions:
+
+            def life(name: str = name) -> None:
+                version = make_version(name, make_model(o, self.rt.device), self.rt, o)
+                step = whole_step(version, Batches(o, self.rt.world, self.rt.device), self.rt.world)
+                step()
+                step()
+
+            peak = torch.tensor(peak_allocated(life, self.rt.device.type))
+            comm.all_reduce(peak, self.rt.world, "max")
+            table.add_row(name, f"{peak.item():,}")
+        return table
+
     def table(self, title: str) -> Table:
-        """Measured / formula, in thousands of bytes."""
+        """Measured / formula, in MB."""
         table = Table(title=title, title_justify="left")
-        for column in ("version", "optimizer", *KINDS, "all, of the first row"):
+        for column in ("version", "optimizer", *KINDS, "all"):
             table.add_column(column, justify="left" if column in ("version", "optimizer") else "right")
         for name, kind, measured, formula in self.rows:
             first = next(sum(row[2]) for row in self.rows if row[1] == kind)
-            cells = [f"{a / 1e3:,.1f} / {b / 1e3:,.1f}" for a, b in zip(measured, formula, strict=True)]
+            cells = [f"{a / 1e6:.3f} / {b / 1e6:.3f}" for a, b in zip(measured, formula, strict=True)]
             table.add_row(name, kind, *cells, f"{sum(measured) / first:.0%}")
         return table

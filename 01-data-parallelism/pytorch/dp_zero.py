@@ -25,7 +25,6 @@ dropped after their use.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,131 +39,19 @@ from dp_basic import run_bytes as basic_run_bytes
 from dp_basic import step_bytes as basic_step_bytes
 from dp_memory import MemoryTable
 from dp_training import TrainingOptions, Version, benchmark, check, prove, report
+from dp_unit import Unit
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from common import comm
-from common.comm import Group, Pending
+from common.comm import Group
 from common.lesson import console, run
 from common.mesh import Mesh
-from common.placement import Run, place, placement
 from common.runtime import Runtime
 
 VERSIONS = ("bucketed", "zero1", "zero2", "zero3")
-Parameters = dict[str, nn.Parameter]
-
-
-class Unit:
-    """Parameters that travel together: `whole`, one flat buffer, of which this rank owns the run `mine`."""
-
-    def __init__(self, parameters: Parameters, group: Group, stage: int) -> None:
-        self.parameters, self.group, self.stage = parameters, group, stage
-        first = next(iter(parameters.values()))
-        for name, p in parameters.items():
-            if p.dtype != first.dtype:
-                raise ValueError(f"{name} is {p.dtype} in a unit of {first.dtype}: give one type a unit")
-        self.lengths = [p.numel() for p in parameters.values()]
-        self.share = -(-sum(self.lengths) // group.size)  # the last run is padded
-        self.whole = first.detach().new_zeros(group.size * self.share)
-        for p, view in zip(parameters.values(), self.views(self.whole).values(), strict=True):
-            view.copy_(p.detach())
-            p.data = view
-        self.mine = self.run(self.whole) if stage < 3 else self.run(self.whole).clone()
-        self.pieces = {name: nn.Parameter(piece) for name, piece in self.cut(self.mine).items()}
-        for (name, p), sizes in zip(parameters.items(), self._sizes(), strict=True):
-            for axis, split in placement(p).items():
-                place(self.pieces[name], axis, split)
-            place(self.pieces[name], group.axis, Run(p.shape, sizes))
-        self.here, self.arriving = True, None  # type: tuple[bool, Pending | None]
-        self.gradients: Tensor | None = None  # like `whole`: this rank's part
-        self.sum: Tensor | None = (
-            None  # like `mine`: over ranks, and over the micro-batches that were reduced
-        )
-        self.leaving: tuple[Pending, Tensor] | None = None
-        self.unready, self.filled = set(parameters), set()  # type: tuple[set[str], set[str]]
-        self.release()
-
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters' places in a buffer like `whole`."""
-        pieces = torch.split(whole, [*self.lengths, len(whole) - sum(self.lengths)])
-        return {name: x.view(p.shape) for (name, p), x in zip(self.parameters.items(), pieces, strict=False)}
-
-    def run(self, whole: Tensor) -> Tensor:
-        """This rank's run of a buffer like `whole`."""
-        return whole[self.group.rank * self.share :][: self.share]
-
-    def _sizes(self) -> list[tuple[int, ...]]:
-        """How many numbers of each parameter every rank owns."""
-        sizes, start = [], 0
-        for length in self.lengths:
-            bounds = [min(max(r * self.share, start), start + length) for r in range(self.group.size + 1)]
-            sizes.append(tuple(b - a for a, b in itertools.pairwise(bounds)))
-            start += length
-        return sizes
-
-    def cut(self, mine: Tensor) -> dict[str, Tensor]:
-        """What of each parameter lies in a buffer like `mine`: of many, nothing."""
-        sizes = [every_rank[self.group.rank] for every_rank in self._sizes()]
-        pieces = torch.split(mine, [*sizes, len(mine) - sum(sizes)])
-        return dict(zip(self.parameters, pieces, strict=False))
-
-    def gather(self) -> None:
-        """Start to make the weights whole, unless they are or soon will be."""
-        if not self.here and self.arriving is None:
-            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-            self.arriving = comm.all_gather_into(self.whole, self.mine, self.group, async_op=True)
-
-    def wait(self) -> None:
-        """Return when the weights are whole."""
-        if self.arriving is not None:
-            self.arriving.wait()
-            self.here, self.arriving = True, None
-
-    def release(self) -> None:
-        """Stage 3: the parameters stay, views of memory that goes. What autograd saved are such views too."""
-        if self.stage == 3 and self.here:
-            self.whole.untyped_storage().resize_(0)
-            self.here = False
-
-    @torch.no_grad()
-    def fill(self, name: str) -> None:
-        """Move p.grad to its place in `gradients`. Stage 1 leaves it there, and autograd adds the next to it."""
-        if self.stage > 1:
-            self.settle()  # of the micro-batch before
-        if self.gradients is None:
-            self.gradients = self.mine.new_zeros(self.group.size * self.share)
-        if not self.filled:
-            self.places = self.views(self.gradients)
-        p, place = self.parameters[name], self.places[name]
-        assert p.grad is not None
-        if name not in self.filled:
-            place.copy_(p.grad)
-        elif p.grad.data_ptr() != place.data_ptr():
-            place.add_(p.grad)
-        p.grad = place if self.stage == 1 else None
-        self.filled.add(name)
-
-    def reduce(self) -> None:
-        """Start to sum the gradients over the ranks; what this rank did not use counts as zeros."""
-        if self.gradients is None:
-            self.gradients = self.mine.new_zeros(self.group.size * self.share)
-        for name in self.parameters.keys() - self.filled:
-            self.views(self.gradients)[name].zero_()
-        out = self.run(self.gradients) if self.stage == 1 else torch.empty_like(self.mine)
-        self.leaving = comm.reduce_scatter_into(out, self.gradients, self.group, async_op=True), out
-
-    def settle(self) -> None:
-        """Return when the sum is here; from stage 2 on, everything but this rank's run of it goes."""
-        if self.leaving is not None:
-            pending, out = self.leaving
-            pending.wait()
-            self.sum = out if self.sum is None else self.sum.add_(out)
-            self.leaving = None
-            if self.stage > 1:
-                self.gradients = None
-                self.filled.clear()
 
 
 class Zero:
@@ -178,7 +65,8 @@ class Zero:
 
     Every module of `layers` is a unit; what lies outside of them is one more, whole from the start of the forward
     pass to the end of the backward pass. All ranks run the same layers in the same order. Losses are scaled as for
-    DataParallel. The norm of the gradient is common.placement.gradient_norm(pieces): each rank sees a part.
+    DataParallel. Gradients are those of one step: a second finish() replaces them. The norm of the gradient is
+    common.placement.gradient_norm(pieces), since each rank sees a part. The weights to save are the pieces.
 
     Raises ValueError for other stages, for a model without parameters to train, for a unit of two types;
     RuntimeError in stage 1 when a second backward pass runs before finish(): accumulate inside no_sync().
@@ -198,13 +86,12 @@ class Zero:
         self.units, self.modules = [], []  # type: tuple[list[Unit], list[nn.Module]]
         for i, module in enumerate([model, *layers], -1):
             # what several layers share, or none has, is whole from the first to the last
-            inside = {
-                name: trained[name] for name, at in homes.items() if (at if len(at) == 1 else [-1]) == [i]
-            }
+            home = {name: at[0] if len(at) == 1 else -1 for name, at in homes.items()}
+            inside = {name: p for name, p in trained.items() if home[name] == i}
             if inside:
                 self.units.append(Unit(inside, group, stage))
                 self.modules.append(module)
-        self.model, self.watch = weakref.ref(model), lambda: None
+        self.model = weakref.ref(model)
         self.synchronising, self.in_backward, self.reduced = True, False, False
         self.gathered = -1
         self.used: set[str] = set()
@@ -257,7 +144,6 @@ class Zero:
             self.gathered += 1
             self.units[self.gathered].gather()
         self.units[i].wait()
-        self.watch()
 
     def _after(self, i: int, module: nn.Module, _: Any, output: Any) -> None:
         """Stage 3: weights go after their use, and come again when the gradient of the unit's output is there."""
@@ -273,7 +159,6 @@ class Zero:
         self.units[i].gather()
         self.units[i].wait()
         self.units[max(i - 1, 0)].gather()
-        self.watch()
 
     def _ready(self, unit: Unit, name: str, _: Tensor) -> None:
         """The hook that autograd calls when p.grad holds this backward's gradient."""
@@ -298,8 +183,7 @@ class Zero:
         unit.reduce()
         unit.release()
         self.leaving.append(unit)
-        self.watch()
-        if self.stage > 1 and len(self.leaving) > 1:
+        if len(self.leaving) > 1:
             self.leaving.pop(0).settle()  # so that whole gradients of two units exist, not of all
 
     def _end_of_backward(self) -> None:
@@ -384,17 +268,21 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> 
     return steps + Fraction((n - 1) * (start - whole_at_first), n)
 
 
+def even(rt: Runtime, o: TrainingOptions) -> TrainingOptions:
+    """As many micro-batches on all ranks, since each is communicated."""
+    return replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size)))
+
+
 def main(rt: Runtime, o: TrainingOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
-    # every rank reduces as many micro-batches
-    o = replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size)))
+    o = even(rt, o)
     if o.benchmark:
         report(rt, o, benchmark(rt, o, make_version, step_bytes))
         return True
     memory = MemoryTable(rt)
     holds = prove(rt, o, make_version, run_bytes, step_bytes, examine=memory.examine)
-    console(rt).print(memory.table("thousands of bytes that a rank holds after a step, measured / formula"))
+    console(rt).print(memory.table("MB that a rank holds after a step, measured / formula"))
     return holds and memory.largest <= 0.01
 
 

@@ -1,0 +1,136 @@
+"""The library's ZeRO: fully_shard (FSDP2) beside DDP and beside the stages of dp_zero.py.
+
+    fully_shard(layer)     each parameter becomes a DTensor, cut on dimension 0: row blocks, one a rank
+    forward                all-gather of the layer's parameters, the next layer's meanwhile
+    backward               all-gather again (unless kept), then reduce-scatter of the gradients
+
+    dp_zero.py     a rank holds one run of the layer's flat buffer      [....|....]
+    FSDP2          a rank holds some rows of every tensor               [..|..][.|.]   tensors keep their shapes
+
+    ddp                DistributedDataParallel: everything everywhere
+    zero-redundancy    ddp with ZeroRedundancyOptimizer, which deals out whole parameters and broadcasts them: stage 1
+    fsdp-keep          fully_shard(reshard_after_forward=False): weights stay until the end of the backward pass
+    fsdp               fully_shard: stage 3
+
+Cost: fsdp sends about 3 M (n-1)/n S bytes a step of M micro-batches against DDP's 2 (n-1)/n S. Their messages
+are counted by common/listen.py. FSDP2 is by Zhao et al. (arXiv:2304.11277) and PyTorch's later design per parameter.
+
+    python dp_fsdp.py --nproc 4      torchrun --nproc_per_node=4 dp_fsdp.py      mpirun -np 4 python dp_fsdp.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import dp_zero
+import torch
+from dp_basic import broadcast_model
+from dp_memory import MemoryTable
+from dp_training import TrainingOptions, Version, benchmark, check, prove, report
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from common.comm import Group
+from common.equality import MakeOptimizer
+from common.lesson import console, run
+from common.runtime import Runtime
+
+LIBRARY = ("ddp", "zero-redundancy", "fsdp-keep", "fsdp")
+VERSIONS = (*LIBRARY, *dp_zero.VERSIONS)
+
+
+def shard(model: nn.Module, group: Group, device: str, keep: bool) -> None:
+    """FSDP2 on every layer, then on what lies outside of them."""
+    assert group.pg is not None
+    broadcast_model(model, group)  # fully_shard takes each rank's own weights as they are
+    mesh = DeviceMesh.from_group(group.pg, device, mesh_dim_names=("dp",))
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -> Version:
+    """A library's version around `model`, or one of dp_zero.py; plain torch on one rank."""
+    if name not in LIBRARY or rt.world_size == 1:
+        return dp_zero.make_version("ddp" if name in LIBRARY else name, model, rt, o)
+    if name.startswith("fsdp"):
+        shard(model, rt.world, rt.device.type, keep=name == "fsdp-keep")
+        return Version(model, averages=True)
+    version = dp_zero.make_version("ddp", model, rt, o)
+    if name == "zero-redundancy":
+
+        def wrap(make: MakeOptimizer, tensors: list[Tensor]) -> torch.optim.Optimizer:
+            def inner(pieces: list[Tensor], **_: object) -> torch.optim.Optimizer:
+                return make(pieces)
+
+            return ZeroRedundancyOptimizer(
+                tensors,
+                inner,  # type: ignore[arg-type]
+                process_group=rt.world.pg,
+                parameters_as_bucket_view=True,
+            )
+
+        version.wrap = wrap
+    return version
+
+
+def fsdp_bytes(model: nn.Module, group: Group, micro_batches: int, keep: bool) -> int:
+    """Bytes of the tensors that FSDP2 gathers and reduce-scatters in a step; rows are padded to a multiple of n."""
+
+    def padded(module: nn.Module) -> int:
+        rows = [(len(p), p.numel() // len(p) * p.element_size()) for p in module.parameters()]
+        return sum(-(-length // group.size) * group.size * width for length, width in rows)
+
+    layers = sum(padded(layer) for layer in model.layers)  # type: ignore[union-attr, misc]
+    return micro_batches * (2 * padded(model) + (0 if keep else layers))
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Bytes a rank sends in a step."""
+    if not name.startswith("fsdp"):
+        zero = dp_zero.step_bytes(name if name not in LIBRARY else "ddp", model, group, o)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        return zero + Fraction((group.size - 1) * weights * (name == "zero-redundancy"), group.size)
+    loss_and_targets = 2 * (next(model.parameters()).element_size() + 8)
+    moved = fsdp_bytes(model, group, o.micro_batches, keep=name == "fsdp-keep")
+    return Fraction((group.size - 1) * (moved + loss_and_targets), group.size)
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Bytes a rank sends in `o.steps` steps: the model at the start, then each step and its gradient norm."""
+    if name not in LIBRARY or group.size == 1:
+        return dp_zero.run_bytes("ddp" if name in LIBRARY else name, model, group, o)
+    start = sum(p.numel() * p.element_size() for p in model.parameters())
+    norm = Fraction(2 * (group.size - 1) * 8, group.size)
+    return Fraction((group.size - 1) * start, group.size) + o.steps * (
+        step_bytes(name, model, group, o) + norm
+    )
+
+
+def main(rt: Runtime, o: TrainingOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    check(rt, VERSIONS, o)
+    o = dp_zero.even(rt, o)
+    if o.benchmark:
+        report(rt, o, benchmark(rt, o, make_version, step_bytes, LIBRARY))
+        return True
+    memory = MemoryTable(rt)
+    holds = prove(rt, o, make_version, run_bytes, step_bytes, LIBRARY, memory.examine)
+    console(rt).print(memory.table("MB that a rank holds after a step, measured / formula"))
+    console(rt).print(memory.peaks(o, make_version))
+    return holds and memory.largest <= 0.01
+
+
+@dataclass
+class FsdpOptions(TrainingOptions):
+    """The training of chapter 01, by the library and by hand."""
+
+    versions: tuple[str, ...] = (*LIBRARY, "zero2", "zero3")
+    """Which versions to run."""
+
+
+if __name__ == "__main__":
+    run(main, FsdpOptions)

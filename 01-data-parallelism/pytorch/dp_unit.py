@@ -1,0 +1,133 @@
+"""Parameters that travel together: one flat buffer, cut into n equal runs, of which each rank owns one.
+
+    whole        [ q_proj    k_proj    v_proj      ...      down_proj   0 0 ]     padded to a multiple of n
+    mine         [  rank 0      |    rank 1    |    rank 2     |   rank 3   ]
+    gather       mine of all ranks   ->  whole                    all-gather       (n-1)/n of whole's bytes
+    reduce       gradients, partial  ->  sum, like mine           reduce-scatter   (n-1)/n
+
+A run cuts through parameters as it comes. What of a parameter lies in it is a piece, and an optimizer that works
+number by number, as SGD and AdamW do, does not mind. The parameters of the model become views of `whole`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import Group, Pending
+from common.placement import Run, place, placement
+
+
+class Unit:
+    """Parameters that travel together: `whole`, one flat buffer, of which this rank owns the run `mine`."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], group: Group, stage: int) -> None:
+        self.parameters, self.group, self.stage = parameters, group, stage
+        first = next(iter(parameters.values()))
+        for name, p in parameters.items():
+            if p.dtype != first.dtype:
+                raise ValueError(f"{name} is {p.dtype} in a unit of {first.dtype}: give one type a unit")
+        self.lengths = [p.numel() for p in parameters.values()]
+        self.share = -(-sum(self.lengths) // group.size)  # the last run is padded
+        self.whole = first.detach().new_zeros(group.size * self.share)
+        for p, view in zip(parameters.values(), self.views(self.whole).values(), strict=True):
+            view.copy_(p.detach())
+            p.data = view
+        self.mine = self.run(self.whole) if stage < 3 else self.run(self.whole).clone()
+        self.pieces = {name: nn.Parameter(piece) for name, piece in self.cut(self.mine).items()}
+        for (name, p), sizes in zip(parameters.items(), self._sizes(), strict=True):
+            for axis, split in placement(p).items():
+                place(self.pieces[name], axis, split)
+            place(self.pieces[name], group.axis, Run(p.shape, sizes))
+        self.here, self.arriving = True, None  # type: tuple[bool, Pending | None]
+        self.gradients: Tensor | None = None  # like `whole`: this rank's part
+        self.sum: Tensor | None = None  # like `mine`: over the ranks and the micro-batches reduced so far
+        self.leaving: tuple[Pending, Tensor] | None = None
+        self.unready, self.filled = set(parameters), set()  # type: tuple[set[str], set[str]]
+        self.release()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The parameters' places in a buffer like `whole`."""
+        pieces = torch.split(whole, [*self.lengths, len(whole) - sum(self.lengths)])
+        return {name: x.view(p.shape) for (name, p), x in zip(self.parameters.items(), pieces, strict=False)}
+
+    def run(self, whole: Tensor) -> Tensor:
+        """This rank's run of a buffer like `whole`."""
+        return whole[self.group.rank * self.share :][: self.share]
+
+    def _sizes(self) -> list[tuple[int, ...]]:
+        """How many numbers of each parameter every rank owns."""
+        sizes, start = [], 0
+        for length in self.lengths:
+            bounds = [min(max(r * self.share, start), start + length) for r in range(self.group.size + 1)]
+            sizes.append(tuple(b - a for a, b in itertools.pairwise(bounds)))
+            start += length
+        return sizes
+
+    def cut(self, mine: Tensor) -> dict[str, Tensor]:
+        """What of each parameter lies in a buffer like `mine`: of many, nothing."""
+        sizes = [every_rank[self.group.rank] for every_rank in self._sizes()]
+        pieces = torch.split(mine, [*sizes, len(mine) - sum(sizes)])
+        return dict(zip(self.parameters, pieces, strict=False))
+
+    def gather(self) -> None:
+        """Start to make the weights whole, unless they are or soon will be."""
+        if not self.here and self.arriving is None:
+            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+            self.arriving = comm.all_gather_into(self.whole, self.mine, self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Return when the weights are whole."""
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.here, self.arriving = True, None
+
+    def release(self) -> None:
+        """Stage 3: the parameters stay, views of memory that goes. What autograd saved are such views too."""
+        if self.stage == 3 and self.here:
+            self.whole.untyped_storage().resize_(0)
+            self.here = False
+
+    def places(self) -> dict[str, Tensor]:
+        """Where the gradients of this rank's part of the batch go, in a buffer like `whole`."""
+        if self.gradients is None:
+            self.gradients = self.mine.new_zeros(self.group.size * self.share)
+            self.gradient_views = self.views(self.gradients)
+        return self.gradient_views
+
+    @torch.no_grad()
+    def fill(self, name: str) -> None:
+        """Move p.grad to its place in `gradients`. Stage 1 leaves it there, and autograd adds the next to it."""
+        if self.stage > 1:
+            self.settle()  # of the micro-batch before
+        p, view = self.parameters[name], self.places()[name]
+        assert p.grad is not None
+        if name not in self.filled:
+            view.copy_(p.grad)
+        elif p.grad.data_ptr() != view.data_ptr():
+            view.add_(p.grad)
+        p.grad = view if self.stage == 1 else None
+        self.filled.add(name)
+
+    def reduce(self) -> None:
+        """Start to sum the gradients over the ranks; what this rank did not use counts as zeros."""
+        for name, view in self.places().items():
+            if name not in self.filled:
+                view.zero_()
+        assert self.gradients is not None
+        out = self.run(self.gradients) if self.stage == 1 else torch.empty_like(self.mine)
+        self.leaving = comm.reduce_scatter_into(out, self.gradients, self.group, async_op=True), out
+
+    def settle(self) -> None:
+        """Return when the sum is here; from stage 2 on, everything but this rank's run of it goes."""
+        if self.leaving is not None:
+            pending, out = self.leaving
+            pending.wait()
+            self.sum = out if self.sum is None else self.sum.add_(out)
+            self.leaving = None
+            if self.stage > 1:
+                self.gradients, self.gradient_views = None, {}
+                self.filled.clear()

@@ -1,0 +1,68 @@
+"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP, DTensor.
+
+    with Listener(group) as ledger:
+        ddp(x).sum().backward()
+    ledger.bytes("all_reduce")
+
+torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
+through there on its thread. Bytes are counted as in common/comm.py. Our own calls are heard too, so inside a
+listener a ledger and the listener agree. Integers that a library broadcasts or gathers (DDP checks the shapes of
+parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.comm import Group
+from common.ledger import Ledger, Row
+
+# c10d's name: ours, how often (n-1)/n of what is sent, and which argument has the whole tensor
+COLLECTIVES: dict[str, tuple[str, int, int]] = {
+    "allreduce_": ("all_reduce", 2, 0),
+    "allreduce_coalesced_": ("all_reduce", 2, 0),
+    "broadcast_": ("broadcast", 1, 0),
+    "reduce_": ("reduce", 1, 0),
+    "allgather_": ("all_gather", 1, 0),
+    "_allgather_base_": ("all_gather", 1, 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1, 0),
+    "reduce_scatter_": ("reduce_scatter", 1, 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 1),
+}
+SILENT = ("barrier", "monitored_barrier_")
+
+
+class Listener(TorchDispatchMode):
+    """Adds a row to `ledger` for each collective of `group`. Raises NotImplementedError for one it cannot count."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, self.ledger = group, Ledger()
+
+    def __enter__(self) -> Ledger:
+        super().__enter__()
+        return self.ledger
+
+    def __torch_dispatch__(
+        self, call: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        packet = getattr(call, "overloadpacket", call)
+        namespace, _, name = str(packet).rpartition(".")
+        if namespace == "c10d" and name not in SILENT:
+            if name not in COLLECTIVES:
+                raise NotImplementedError(f"the listener cannot count torch.ops.c10d.{name}")
+            op, times, whole = COLLECTIVES[name]
+            tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]
+            size = sum(x.numel() * x.element_size() for x in tensors)
+            if times == 1 and not any(x.is_floating_point() for x in tensors):
+                op = "bookkeeping"
+            sent = Fraction(times * (self.group.size - 1) * size, self.group.size)
+            self.ledger.rows.append(Row(op, self.group.axis, sent, 0.0))
+        return call(*args, **(kwargs or {}))

@@ -1,0 +1,268 @@
+"""ZeRO by hand: equal to one device at every stage, bytes and memory by formula, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import dp_fsdp
+import dp_zero
+import pytest
+import torch
+from dp_basic import DataParallel
+from dp_memory import bytes_of
+from dp_training import Batches, TrainingOptions, make_model, whole_step
+from dp_zero import Zero, ZeroOptions
+from small_models import Branches
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common import comm
+from common.equality import OPTIMIZERS, compare, follow
+from common.ledger import Ledger
+from common.listen import Listener
+from common.measure import peak_allocated
+from common.mesh import Mesh
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+STAGES = (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (1, ZeroOptions(batch=3, sequence=8, micro_batches=2, steps=2)),
+        (2, ZeroOptions(batch=5, sequence=8, micro_batches=1, steps=3, model="llama-tiny")),
+        (3, ZeroOptions(batch=7, sequence=8, micro_batches=3, steps=3)),
+        (4, ZeroOptions(batch=9, sequence=8, micro_batches=2, steps=2, versions=("zero2", "zero3"))),
+        (8, ZeroOptions(batch=11, sequence=8, micro_batches=1, steps=2, versions=("zero1", "zero3"))),
+    ],
+)
+def test_lesson(n: int, options: ZeroOptions) -> None:
+    """Equality with SGD and AdamW, counted bytes = formula, held bytes within 1 % of the formula."""
+    assert all(spawn(dp_zero.main, n, options))
+
+
+def test_the_library_beside_it() -> None:
+    versions = (*dp_fsdp.LIBRARY, "zero3")
+    options = dp_fsdp.FsdpOptions(batch=7, sequence=8, micro_batches=2, steps=2, versions=versions)
+    assert all(spawn(dp_fsdp.main, 3, options))
+
+
+class Layered(nn.Module):
+    """Two layers that share a parameter, branches that some samples use, and buffers."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(3))
+        self.layers[2][0].bias = self.layers[0][0].bias
+        self.layers[1][0].weight.requires_grad_(False)
+        self.branches = Branches()
+        self.register_buffer("shift", torch.full((3,), 0.1, dtype=torch.float64))
+        self.recompute = recompute
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        h_BI = x_BI + self.shift
+        for layer in self.layers:
+            h_BI = checkpoint(layer, h_BI, use_reentrant=False) if self.recompute else layer(h_BI)
+        return self.branches(h_BI) + self.branches(x_BI)
+
+
+def part(t: int, rank: int, micro_batch: int) -> Tensor:
+    """Samples of both signs, so that ranks and micro-batches use other branches."""
+    generator = torch.Generator().manual_seed(100 * t + 10 * rank + micro_batch)
+    sign = 1.0 if (t + rank + micro_batch) % 2 else -1.0
+    return sign * torch.rand(2 + rank, 3, generator=generator, dtype=torch.float64)
+
+
+def branches(rt: Runtime, stage: int, recompute: bool) -> list[float]:
+    """Largest differences to one device, of parameters that few or none use, for SGD and AdamW."""
+    mesh, largest = Mesh(rt.world, dp=rt.world_size), []
+    for optimizer in OPTIMIZERS:
+        alone = Layered()
+
+        def on_one(t: int, model: nn.Module = alone) -> Tensor:
+            losses = [model(part(t, r, m)) for r in range(rt.world_size) for m in range(2)]
+            torch.stack(losses).sum().backward()
+            return torch.stack(losses).sum().detach()
+
+        reference = follow(alone, optimizer, 4, on_one)
+        model = Layered(recompute)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(rt.rank)  # the broadcast must mend this
+        zero = Zero(model, model.layers, mesh.group("dp"), stage)
+
+        def on_all(t: int, model: nn.Module = model, zero: Zero = zero) -> Tensor:
+            loss = torch.zeros((), dtype=torch.float64)
+            for m in range(2):
+                if stage == 1 and m == 0:
+                    with zero.no_sync():
+                        one = model(part(t, rt.rank, m))
+                        one.backward()
+                else:
+                    one = model(part(t, rt.rank, m))
+                    one.backward()
+                loss += one.detach()
+            zero.finish()
+            with torch.no_grad():  # looking at the model between a backward pass and its step changes nothing
+                model(part(t, 0, 0))
+            comm.all_reduce(loss, rt.world)
+            return loss
+
+        found = follow(zero, optimizer, 4, on_all, mesh)
+        trained = {name for name, p in alone.named_parameters() if p.requires_grad}
+        reference.weights = {name: w for name, w in reference.weights.items() if name in trained}
+        assert "branches.never.weight" not in found.gradients[0]
+        largest.append(max(d.value for d in compare(reference, found).values()))
+    return largest
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_branches_shared_parameters_and_recomputation(stage: int, recompute: bool) -> None:
+    for largest in spawn(branches, 3, stage, recompute):
+        assert max(largest) <= 1e-12
+
+
+def evaluate(rt: Runtime, stage: int) -> tuple[list[bool], int]:
+    """Logits before training and after a step, against plain weights; and what stage 3 holds when it rests."""
+    o = TrainingOptions(batch=4, sequence=8)
+    model = make_model(o, rt.device)
+    zero = Zero(model, model.layers, Mesh(rt.world, dp=rt.world_size).group("dp"), stage)
+    plain, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
+    dp = DataParallel(plain, rt.world)
+    equal = []
+    version = dp_zero.Version(model, finish=zero.finish, owner=zero)
+    steps = [whole_step(version, batches, rt.world)]
+    steps.append(whole_step(dp_zero.Version(plain, dp.no_sync, dp.finish), batches, rt.world))
+    o.micro_batches = 1
+    for _ in range(2):
+        tokens_BS = batches.parts(0)[0][0]
+        with torch.no_grad():
+            equal.append(torch.allclose(model(tokens_BS), plain(tokens_BS), rtol=1e-11, atol=1e-13))
+        for step in steps:
+            step()
+    return equal, bytes_of(model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_sees_the_weights_of_the_last_step(stage: int) -> None:
+    for equal, held in spawn(evaluate, 2, stage):
+        assert equal == [True, True]
+        assert (held == 0) == (stage == 3)
+
+
+def order_of_events(rt: Runtime) -> list[str]:
+    """Which unit's weights start to travel, and which layer computes, in the order in which it happens."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    zero = Zero(model, list(model), rt.world, 3)
+    events: list[str] = []
+    for i, unit in enumerate(zero.units):
+
+        def gather(i: int = i, original: Callable[[], None] = unit.gather) -> None:
+            here = zero.units[i].here or zero.units[i].arriving is not None
+            original()
+            if not here:
+                events.append(f"gather {i}")
+
+        unit.gather = gather  # type: ignore[method-assign]
+        model[i].register_forward_pre_hook(lambda *_, i=i: events.append(f"forward {i}"))
+        model[i].register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    zero.finish()
+    return events
+
+
+def test_the_next_layer_travels_while_this_one_computes() -> None:
+    for events in spawn(order_of_events, 2):
+        for i in range(3):
+            assert events.index(f"gather {i + 1}") < events.index(f"forward {i}")
+        backward = events[events.index("forward 3") + 1 :]
+        for i in range(3, 0, -1):
+            assert backward[backward.index(f"gather {i - 1}") + 1] == f"backward {i - 1}"
+
+
+def peaks(rt: Runtime) -> dict[str, int]:
+    """The most bytes at once in two steps of a model whose activations are small."""
+    o = ZeroOptions(model="gpt2-10m", batch=2, sequence=4, micro_batches=1, dtype="float32")
+    found = {}
+    for name in dp_zero.VERSIONS:
+
+        def life(name: str = name) -> None:
+            version = dp_zero.make_version(name, make_model(o, rt.device), rt, o)
+            step = whole_step(version, Batches(o, rt.world, rt.device), rt.world)
+            step()
+            step()
+
+        found[name] = peak_allocated(life)
+    return found
+
+
+def test_what_a_stage_drops_is_gone() -> None:
+    """2 ranks: of 16 bytes a number, stage 1 saves 4, stage 2 about 2 more; whole layers pass through."""
+    of_rank = spawn(peaks, 2)[0]
+    weights = 4 * 10_844_160
+    assert of_rank["bucketed"] > 3.9 * weights
+    assert of_rank["zero1"] < of_rank["bucketed"] - 0.8 * weights
+    assert of_rank["zero2"] < of_rank["zero1"] - 0.2 * weights
+    assert of_rank["zero3"] < 3.3 * weights  # 2 and what travels
+
+
+def refused(rt: Runtime, what: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    if what == "types":
+        model[0].bias = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    if what == "frozen":
+        model.requires_grad_(False)
+    zero = Zero(model, list(model), rt.world, {"stage": 4, "no_sync": 2}.get(what, 1))
+    if what == "no_sync":
+        with zero.no_sync():
+            pass
+    model(x).sum().backward()
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("stage", "ZeRO has the stages 1, 2 and 3, not 4"),
+        ("types", "0.bias is torch.float64 in a unit of torch.float32: give one type a unit"),
+        ("frozen", "no parameter of the model requires a gradient"),
+        ("no_sync", "stage 2 holds no whole gradients; it reduces those of each micro-batch"),
+        ("twice", "backward ran twice before finish"),
+    ],
+)
+def test_refused(what: str, says: str) -> None:
+    with pytest.raises(RankError, match=says):
+        spawn(refused, 2, what)
+
+
+def heard(rt: Runtime) -> tuple[list[tuple[str, float]], list[tuple[str, float]], str]:
+    """Our own calls, by the ledger and by the listener; and what the listener says of a call it does not know."""
+    x, whole = torch.ones(6), torch.ones(6 * rt.world_size)
+    with Listener(rt.world) as theirs, Ledger() as ours:
+        comm.all_reduce(x, rt.world)
+        comm.broadcast(x, rt.world)
+        comm.all_gather_into(whole, x, rt.world)
+        comm.reduce_scatter_into(x, whole, rt.world)
+        comm.all_reduce(torch.ones(3, dtype=torch.int64), rt.world)
+        comm.barrier(rt.world)
+    said = ""
+    try:
+        with Listener(rt.world):
+            comm.all_to_all(whole, rt.world)
+    except NotImplementedError as error:
+        said = str(error)
+    rows = [[(r.op, float(r.bytes)) for r in ledger.rows if r.bytes] for ledger in (ours, theirs)]
+    return rows[0], rows[1], said
+
+
+def test_the_listener_counts_as_the_ledger_does() -> None:
+    for ours, theirs, said in spawn(heard, 3):
+        assert len(ours) == 5
+        assert ours == theirs
+        assert "cannot count torch.ops.c10d.alltoall_base_" in said
