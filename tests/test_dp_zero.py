@@ -202,13 +202,13 @@ def peaks(rt: Runtime) -> dict[str, int]:
 
 
 def test_what_a_stage_drops_is_gone() -> None:
-    """2 ranks: of 16 bytes a number, stage 1 saves 4, stage 2 about 2 more; whole layers pass through."""
+    """2 ranks: of 16 bytes a number stage 1 saves 4, stages 2 and 3 save 2 more each; whole layers pass through."""
     of_rank = spawn(peaks, 2)[0]
     weights = 4 * 10_844_160
     assert of_rank["bucketed"] > 3.9 * weights
-    assert of_rank["zero1"] < of_rank["bucketed"] - 0.8 * weights
-    assert of_rank["zero2"] < of_rank["zero1"] - 0.2 * weights
-    assert of_rank["zero3"] < 3.3 * weights  # 2 and what travels
+    assert of_rank["zero1"] < of_rank["bucketed"] - 0.6 * weights
+    assert of_rank["zero2"] < of_rank["zero1"] - 0.1 * weights
+    assert of_rank["zero3"] < 3.4 * weights  # 2, and what travels of 6 layers
 
 
 def refused(rt: Runtime, what: str) -> None:

@@ -1,0 +1,115 @@
+"""Museum of silent bugs, sharded states: each trains, none crashes. As in test_museum_dp.py.
+
+`pytest -s tests/test_museum_dp_zero.py` prints the differences to one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from dp_training import Batches, TrainingOptions, Version, make_model, training_step
+from dp_unit import Unit
+from dp_zero import Zero
+from torch import Tensor
+
+from common.comm import Group
+from common.equality import OPTIMIZERS, Difference, compare, follow
+from common.mesh import Mesh
+from common.placement import gradient_norm
+from common.runtime import Runtime
+from common.spawn import spawn
+
+OPTIONS = TrainingOptions(model="gpt2-tiny", batch=6, micro_batches=2, sequence=12, steps=3)
+LARGEST_NORM = 0.05
+
+
+class KeepsGradients(Unit):
+    """Reduces p.grad and leaves it: the next micro-batch adds to what was sent, and sends it again."""
+
+    def fill(self, name: str) -> None:
+        kept = self.parameters[name].grad.clone()
+        super().fill(name)
+        self.parameters[name].grad = kept
+
+
+class Forgets(Zero):
+    """The optimizer steps, and nobody gathers: each rank sees its own run new and the others' old."""
+
+    def _stepped(self, *_: object) -> None:
+        pass
+
+
+def norm_of_shards(pieces: list[Tensor], mesh: Mesh) -> Tensor:
+    """What torch.nn.utils.clip_grad_norm_ would clip by: the whole norm only where the pieces are the model."""
+    return torch.nn.utils.get_total_norm([p.grad for p in pieces if p.grad is not None])
+
+
+Norm = Callable[[list[Tensor], Mesh], Tensor]
+
+
+def clipped_step(version: Version, group: Group, norm: Norm | None, mesh: Mesh) -> Callable[[int], Tensor]:
+    """The training step; its gradients clipped by `norm`, or as they are."""
+    step = training_step(version, Batches(OPTIONS, group, torch.device("cpu")), group)
+
+    def clipped(t: int) -> Tensor:
+        loss = step(t)
+        if norm:
+            factor = (LARGEST_NORM / norm(version.parameters, mesh)).clamp(max=1.0)
+            for p in version.parameters:
+                p.grad = None if p.grad is None else p.grad * factor
+        return loss
+
+    return clipped
+
+
+def visit(rt: Runtime, name: str, stage: int) -> dict[str, dict[str, Difference]]:
+    """Differences of the exhibit to one device, for each optimizer."""
+    mesh, alone, found = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (rt.rank,)), {}
+    norms: dict[str, tuple[Norm, Norm]] = {
+        "the norm of a shard": (norm_of_shards, norm_of_shards),
+        "right, clipped": (norm_of_shards, gradient_norm),
+    }
+    norm, norm_of_all = norms.get(name, (None, None))
+    for optimizer in OPTIMIZERS:
+        model = make_model(OPTIONS, rt.device)
+        step = clipped_step(Version(model), alone, norm, mesh)
+        reference = follow(model, optimizer, OPTIONS.steps, step)
+        model = make_model(OPTIONS, rt.device)
+        zero = (Forgets if "forgotten" in name else Zero)(model, model.layers, mesh.group("dp"), stage)
+        if name == "reduced twice":
+            for unit in zero.units:
+                unit.__class__ = KeepsGradients
+        version = Version(model, zero.no_sync if stage == 1 else nullcontext, zero.finish, owner=zero)
+        step = clipped_step(version, rt.world, norm_of_all, mesh)
+        found[optimizer] = compare(reference, follow(zero, optimizer, OPTIONS.steps, step, mesh))
+    return found
+
+
+def show(name: str, found: dict[str, dict[str, Difference]]) -> None:
+    for optimizer, differences in found.items():
+        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
+        print(f"\n{name}, {optimizer}: {values}", end="")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("reduced twice", 2), ("the norm of a shard", 1), ("the gather that was forgotten", 2)],
+)
+def test_caught(name: str, stage: int) -> None:
+    found = spawn(visit, 2, name, stage)[0]
+    show(name, found)
+    assert found["sgd"]["gradients"].value > 1e-3
+    assert found["sgd"]["weights"].value > 1e-5
+    assert found["adamw"]["loss"].value < 0.05  # a loss curve does not show it
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["right", "right, clipped"])
+def test_right(name: str, stage: int) -> None:
+    for found in spawn(visit, 2, name, stage):
+        show(name, found)
+        for differences in found.values():
+            assert max(d.value for d in differences.values()) <= 1e-12
