@@ -40,9 +40,11 @@ void test_all_reduce(const Communicator& world, std::size_t n) {
     CHECK(sent == n * sizeof(T) * (P == 3 && r == 2 ? 1 : rounds[P] + extra));
 
     std::vector<T> scattered = numbers<T>(n, world.rank());
-    ring_reduce_scatter(world, std::span(scattered));
+    const std::size_t scattering = ring_reduce_scatter(world, std::span(scattered));
+    CHECK(scattering == ring_reduce_scatter_bytes(n, sizeof(T), world.size(), world.rank()));
     CHECK(std::ranges::equal(piece(std::span(scattered), P, r), piece(std::span(expected), P, r)));
-    ring_all_gather(world, std::span(scattered));
+    const std::size_t gathering = ring_all_gather(world, std::span(scattered));
+    CHECK(gathering == ring_all_gather_bytes(n, sizeof(T), world.size(), world.rank()));
     CHECK(scattered == expected);
 }
 

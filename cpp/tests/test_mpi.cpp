@@ -18,6 +18,15 @@ void test_cut() {
     CHECK(cut(std::size_t{1} << 62, 3, 3) == std::size_t{1} << 62);  // no overflow on the way
 }
 
+/// Piece r of each rank is r, the rest must come from the others.
+void test_all_gather(const Communicator& world, std::size_t n) {
+    std::vector<double> gathered(n, -1.0), expected(n);
+    std::ranges::fill(piece(std::span(gathered), world.size(), world.rank()), world.rank());
+    for (int r = 0; r < world.size(); ++r) std::ranges::fill(piece(std::span(expected), world.size(), r), r);
+    world.all_gather(std::span(gathered));
+    CHECK(gathered == expected);
+}
+
 void test_messages_in_pieces(const Communicator& world) {
     const std::size_t usual = max_message;
     max_message = 3;  // as if 3 elements were 2^31
@@ -33,6 +42,7 @@ void test_messages_in_pieces(const Communicator& world) {
         std::vector<int> shared(n, world.rank() == P - 1 ? 5 : 0);
         world.broadcast(std::span(shared), P - 1);
         CHECK(shared == std::vector<int>(n, 5));
+        test_all_gather(world, n);
         if (world.rank() == 0 && P > 1) world.send(std::span(values), 1);
         if (world.rank() == 1) world.receive(std::span(got), 0);
         if (world.rank() == 1) CHECK(got == std::vector<double>(n, 0));
@@ -64,6 +74,11 @@ void test_requests(const Communicator& world) {
     moved.wait();
     CHECK(!first.pending() && !moved.pending() && moved.test());
     CHECK(a[99] == float(world.size()) && b[6] == float(world.size() * (world.size() - 1) / 2));
+    for (int root = 0; root < world.size(); ++root) {
+        std::vector<double> terms(5, 1.0);
+        world.start_reduce(std::span(terms), root).wait();
+        CHECK(terms == std::vector<double>(5, world.rank() == root ? world.size() : 1));
+    }
 }
 
 /// Every message names the call, the communicator and the rank.
@@ -76,6 +91,8 @@ void test_errors(const Communicator& world) {
     CHECK(contains(nobody, "MPI_Send on " + here) &&
           contains(nobody, "no rank " + std::to_string(world.size())));
     CHECK(contains(message_of([&] { pair.broadcast(std::span(three), -1); }), "MPI_Bcast on " + here));
+    CHECK(contains(message_of([&] { (void)pair.start_reduce(std::span(three), -1); }),
+                   "MPI_Ireduce on " + here));
     CHECK(contains(message_of([&] { pair.exchange(std::span(three), std::span(five), 0); }),
                    "3 elements to send, room for 5"));
     CHECK(contains(message_of([&] { pair.check(MPI_ERR_COUNT, "MPI_Isend"); }), "MPI_Isend on " + here));
@@ -99,6 +116,7 @@ int main(int argc, char** argv) {
     const Communicator world = Communicator::world();
     test_cut();
     test_messages_in_pieces(world);
+    for (const std::size_t n : {0, 1, 2, 3, 5, 64, 40001}) test_all_gather(world, n);
     test_split_and_dup(world);
     test_requests(world);
     test_errors(world);

@@ -78,10 +78,15 @@ std::size_t ring_all_reduce(const Communicator& comm, std::span<T> data) {
     return ring_reduce_scatter(comm, data) + ring_all_gather(comm, data);
 }
 
-/// The bytes that rank r's part in ring_all_reduce is, by formula.
+/// The bytes that rank r sends in them, by formula: all pieces but one. n elements of `element` bytes.
+inline std::size_t ring_reduce_scatter_bytes(std::size_t n, std::size_t element, int P, int r) {
+    return (n - cut(n, P, r + 1) + cut(n, P, r)) * element;
+}
+inline std::size_t ring_all_gather_bytes(std::size_t n, std::size_t element, int P, int r) {
+    return ring_reduce_scatter_bytes(n, element, P, (r + 1) % P);
+}
 inline std::size_t ring_all_reduce_bytes(std::size_t n, std::size_t element, int P, int r) {
-    const auto length = [&](int i) { return cut(n, P, i % P + 1) - cut(n, P, i % P); };
-    return P == 1 ? 0 : (2 * n - length(r) - length(r + 1)) * element;
+    return ring_reduce_scatter_bytes(n, element, P, r) + ring_all_gather_bytes(n, element, P, r);
 }
 
 /// P -> R, in log2(P) exchanges of the whole buffer with the rank whose number differs in one bit: the fewest

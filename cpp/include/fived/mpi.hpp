@@ -15,6 +15,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "fived/partition.hpp"
 
@@ -31,6 +32,7 @@ MPI_Datatype datatype() {
     if constexpr (std::is_same_v<T, float>) return MPI_FLOAT;
     if constexpr (std::is_same_v<T, double>) return MPI_DOUBLE;
     if constexpr (std::is_same_v<T, int>) return MPI_INT;
+    if constexpr (std::is_same_v<T, std::uint32_t>) return MPI_UINT32_T;
     if constexpr (std::is_same_v<T, std::int64_t>) return MPI_INT64_T;
     if constexpr (std::is_same_v<T, std::uint64_t>) return MPI_UINT64_T;
     if constexpr (std::is_same_v<T, std::uint8_t> || std::is_same_v<T, std::byte>) return MPI_BYTE;
@@ -197,6 +199,34 @@ class Communicator {
                              &request.handle_),
               "MPI_Iallreduce");
         return request;
+    }
+    /// Begins P -> the sum, in place, on `root` alone; the other ranks keep their terms.
+    template <class T>
+    [[nodiscard]] Request start_reduce(std::span<T> data, int root) const {
+        check_rank("MPI_Ireduce", root);
+        check_count("MPI_Ireduce", data.size());
+        Request request = make("MPI_Ireduce", MPI_DATATYPE_NULL, -1);
+        const void* terms = rank_ == root ? MPI_IN_PLACE : data.data();
+        check(MPI_Ireduce(terms, data.data(), count(data), type<T>(), MPI_SUM, root, handle_,
+                          &request.handle_),
+              "MPI_Ireduce");
+        return request;
+    }
+    /// In place: S -> R. Rank r brings piece r of P pieces; every rank ends with all of them.
+    template <class T>
+    void all_gather(std::span<T> data) const {
+        if (data.size() > max_message) {
+            for (int root = 0; root < size_; ++root) broadcast(piece(data, size_, root), root);
+            return;
+        }
+        std::vector<int> counts, offsets;
+        for (int r = 0; r < size_; ++r) {
+            counts.push_back(count(piece(data, size_, r)));
+            offsets.push_back(static_cast<int>(cut(data.size(), size_, r)));
+        }
+        check(MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data.data(), counts.data(), offsets.data(),
+                             type<T>(), handle_),
+              "MPI_Allgatherv");
     }
     /// In place: every rank ends with what `root` has.
     template <class T>

@@ -46,6 +46,8 @@ class AdamW {
             w[i] = keep * w[i] - size * m[i] / (std::sqrt(v[i]) * root + eps);
         }
     }
+    /// Both means, as long as the weights that were given to step().
+    std::size_t state_bytes() const { return (mean_.size() + square_.size()) * sizeof(T); }
 
   private:
     std::vector<T> mean_, square_;
