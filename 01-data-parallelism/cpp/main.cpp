@@ -1,120 +1,85 @@
 // mpirun -np 4 dp_mpi                trains an MLP on real text, on all ranks and on one, and compares them
-// mpirun -np 2 dp_mpi --benchmark    times the steps
+// mpirun -np 2 dp_mpi --benchmark    times the steps of every strategy in turn
 #include <cstdio>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "dp_mpi.hpp"
+#include "dp_mpi_settings.hpp"
 #include "fived/equality.hpp"
 #include "fived/lesson.hpp"
-#include "fived/record.hpp"
-#include "fived/text.hpp"
 
 namespace {
 
 using namespace fived;
 
-struct Settings {
-    int steps = 3, batch = 53, context = 16, hidden = 256, layers = 3, micro_batches = 2;
-    std::uint64_t seed = 0;
-    double bucket_mb = 0.25;
-    std::string dtype = "float64", optimizer = "both", scaling = "strong", data, json;
-    bool benchmark = false;
+/// Top-k as one process simulates it: the gradients of n ranks one after the other, a memory for each.
+template <class T>
+class SerialTopK {
+  public:
+    SerialTopK(int ranks, std::size_t n, double keep) : sum_(n), order_(n), k_(kept(n, keep)) {
+        memories_.assign(ranks, std::vector<T>(n));
+    }
+    /// What is sent of a rank's gradient goes to the sum; the rest stays in its memory.
+    void add(int rank, std::span<const T> gradient) {
+        std::vector<T>& memory = memories_[rank];
+        for (std::size_t i = 0; i < memory.size(); ++i) memory[i] += gradient[i];
+        std::iota(order_.begin(), order_.end(), std::size_t{0});
+        std::ranges::nth_element(order_, order_.begin() + (k_ - 1), [&](std::size_t i, std::size_t j) {
+            const T a = std::abs(memory[i]), b = std::abs(memory[j]);
+            return a > b || (a == b && i < j);
+        });
+        for (std::size_t j = 0; j < k_; ++j) sum_[order_[j]] += std::exchange(memory[order_[j]], T(0));
+    }
+    void move_sum_to(std::span<T> gradients) {
+        std::ranges::copy(sum_, gradients.begin());
+        std::ranges::fill(sum_, T(0));
+    }
 
-    /// What --benchmark starts from: large enough that a step is mostly arithmetic.
-    void prefer_benchmark() {
-        steps = 10, batch = 4096, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
-        dtype = "float32", optimizer = "adamw", scaling = "weak";
-    }
-    Options options() {
-        Options options("Data parallelism by MPI, an MLP on bytes of text. Run it under mpirun.");
-        options.add("steps", steps, 1, "steps of training");
-        options.add("seed", seed, std::uint64_t{0}, "of weights and samples");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
-        options.add("batch", batch, 1, "samples a step: of all ranks, with weak scaling of each");
-        options.add("context", context, 1, "bytes before the one to predict");
-        options.add("hidden", hidden, 1, "width of the hidden layers");
-        options.add("layers", layers, 1, "linear layers");
-        options.add("micro-batches", micro_batches, 1, "parts in which a rank works off its samples");
-        options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
-        options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
-        options.add("data", data, "a file or folder of text instead of Python's standard library");
-        options.add("json", json, "append a record of the run to this file");
-        options.flag("benchmark", benchmark,
-                     "time the steps, compare nothing; with --help: its own defaults");
-        options.add("scaling", scaling, {"strong", "weak"}, "what --batch means");
-        return options;
-    }
-    std::vector<int> sizes() const {
-        std::vector<int> sizes(layers + 1, hidden);
-        sizes.front() = 8 * context;
-        sizes.back() = 256;
-        return sizes;
-    }
-    std::size_t bucket_bytes() const { return std::size_t(bucket_mb * (1 << 20)); }
-    std::size_t global_batch(int ranks) const { return std::size_t(batch) * (scaling == "weak" ? ranks : 1); }
-    void check(int ranks, const Text& text) const {
-        const std::size_t least = std::size_t(ranks) * micro_batches;
-        if (global_batch(ranks) < least)
-            throw UsageError("--batch " + std::to_string(batch) + " is too small for " +
-                             std::to_string(ranks) + " ranks x " + std::to_string(micro_batches) +
-                             " micro-batches; at least " +
-                             std::to_string(scaling == "weak" ? std::size_t(micro_batches) : least));
-        if (std::size_t(context) >= text.train.size())
-            throw UsageError("--context " + std::to_string(context) + " is longer than the text; at most " +
-                             std::to_string(text.train.size() - 1));
-    }
+  private:
+    std::vector<std::vector<T>> memories_;
+    std::vector<T> sum_;
+    std::vector<std::size_t> order_;
+    std::size_t k_;
 };
 
-/// Samples [begin, end) of the global batch of a step.
+/// What is timed and counted of one strategy.
 template <class T>
-struct Batch {
-    std::vector<T> x;
-    std::vector<std::uint8_t> y;
-    MatrixView<const T> x_BI;
-
-    Batch(const Text& text, const Settings& settings, int step, std::size_t begin, std::size_t end)
-        : x((end - begin) * 8 * settings.context), y(end - begin) {
-        const MatrixView<T> view(x.data(), end - begin, 8 * settings.context);
-        mlp_samples<T>(text.train, settings.seed, step, begin, view, y);
-        x_BI = view;
-    }
+struct Version {
+    std::string name;
+    Strategy how;
+    DataParallelMlp<T> model;
+    AdamW<T> adamw{};
+    Sgd sgd{};
+    std::vector<double> seconds{}, exposed{};
+    std::size_t counted = 0, formula = 0, state = 0, state_formula = 0;
 };
 
 template <class T>
 class Lesson {
   public:
     Lesson(const Communicator& world, const Settings& settings, const Text& text)
-        : world_(world), settings_(settings), text_(text), global_(settings.global_batch(world.size())) {
-        begin_ = cut(global_, world.size(), world.rank());
-        end_ = cut(global_, world.size(), world.rank() + 1);
-    }
+        : world_(world), settings_(settings), text_(text), global_(settings.global_batch(world.size())) {}
 
     bool run() {
-        bool right = true;
-        DataParallelMlp<T> model = parallel(Reduction::overlapped);
+        std::vector<Version<T>> versions;
+        for (const auto& [name, how] : settings_.strategies()) versions.push_back({name, how, parallel(how)});
+        Mlp<T>& mlp = versions.front().model.mlp();
+        flop_ = mlp.flop_per_sample() * double(global_), parameters_ = mlp.weights().size();
         say("dp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n", model_name().c_str(),
-            model.mlp().weights().size(), settings_.dtype.c_str(), world_.size(), global_, text_.name.c_str(),
+            parameters_, settings_.dtype.c_str(), world_.size(), global_, text_.name.c_str(),
             double(text_.train.size()) / 1e6);
-        if (!settings_.benchmark) {
-            say("\nlargest relative difference from the serial run, %d steps\n%-21s %8s %8s %8s  %s\n",
-                settings_.steps, "", "loss", "norm", "gradient", "weights");
-            if (settings_.optimizer != "adamw") {
-                right &= compare<Sgd>("SGD, MPI_Iallreduce", Reduction::overlapped, tolerance());
-                right &= compare<Sgd>("SGD, our ring", Reduction::ring, tolerance());
-            }
-            // AdamW divides by |gradient|: float32's rounding of a gradient near 0 moves a weight visibly.
-            if (settings_.optimizer != "sgd")
-                right &= compare<AdamW<T>>("AdamW, MPI_Iallreduce", Reduction::overlapped,
-                                           sizeof(T) == 8 ? tolerance() : 1e-2);
-            say("\n");
-        }
-        right &= count_bytes();
-        measure(model);
+        bool right = true;
+        if (!settings_.benchmark) right &= prove();
+        for (Version<T>& version : versions) right &= count(version);
+        measure(versions);
+        show(versions);
         if (!settings_.benchmark)
             say("\n%s: training on %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG",
                 world_.size(), right ? "equals" : "differs from");
-        if (!settings_.json.empty() && world_.rank() == 0) record(model, right).append_to(settings_.json);
+        if (!settings_.json.empty() && world_.rank() == 0)
+            for (const Version<T>& version : versions) record(version, right).append_to(settings_.json);
         return right;
     }
 
@@ -123,103 +88,196 @@ class Lesson {
     void say(const char* format, Values... values) const {
         if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
     }
-    // Sums in another order, nothing else.
-    static constexpr double tolerance() { return sizeof(T) == 8 ? 1e-12 : 1e-5; }
+    DataParallelMlp<T> parallel(const Strategy& how) const {
+        return {settings_.sizes(), settings_.seed, &world_, how};
+    }
+    /// The part of `rank` of the batch of `step`.
+    Batch<T> part(int step, int rank) const {
+        return {text_, settings_, step, cut(global_, world_.size(), rank),
+                cut(global_, world_.size(), rank + 1)};
+    }
 
-    DataParallelMlp<T> parallel(Reduction reduction) const {
-        return {settings_.sizes(), settings_.seed, &world_, settings_.bucket_bytes(), reduction};
+    /// Every strategy, by MPI and by our ring, with both optimizers.
+    bool prove() {
+        say("\nlargest relative difference from the serial run, %d steps\n%-26s %8s %8s %8s  %s\n",
+            settings_.steps, "", "loss", "norm", "gradient", "weights");
+        // Sums in another order, nothing else. AdamW divides by |gradient|: float32's rounding of a gradient
+        // near 0 moves a weight visibly.
+        const double f32 = sizeof(T) == 4;
+        bool right = true;
+        if (settings_.optimizer != "adamw") right &= prove_with<Sgd>("SGD", f32 ? 1e-5 : 1e-12);
+        if (settings_.optimizer != "sgd") right &= prove_with<AdamW<T>>("AdamW", f32 ? 1e-2 : 1e-12);
+        if (settings_.strategy == "all" || settings_.strategy == "topk") show_feedback();
+        return right;
+    }
+
+    template <class Optimizer>
+    bool prove_with(const std::string& optimizer, double tolerance) {
+        bool right = true;
+        for (auto [name, how] : settings_.strategies()) {
+            std::string title = optimizer + ", " + name;
+            if (how.keep) title += share(*how.keep);
+            right &= compare<Optimizer>(title, how, tolerance);
+            how.ring = true;
+            right &= compare<Optimizer>(title + ", ring", how, tolerance);
+            how.keep = 1, how.ring = false;
+            if (name == "topk") right &= compare<Optimizer>(title = optimizer + ", topk all", how, tolerance);
+        }
+        return right;
     }
 
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
-    bool compare(const char* title, Reduction reduction, double tolerance) {
-        DataParallelMlp<T> ours = parallel(reduction);
-        DataParallelMlp<T> serial(settings_.sizes(), settings_.seed, nullptr, settings_.bucket_bytes());
+    bool compare(const std::string& title, const Strategy& how, double tolerance) {
+        DataParallelMlp<T> ours = parallel(how);
+        DataParallelMlp<T> serial(settings_.sizes(), settings_.seed, nullptr);
+        const bool compressed = how.keep && *how.keep < 1;
+        SerialTopK<T> topk(world_.size(), compressed ? parameters_ : 1, how.keep.value_or(1));
         Optimizer our_optimizer, serial_optimizer;
         Difference loss, norm, gradient, weight;
         const auto difference = [&](std::span<const T> a, std::span<const T> b) {
             return largest_difference<T>(world_, serial.mlp().parameters(), a, b);
         };
+        const auto scalar = [&](double a, double b) {
+            return Difference{world_.all_reduce(relative_difference(a, b), MPI_MAX), ""};
+        };
         for (int step = 0; step < settings_.steps; ++step) {
-            const Batch<T> mine(text_, settings_, step, begin_, end_),
-                all(text_, settings_, step, 0, global_);
+            const Batch<T> mine = part(step, world_.rank());
             const double our_loss =
                 ours.loss_and_gradients(mine.x_BI, mine.y, global_, settings_.micro_batches);
-            const double serial_loss = serial.loss_and_gradients(all.x_BI, all.y, global_);
-            loss.include({world_.all_reduce(relative_difference(serial_loss, our_loss), MPI_MAX), ""});
-            norm.include({world_.all_reduce(relative_difference(serial.gradient_norm(), ours.gradient_norm()),
-                                            MPI_MAX),
-                          ""});
-            gradient.include(difference(serial.mlp().gradients(), ours.mlp().gradients()));
+            double serial_loss = 0;
+            if (compressed) {
+                for (int rank = 0; rank < world_.size(); ++rank) {
+                    const Batch<T> theirs = part(step, rank);
+                    serial_loss +=
+                        serial.loss_and_gradients(theirs.x_BI, theirs.y, global_, settings_.micro_batches);
+                    topk.add(rank, serial.mlp().gradients());
+                }
+                topk.move_sum_to(serial.mlp().gradients());
+            } else {
+                const Batch<T> all(text_, settings_, step, 0, global_);
+                serial_loss = serial.loss_and_gradients(all.x_BI, all.y, global_);
+            }
+            loss.include(scalar(serial_loss, our_loss));
+            norm.include(scalar(serial.gradient_norm(), ours.gradient_norm()));
+            gradient.include(difference(serial.mlp().gradients(), ours.gather_gradients()));
             ours.step(our_optimizer);
             serial.step(serial_optimizer);
         }
         weight = difference(serial.mlp().weights(), ours.mlp().weights());
-        say("%-21s %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title, loss.value, norm.value, gradient.value,
-            weight.value, gradient.name.c_str(), weight.name.c_str());
+        say("%-26s %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title.c_str(), loss.value, norm.value,
+            gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
         const double largest = std::max({loss.value, norm.value, gradient.value, weight.value});
         largest_ = std::max(largest_, largest);
         return largest <= tolerance;
     }
 
-    /// One backward pass with our own ring, whose messages we see, against the formula of the cost.
-    bool count_bytes() {
-        DataParallelMlp<T> model = parallel(Reduction::ring);
-        const Batch<T> mine(text_, settings_, 0, begin_, end_);
-        model.loss_and_gradients(mine.x_BI, mine.y, global_, settings_.micro_batches);
-        counted_ = model.bytes_sent();
-        formula_ =
-            ring_all_reduce_bytes(model.mlp().gradients().size(), sizeof(T), world_.size(), world_.rank());
-        const bool equal = world_.all_reduce(int(counted_ == formula_), MPI_MIN);
-        say("bytes a step and rank (ring): counted %zu %s formula 2(n-1)/n G = %zu\n", counted_,
-            equal ? "=" : "!=", formula_);
-        return equal;
-    }
-
-    void measure(DataParallelMlp<T>& model) {
-        AdamW<T> adamw;
-        Sgd sgd;
-        const Batch<T> mine(text_, settings_, 0, begin_, end_);
-        std::vector<double> exposed;
-        const int warm_up = 2;
-        for (int step = -warm_up; step < settings_.steps; ++step) {
-            world_.barrier();
-            const Timer timer;
-            model.loss_and_gradients(mine.x_BI, mine.y, global_, settings_.micro_batches);
-            settings_.optimizer == "sgd" ? model.step(sgd) : model.step(adamw);
-            const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
-            if (step < 0) continue;
-            seconds_.push_back(seconds);
-            exposed.push_back(world_.all_reduce(model.exposed_seconds(), MPI_MAX));
+    /// What error feedback is for: the same training without it.
+    void show_feedback() {
+        const int every = 20, last = 100;
+        Strategy topk{.keep = settings_.keep}, forgetful = topk;
+        forgetful.feedback = false;
+        const std::string title = "topk" + share(settings_.keep);
+        say("\nloss of SGD at step      ");
+        for (int step = 0; step <= last; step += every) say(" %6d", step);
+        for (const auto& [name, how] : {std::pair{std::string("all-reduce"), Strategy{}},
+                                        {title, topk},
+                                        {title + ", no feedback", forgetful}}) {
+            DataParallelMlp<T> model = parallel(how);
+            Sgd sgd;
+            say("\n%-25s", name.c_str());
+            for (int step = 0; step <= last; ++step) {
+                const Batch<T> mine = part(step, world_.rank());
+                const double loss = model.loss_and_gradients(mine.x_BI, mine.y, global_);
+                if (step % every == 0) say(" %6.3f", loss);
+                model.step(sgd);
+            }
         }
-        exposed_ = median(exposed);
-        memory_ = world_.all_reduce(peak_memory_bytes(), MPI_MAX);
-        const double seconds = median(seconds_);
-        say("time a step: %.3f ms, of it in MPI %.3f ms; %.1f GFLOP/s, %.0f samples/s\n", seconds * 1e3,
-            exposed_ * 1e3, flop(model) / seconds / 1e9, double(global_) / seconds);
+        say("\n");
     }
 
-    double flop(DataParallelMlp<T>& model) const { return model.mlp().flop_per_sample() * double(global_); }
+    /// The bytes of a step by our own ring, whose messages we see, and of AdamW's state, beside the formulas.
+    bool count(Version<T>& version) {
+        Strategy ring = version.how;
+        ring.ring = true;
+        DataParallelMlp<T> model = parallel(ring);
+        AdamW<T> adamw;
+        const Batch<T> mine = part(0, world_.rank());
+        model.loss_and_gradients(mine.x_BI, mine.y, global_, settings_.micro_batches);
+        model.step(adamw);
+        const int P = world_.size(), r = world_.rank();
+        version.counted = model.bytes_sent(), version.state = adamw.state_bytes();
+        version.formula = exchange_bytes(ring, parameters_, sizeof(T), P, r);
+        const std::size_t piece = cut(parameters_, P, r + 1) - cut(parameters_, P, r);
+        version.state_formula = 2 * sizeof(T) * (ring.zero ? piece : parameters_);
+        const bool equal = version.counted == version.formula && version.state == version.state_formula;
+        return world_.all_reduce(int(equal), MPI_MIN);
+    }
+
+    void measure(std::vector<Version<T>>& versions) {
+        const Batch<T> mine = part(0, world_.rank());
+        const int warm_up = 2;
+        for (int step = -warm_up; step < settings_.steps; ++step)
+            for (Version<T>& v : versions) {
+                world_.barrier();
+                const Timer timer;
+                v.model.loss_and_gradients(mine.x_BI, mine.y, global_, settings_.micro_batches);
+                settings_.optimizer == "sgd" ? v.model.step(v.sgd) : v.model.step(v.adamw);
+                const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
+                const double exposed = world_.all_reduce(v.model.exposed_seconds(), MPI_MAX);
+                if (step < 0) continue;
+                v.seconds.push_back(seconds);
+                v.exposed.push_back(exposed);
+            }
+        memory_ = world_.all_reduce(peak_memory_bytes(), MPI_MAX);
+    }
+
+    void show(const std::vector<Version<T>>& versions) const {
+        const auto sign = [](std::size_t a, std::size_t b) { return a == b ? "=" : "!="; };
+        say("\n%-10s %11s   %-11s %11s   %-11s %8s %8s %8s\n", "a step", "bytes sent", "formula",
+            "AdamW state", "formula", "ms", "in MPI", "GFLOP/s");
+        for (const Version<T>& v : versions)
+            say("%-10s %11zu %s %-11zu %11zu %s %-11zu %8.3f %8.3f %8.1f\n", v.name.c_str(), v.counted,
+                sign(v.counted, v.formula), v.formula, v.state, sign(v.state, v.state_formula),
+                v.state_formula, median(v.seconds) * 1e3, median(v.exposed) * 1e3,
+                flop_ / median(v.seconds) / 1e9);
+        for (const Version<T>& v : versions) {
+            if (v.name == versions.front().name) continue;
+            std::vector<double> ratios;
+            for (std::size_t i = 0; i < v.seconds.size(); ++i)
+                ratios.push_back(v.seconds[i] / versions.front().seconds[i]);
+            say("%s takes %.2f of the time of %s (%.2f to %.2f in %zu rounds)\n", v.name.c_str(),
+                median(ratios), versions.front().name.c_str(), std::ranges::min(ratios),
+                std::ranges::max(ratios), ratios.size());
+        }
+    }
 
     std::string model_name() const {
         std::string name;
         for (const int size : settings_.sizes()) name += (name.empty() ? "" : "-") + std::to_string(size);
         return name;
     }
+    static std::string share(double keep) {
+        char text[16];
+        std::snprintf(text, sizeof text, " %.3g", keep);
+        return text;
+    }
 
-    Record record(DataParallelMlp<T>& model, bool right) const {
+    Record record(const Version<T>& version, bool right) const {
         char mpi[MPI_MAX_LIBRARY_VERSION_STRING] = "";
         int length = 0;
         MPI_Get_library_version(mpi, &length);
         const std::string mpi_line(mpi, std::string_view(mpi, length).find_first_of("\n,"));
+        const std::string name = version.name == "all-reduce" ? "dp_mpi" : "dp_mpi-" + version.name;
         Record line, versions;
         versions.add("mpi", mpi_line).add("compiler", __VERSION__);
-        line.add("strategy", "dp").add("implementation", "dp_mpi").add("language", "cpp-mpi");
+        line.add("strategy", "dp").add("implementation", name).add("language", "cpp-mpi");
         line.add("ranks", world_.size()).add("backend", "mpi").add("dtype", settings_.dtype);
-        line.add("model", "mlp-" + model_name()).add("parameters", model.mlp().weights().size());
-        line.add("tokens_per_step", global_).add("flop_per_step", flop(model)).add("steps", settings_.steps);
-        line.add("step_seconds", seconds_).add("communication_seconds", exposed_);
-        line.add("bytes_counted", counted_).add("bytes_formula", formula_).add("peak_memory_bytes", memory_);
+        line.add("model", "mlp-" + model_name()).add("parameters", parameters_);
+        line.add("tokens_per_step", global_).add("flop_per_step", flop_).add("steps", settings_.steps);
+        line.add("step_seconds", version.seconds).add("communication_seconds", median(version.exposed));
+        line.add("bytes_counted", version.counted).add("bytes_formula", version.formula);
+        line.add("optimizer_state_bytes", version.state).add("peak_memory_bytes", memory_);
         line.add("scaling", settings_.scaling);
         if (settings_.benchmark)
             line.add("equal", nullptr).add("largest_difference", nullptr);
@@ -231,9 +289,8 @@ class Lesson {
     const Communicator& world_;
     const Settings& settings_;
     const Text& text_;
-    std::size_t global_, begin_ = 0, end_ = 0, counted_ = 0, formula_ = 0;
-    std::vector<double> seconds_;
-    double exposed_ = 0, largest_ = 0;
+    std::size_t global_, parameters_ = 0;
+    double flop_ = 0, largest_ = 0;
     std::int64_t memory_ = 0;
 };
 

@@ -1,0 +1,93 @@
+// What the command line of dp_mpi sets, and the samples that follow from it.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "dp_mpi_exchange.hpp"
+#include "fived/options.hpp"
+#include "fived/text.hpp"
+
+namespace fived {
+
+struct Settings {
+    int steps = 3, batch = 53, context = 16, hidden = 256, layers = 3, micro_batches = 2;
+    std::uint64_t seed = 0;
+    double bucket_mb = 0.25, keep = 0.01;
+    std::string dtype = "float64", optimizer = "both", scaling = "strong", strategy = "all", data, json;
+    bool benchmark = false;
+
+    /// What --benchmark starts from: large enough that a step is mostly arithmetic.
+    void prefer_benchmark() {
+        steps = 10, batch = 4096, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
+        dtype = "float32", optimizer = "adamw", scaling = "weak";
+    }
+    Options options() {
+        Options options("Data parallelism by MPI, an MLP on bytes of text. Run it under mpirun.");
+        options.add("steps", steps, 1, "steps of training");
+        options.add("seed", seed, std::uint64_t{0}, "of weights and samples");
+        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
+        options.add("batch", batch, 1, "samples a step: of all ranks, with weak scaling of each");
+        options.add("context", context, 1, "bytes before the one to predict");
+        options.add("hidden", hidden, 1, "width of the hidden layers");
+        options.add("layers", layers, 1, "linear layers");
+        options.add("micro-batches", micro_batches, 1, "parts in which a rank works off its samples");
+        options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
+        options.add("strategy", strategy, {"all", "all-reduce", "zero1", "topk"}, "how gradients are summed");
+        options.add("keep", keep, 1e-9, "share of the gradients that topk sends, at most 1");
+        options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
+        options.add("data", data, "a file or folder of text instead of Python's standard library");
+        options.add("json", json, "append a record of the run to this file");
+        options.flag("benchmark", benchmark,
+                     "time the steps, compare nothing; with --help: its own defaults");
+        options.add("scaling", scaling, {"strong", "weak"}, "what --batch means");
+        return options;
+    }
+    std::vector<int> sizes() const {
+        std::vector<int> sizes(layers + 1, hidden);
+        sizes.front() = 8 * context;
+        sizes.back() = 256;
+        return sizes;
+    }
+    /// By name, those that --strategy chooses.
+    std::vector<std::pair<std::string, Strategy>> strategies() const {
+        const std::size_t bucket_bytes(bucket_mb * (1 << 20));
+        std::vector<std::pair<std::string, Strategy>> chosen{
+            {"all-reduce", {.bucket_bytes = bucket_bytes}},
+            {"zero1", {.zero = true, .bucket_bytes = bucket_bytes}},
+            {"topk", {.keep = keep, .bucket_bytes = bucket_bytes}}};
+        std::erase_if(chosen, [&](const auto& s) { return strategy != "all" && strategy != s.first; });
+        return chosen;
+    }
+    std::size_t global_batch(int ranks) const { return std::size_t(batch) * (scaling == "weak" ? ranks : 1); }
+    void check(int ranks, const Text& text) const {
+        const std::size_t least = std::size_t(ranks) * micro_batches;
+        if (global_batch(ranks) < least)
+            throw UsageError("--batch " + std::to_string(batch) + " is too small for " +
+                             std::to_string(ranks) + " ranks x " + std::to_string(micro_batches) +
+                             " micro-batches; at least " +
+                             std::to_string(scaling == "weak" ? std::size_t(micro_batches) : least));
+        if (keep > 1) throw UsageError("--keep is " + std::to_string(keep) + "; topk sends at most all, 1");
+        if (std::size_t(context) >= text.train.size())
+            throw UsageError("--context " + std::to_string(context) + " is longer than the text; at most " +
+                             std::to_string(text.train.size() - 1));
+    }
+};
+
+/// Samples [begin, end) of the global batch of a step.
+template <class T>
+struct Batch {
+    std::vector<T> x;
+    std::vector<std::uint8_t> y;
+    MatrixView<const T> x_BI;
+
+    Batch(const Text& text, const Settings& settings, int step, std::size_t begin, std::size_t end)
+        : x((end - begin) * 8 * settings.context), y(end - begin) {
+        const MatrixView<T> view(x.data(), end - begin, 8 * settings.context);
+        mlp_samples<T>(text.train, settings.seed, step, begin, view, y);
+        x_BI = view;
+    }
+};
+
+}  // namespace fived
