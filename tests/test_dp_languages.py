@@ -260,6 +260,7 @@ def test_lesson_proves_and_writes_its_records(tmp_path: Path) -> None:
         "dp_libtorch-zero1": ("libtorch", "mpi"),
         "dp_mpi": ("cpp-mpi", "mpi"),
         "dp_mpi-ring": ("cpp-mpi", "mpi"),
+        "dp_mpi-zero1": ("cpp-mpi", "mpi"),
         "ddp-mlp": ("pytorch", "mpi"),
     }
     for r in records:

@@ -23,16 +23,16 @@ class Model {
     virtual void set_weights(const std::map<std::string, py::array>& weights) = 0;
     virtual std::size_t bytes_sent() const = 0;
     virtual double exposed_seconds() const = 0;
+    virtual std::size_t state_bytes() const = 0;
 };
 
 template <class T>
 class ModelOf final : public Model {
   public:
-    ModelOf(const std::vector<int>& sizes, const py::object& comm, std::uint64_t seed, double bucket_mb,
-            Reduction reduction) {
+    ModelOf(const std::vector<int>& sizes, const py::object& comm, std::uint64_t seed, const Strategy& how) {
         if (!comm.is_none()) comm_.emplace(communicator(comm));
         const py::gil_scoped_release waiting;
-        model_.emplace(sizes, seed, comm_ ? &*comm_ : nullptr, std::size_t(bucket_mb * (1 << 20)), reduction);
+        model_.emplace(sizes, seed, comm_ ? &*comm_ : nullptr, how);
     }
     double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y, std::size_t global_count,
                               std::size_t micro_batches) override {
@@ -57,7 +57,7 @@ class ModelOf final : public Model {
         model_->step(adamw_);
     }
     py::dict values(bool gradients) override {
-        const std::span<T> flat = gradients ? model_->mlp().gradients() : model_->mlp().weights();
+        const std::span<T> flat = gradients ? all_gradients() : model_->mlp().weights();
         py::dict named;
         for (const Parameter& p : model_->mlp().parameters()) {
             py::array_t<T> copy(p.size(), flat.data() + p.offset);
@@ -86,8 +86,13 @@ class ModelOf final : public Model {
     }
     std::size_t bytes_sent() const override { return model_->bytes_sent(); }
     double exposed_seconds() const override { return model_->exposed_seconds(); }
+    std::size_t state_bytes() const override { return adamw_.state_bytes(); }
 
   private:
+    std::span<T> all_gradients() {
+        const py::gil_scoped_release waiting;
+        return model_->gather_gradients();
+    }
     /// The numbers as T; TypeError when they cannot be (complex numbers, strings).
     static Array<T> converted(const py::array& values) {
         const Array<T> result = Array<T>::ensure(values);
@@ -105,14 +110,23 @@ class ModelOf final : public Model {
 };
 
 std::unique_ptr<Model> make(const std::vector<int>& sizes, const std::string& dtype, const py::object& comm,
-                            std::uint64_t seed, double bucket_mb, const std::string& reduction) {
+                            std::uint64_t seed, double bucket_mb, const std::string& reduction, int zero,
+                            std::optional<double> compress_keep, bool feedback) {
     if (dtype != "float64" && dtype != "float32")
         throw std::invalid_argument("dtype is " + dtype + "; it is float64 or float32");
     if (reduction != "overlapped" && reduction != "ring")
         throw std::invalid_argument("reduction is " + reduction + "; it is overlapped or ring");
-    const Reduction how = reduction == "ring" ? Reduction::ring : Reduction::overlapped;
-    if (dtype == "float64") return std::make_unique<ModelOf<double>>(sizes, comm, seed, bucket_mb, how);
-    return std::make_unique<ModelOf<float>>(sizes, comm, seed, bucket_mb, how);
+    if (zero != 0 && zero != 1)
+        throw std::invalid_argument("zero is " + std::to_string(zero) + "; it is 0 or 1");
+    if (comm.is_none() && (zero || compress_keep))
+        throw std::invalid_argument("zero and compress_keep need a comm: there is nobody to share with");
+    const Strategy how{.zero = zero == 1,
+                       .keep = compress_keep,
+                       .feedback = feedback,
+                       .ring = reduction == "ring",
+                       .bucket_bytes = std::size_t(bucket_mb * (1 << 20))};
+    if (dtype == "float64") return std::make_unique<ModelOf<double>>(sizes, comm, seed, how);
+    return std::make_unique<ModelOf<float>>(sizes, comm, seed, how);
 }
 
 }  // namespace
@@ -123,13 +137,18 @@ PYBIND11_MODULE(dp_mpi, module) {
     py::class_<Model>(module, "MLP",
                       "The MLP of common/models/mlp.py on every rank of comm; serial when comm is None.")
         .def(py::init(&make), "sizes"_a, "dtype"_a = "float64", "comm"_a = py::none(), "seed"_a = 0,
-             "bucket_mb"_a = 1.0, "reduction"_a = "overlapped",
-             "bucket_mb: MiB of gradients that travel together.")
+             "bucket_mb"_a = 1.0, "reduction"_a = "overlapped", "zero"_a = 0, "compress_keep"_a = py::none(),
+             "feedback"_a = true,
+             "bucket_mb: MiB of gradients that travel together. reduction: overlapped, by MPI, or ring, our "
+             "own. zero = 1: a rank updates its piece of the weights alone. compress_keep: the share of its "
+             "gradients that a rank sends, in (0, 1]; what it does not send it adds to the next ones "
+             "(feedback).")
         .def("loss_and_gradients", &Model::loss_and_gradients, "x"_a, "y"_a, "global_count"_a,
              "micro_batches"_a = 1,
              "This rank's samples x [B, inputs], y [B] uint8 of a global batch of global_count. Returns its "
              "loss.")
-        .def("gradient_norm", &Model::gradient_norm, "2-norm of all gradients of the global batch.")
+        .def("gradient_norm", &Model::gradient_norm, py::call_guard<py::gil_scoped_release>(),
+             "2-norm of all gradients of the global batch. Collective with zero = 1.")
         .def("sgd", &Model::sgd, "rate"_a, py::call_guard<py::gil_scoped_release>())
         .def("adamw", &Model::adamw, "rate"_a = 1e-3, "betas"_a = std::pair(0.9, 0.999), "epsilon"_a = 1e-8,
              "decay"_a = 0.01, py::call_guard<py::gil_scoped_release>())
@@ -137,10 +156,12 @@ PYBIND11_MODULE(dp_mpi, module) {
             "weights", [](Model& model) { return model.values(false); },
             "Copies by name, layers.0.weight [O, I] ...")
         .def(
-            "gradients", [](Model& model) { return model.values(true); }, "Copies by name.")
+            "gradients", [](Model& model) { return model.values(true); },
+            "Copies by name. Collective with zero = 1, where a rank has the sums of its piece alone.")
         .def("set_weights", &Model::set_weights, "weights"_a, "All of them, by name, on every rank.")
         .def_property_readonly("bytes_sent", &Model::bytes_sent,
-                               "Bytes of gradients this rank sent in the last step.")
+                               "Bytes this rank sent since loss_and_gradients was last called.")
         .def_property_readonly("exposed_seconds", &Model::exposed_seconds,
-                               "Seconds in MPI in the last step.");
+                               "Seconds in MPI since loss_and_gradients was last called.")
+        .def_property_readonly("state_bytes", &Model::state_bytes, "AdamW's state on this rank.");
 }

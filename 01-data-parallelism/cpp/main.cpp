@@ -172,22 +172,22 @@ class Lesson {
         return largest <= tolerance;
     }
 
-    /// What error feedback is for: the same training without it.
+    /// What error feedback is for: the same training without it, on one batch over and over.
     void show_feedback() {
-        const int every = 20, last = 100;
-        Strategy topk{.keep = settings_.keep}, forgetful = topk;
-        forgetful.feedback = false;
+        const int every = 8, last = 40;
+        const Batch<T> mine = part(0, world_.rank());
+        const Strategy whole, topk{.keep = settings_.keep},
+            forgetful{.keep = settings_.keep, .feedback = false};
         const std::string title = "topk" + share(settings_.keep);
-        say("\nloss of SGD at step      ");
+        say("\n%-26s", "loss of SGD at step");
         for (int step = 0; step <= last; step += every) say(" %6d", step);
-        for (const auto& [name, how] : {std::pair{std::string("all-reduce"), Strategy{}},
+        for (const auto& [name, how] : {std::pair(std::string("all-reduce"), whole),
                                         {title, topk},
                                         {title + ", no feedback", forgetful}}) {
             DataParallelMlp<T> model = parallel(how);
             Sgd sgd;
-            say("\n%-25s", name.c_str());
+            say("\n%-26s", name.c_str());
             for (int step = 0; step <= last; ++step) {
-                const Batch<T> mine = part(step, world_.rank());
                 const double loss = model.loss_and_gradients(mine.x_BI, mine.y, global_);
                 if (step % every == 0) say(" %6.3f", loss);
                 model.step(sgd);

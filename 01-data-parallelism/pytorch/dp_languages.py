@@ -58,8 +58,9 @@ LANGUAGES = {
     "dp_libtorch-zero1": "libtorch",
     "dp_mpi": "cpp-mpi",
     "dp_mpi-ring": "cpp-mpi",
+    "dp_mpi-zero1": "cpp-mpi",
 }
-NOT_COUNTED = ("dp_mpi", "ddp-mlp")
+NOT_COUNTED = ("dp_mpi", "dp_mpi-zero1", "ddp-mlp")
 """Versions whose messages pass the ledger by."""
 
 

@@ -6,6 +6,7 @@
     dp_libtorch-zero1   torch, the optimizer on pieces  the same hooks, buckets reduce-scattered: ZeRO-1
     dp_mpi              its own C++ on BLAS             buckets by MPI_Iallreduce
     dp_mpi-ring         the same                        our ring of MPI messages, each of them counted
+    dp_mpi-zero1        the same, step on a piece       buckets by MPI_Ireduce: ZeRO-1
     ddp-mlp             torch                           DistributedDataParallel (on one rank: nothing, plain torch)
 
 I inputs (8 a byte of context)  B samples
@@ -34,7 +35,15 @@ from common.models.mlp import MLP, sizes
 from common.placement import Run, place
 from common.runtime import Runtime
 
-VERSIONS = ("pytorch-mlp", "dp_libtorch", "dp_libtorch-zero1", "dp_mpi", "dp_mpi-ring", "ddp-mlp")
+VERSIONS = (
+    "pytorch-mlp",
+    "dp_libtorch",
+    "dp_libtorch-zero1",
+    "dp_mpi",
+    "dp_mpi-ring",
+    "dp_mpi-zero1",
+    "ddp-mlp",
+)
 
 
 @dataclass
@@ -135,6 +144,7 @@ class MPIModel:
         from mpi4py import MPI
 
         self.batch, self.samples, self.axis = o.batch, samples, rt.world.axis
+        self.zero = name == "dp_mpi-zero1"
         self.model = dp_mpi.MLP(
             sizes(o.context, o.hidden, o.layers),
             dtype=o.dtype,
@@ -142,6 +152,7 @@ class MPIModel:
             seed=o.seed + rt.rank,  # the broadcast must mend this
             bucket_mb=o.bucket_mb,
             reduction="ring" if name == "dp_mpi-ring" else "overlapped",
+            zero=int(self.zero),
         )
         self.optimizer = optimizer
         self.rates = OPTIMIZERS[optimizer]([nn.Parameter(torch.zeros(1))]).defaults
@@ -154,16 +165,26 @@ class MPIModel:
             self.arrays[t] = torch.cat(x).numpy(), torch.cat(y).to(torch.uint8).numpy(), len(x)
         x_BI, y_B, micro_batches = self.arrays[t]
         loss: float = self.model.loss_and_gradients(x_BI, y_B, self.batch, micro_batches)
-        ledger.record("all_reduce", self.axis, self.model.bytes_sent, self.model.exposed_seconds)
+        operation = "reduce_scatter" if self.zero else "all_reduce"
+        ledger.record(operation, self.axis, self.model.bytes_sent, self.model.exposed_seconds)
         return loss
 
     def update(self) -> None:
-        """One step of the optimizer."""
-        r = self.rates
+        """One step of the optimizer; ZeRO-1 gathers the weights."""
+        r, before = self.rates, (self.model.bytes_sent, self.model.exposed_seconds)
         if self.optimizer == "sgd":
             self.model.sgd(r["lr"])
         else:
             self.model.adamw(r["lr"], r["betas"], r["eps"], r["weight_decay"])
+        if self.zero:
+            n_bytes, seconds = self.model.bytes_sent - before[0], self.model.exposed_seconds - before[1]
+            ledger.record("all_gather", self.axis, n_bytes, seconds)
+
+    @property
+    def state_bytes(self) -> int:
+        """AdamW's two means on this rank."""
+        n_bytes: int = self.model.state_bytes
+        return n_bytes
 
     def follow(self, steps: int) -> Followed:
         """What common.equality.follow leaves of a model in torch."""
