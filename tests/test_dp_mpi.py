@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -10,36 +11,62 @@ import torch
 import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, run, run_worker
 
-from common.data.text import load_text, mlp_batch
+from common.data.text import load_text, mlp_batch, rank_slice
 from common.models.mlp import MLP
 
 SIZES, STEPS = [32, 24, 20, 256], 3
 # 7 samples are uneven on 2, 3 and 4 ranks; in two micro-batches a rank with one sample has an empty one.
 # Buckets of 1 KB are many and cross the layers' borders; of 1 MB there is one.
-CASES = [
+PARAMETERS = sum(o * (i + 1) for i, o in itertools.pairwise(SIZES))
+DENSE = [
     {
         "sizes": SIZES, "batch": batch, "steps": STEPS, "micro_batches": micro_batches,
-        "optimizer": optimizer, "reduction": reduction, "bucket_mb": bucket_mb,
+        "optimizer": optimizer, "reduction": reduction, "bucket_mb": bucket_mb, "zero": zero,
     }
-    for optimizer, micro_batches, reduction, batch, bucket_mb in [
-        *itertools.product(["sgd", "adamw"], [1, 2], ["overlapped", "ring"], [7], [0.001]),
-        ("sgd", 1, "overlapped", 2, 1.0),  # less samples than ranks
-        ("adamw", 3, "overlapped", 24, 1.0),
+    for optimizer, micro_batches, reduction, batch, bucket_mb, zero in [
+        *itertools.product(["sgd", "adamw"], [1, 2], ["overlapped", "ring"], [7], [0.001], [0, 1]),
+        ("sgd", 1, "overlapped", 2, 1.0, 0),  # less samples than ranks
+        ("adamw", 1, "overlapped", 2, 1.0, 1),
+        ("adamw", 3, "overlapped", 24, 1.0, 0),
     ]
 ]  # fmt: skip
+SPARSE = [
+    {
+        "sizes": SIZES, "batch": batch, "steps": STEPS, "micro_batches": 2, "optimizer": optimizer,
+        "reduction": reduction, "zero": zero, "compress_keep": keep, "feedback": feedback,
+    }
+    for optimizer, reduction, batch, zero, keep, feedback in [
+        *itertools.product(["sgd", "adamw"], ["overlapped", "ring"], [7], [0], [0.05], [True]),
+        ("sgd", "overlapped", 7, 0, 0.05, False),
+        ("sgd", "overlapped", 2, 0, 1e-9, True),  # one number
+        ("adamw", "overlapped", 7, 1, 0.05, True),
+        ("adamw", "ring", 7, 1, 0.3, True),
+        ("sgd", "overlapped", 7, 0, 1.0, True),  # everything
+        ("adamw", "ring", 7, 0, 1.0, True),
+    ]
+]  # fmt: skip
+CASES = DENSE + SPARSE
+
+
+def samples(text, step, batch, lo, hi):
+    """Columns scaled apart: all bytes share their highest bit, and top-k chooses among equal gradients by
+    rounding."""
+    x, y = mlp_batch(text, 3, step, batch, SIZES[0] // 8, lo, hi, dtype=torch.float64)
+    return x * (1 + torch.arange(1, SIZES[0] + 1) / 64), y
+
+
+def make_optimizer(name, parameters):
+    return torch.optim.SGD(parameters, lr=0.1) if name == "sgd" else torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def reference(batch, optimizer):
     """Losses and norms of each step, the last gradients, and the weights after it, of one model."""
     model = MLP(SIZES, seed=3, dtype=torch.float64)
     text = load_text(None).train
-    if optimizer == "sgd":
-        update = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        update = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    update = make_optimizer(optimizer, model.parameters())
     losses, norms = [], []
     for step in range(STEPS):
-        x, y = mlp_batch(text, 3, step, batch, SIZES[0] // 8, 0, batch, dtype=torch.float64)
+        x, y = samples(text, step, batch, 0, batch)
         loss = F.cross_entropy(model(x), y)
         update.zero_grad()
         loss.backward()
@@ -49,6 +76,39 @@ def reference(batch, optimizer):
         update.step()
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def simulate(ranks, sizes, batch, steps, micro_batches, optimizer, compress_keep, feedback, **_):
+    """Top-k on one process: the ranks one after the other, each with its memory, torch's optimizers."""
+    import dp_mpi
+
+    model, text = dp_mpi.MLP(sizes, seed=3), load_text(None).train
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(w)) for name, w in model.weights().items()}
+    update = make_optimizer(optimizer, parameters.values())
+    memories = [0.0] * ranks
+    losses, norms = [], []
+    for step in range(steps):
+        loss, total = 0.0, 0.0
+        for rank in range(ranks):
+            lo, hi = rank_slice(batch, rank, ranks)
+            x, y = samples(text, step, batch, lo, hi)
+            loss += model.loss_and_gradients(x.numpy(), y.to(torch.uint8).numpy(), batch, micro_batches)
+            flat = np.concatenate([g.ravel() for g in model.gradients().values()])
+            memory = flat + memories[rank] * feedback
+            largest = np.argsort(-np.abs(memory), kind="stable")[: math.ceil(compress_keep * flat.size)]
+            sent = np.zeros_like(memory)
+            sent[largest] = memory[largest]
+            memories[rank] = memory - sent
+            total = total + sent
+        losses.append(loss)
+        norms.append(np.linalg.norm(total))
+        ends = np.cumsum([p.numel() for p in parameters.values()])
+        for p, g in zip(parameters.values(), np.split(total, ends[:-1]), strict=True):
+            p.grad = torch.from_numpy(g).view_as(p)
+        gradients = {name: p.grad.numpy().copy() for name, p in parameters.items()}
+        update.step()
+        model.set_weights({name: p.detach().numpy() for name, p in parameters.items()})
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": model.weights()}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
@@ -62,12 +122,16 @@ def results(request, tmp_path_factory):
 def relative(a, b):
     a, b = np.asarray(a), np.asarray(b)
     assert a.shape == b.shape
-    return np.max(np.abs(a - b)) / np.max(np.abs(a))
+    return np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1)
 
 
-def test_equals_autograd_on_the_whole_batch(results):
+def test_equals_autograd_on_the_whole_batch_or_the_simulation_of_what_is_sent(results):
+    whole = {key: reference(*key) for key in {(case["batch"], case["optimizer"]) for case in CASES}}
     for case, ours in zip(CASES, results[1], strict=True):
-        expected = reference(case["batch"], case["optimizer"])
+        if case.get("compress_keep", 1) < 1:
+            expected = simulate(results[0], **case)
+        else:
+            expected = whole[case["batch"], case["optimizer"]]
         assert relative(expected["losses"], ours["losses"]) < 1e-12, case
         assert relative(expected["norms"], ours["norms"]) < 1e-12, case
         for what in ("gradients", "weights"):
@@ -80,37 +144,72 @@ def test_ranks_hold_the_same_to_the_last_bit(results):
     assert [ours["apart"] for ours in results[1]] == [0.0] * len(CASES)
 
 
+def test_sending_everything_is_not_compressing(results):
+    ranks, outcomes = results
+
+    def weights(**options):
+        found = (r for case, r in zip(CASES, outcomes, strict=True) if options.items() <= case.items())
+        return next(found)["weights"]
+
+    if ranks <= 2:  # a sum of three numbers depends on their order
+        dense = weights(optimizer="sgd", reduction="overlapped", micro_batches=2, zero=0)
+        assert weights(optimizer="sgd", compress_keep=1.0) == dense
+
+
 def test_bytes_sent_are_those_of_the_ring(results):
     ranks, outcomes = results
-    parameters = sum(o * (i + 1) for i, o in itertools.pairwise(SIZES))
-    for ours in outcomes:
-        assert sum(ours["bytes"]) == 2 * (ranks - 1) * parameters * 8
-        assert max(ours["bytes"]) - min(ours["bytes"]) <= 2 * 8
+    for case, ours in zip(CASES, outcomes, strict=True):
+        whole = PARAMETERS * 8
+        if "compress_keep" not in case:
+            assert sum(ours["bytes"]) == 2 * (ranks - 1) * whole
+            assert max(ours["bytes"]) - min(ours["bytes"]) <= 2 * 8
+        else:
+            lists = ranks * (ranks - 1) * math.ceil(case["compress_keep"] * PARAMETERS) * (4 + 8)
+            assert sum(ours["bytes"]) == lists + case["zero"] * (ranks - 1) * whole
 
 
-def test_binary_proves_itself_and_writes_a_record(tmp_path):
-    record = tmp_path / "record.json"
-    done = mpirun(3, need_binary("dp_mpi"), "--batch", "10", "--steps", "2", "--json", record)
+def test_zero_shares_the_state_of_adamw(results):
+    ranks, outcomes = results
+    for case, ours in zip(CASES, outcomes, strict=True):
+        state = 0 if case["optimizer"] == "sgd" else 2 * 8 * PARAMETERS
+        if case["zero"]:
+            assert sum(ours["state"]) == state
+            assert max(ours["state"]) - min(ours["state"]) <= 2 * 8
+        else:
+            assert ours["state"] == [state] * ranks
+
+
+def test_binary_proves_itself_and_writes_records(tmp_path):
+    file = tmp_path / "records.json"
+    done = mpirun(3, need_binary("dp_mpi"), "--batch", "10", "--steps", "2", "--hidden", "40", "--json", file)
     assert done.returncode == 0, done.stderr
     assert "Proved: training on 3 rank(s) equals training on one." in done.stdout
-    (line,) = record.read_text().splitlines()
-    values = json.loads(line)
-    assert values["ranks"] == 3
-    assert values["language"] == "cpp-mpi"
-    assert values["tokens_per_step"] == 10
-    assert values["parameters"] == sum(o * (i + 1) for i, o in itertools.pairwise([128, 256, 256, 256]))
-    assert values["bytes_counted"] == values["bytes_formula"] > 0
-    assert values["equal"] is True
-    assert 0 < values["largest_difference"] < 1e-12
-    assert len(values["step_seconds"]) == 2
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    parameters = sum(o * (i + 1) for i, o in itertools.pairwise([128, 40, 40, 256]))
+    sent = {
+        "dp_mpi": 2 * 2 / 3 * 8 * parameters,
+        "dp_mpi-zero1": 2 * 2 / 3 * 8 * parameters,
+        "dp_mpi-topk": 2 * 12 * math.ceil(0.01 * parameters),
+    }
+    assert [r["implementation"] for r in records] == list(sent)
+    for r in records:
+        assert (r["ranks"], r["language"], r["tokens_per_step"]) == (3, "cpp-mpi", 10)
+        assert r["parameters"] == parameters
+        assert r["bytes_counted"] == r["bytes_formula"] == pytest.approx(sent[r["implementation"]], abs=16)
+        share = 3 if r["implementation"] == "dp_mpi-zero1" else 1
+        assert r["optimizer_state_bytes"] == pytest.approx(16 * parameters / share, abs=16)
+        assert r["equal"] is True
+        assert 0 < r["largest_difference"] < 1e-12
+        assert len(r["step_seconds"]) == 2
 
 
 def test_benchmark_writes_what_it_timed(tmp_path):
     record = tmp_path / "record.json"
-    sizes = ["--batch", "8", "--hidden", "32", "--steps", "3", "--scaling", "weak"]
+    sizes = ["--batch", "8", "--hidden", "32", "--steps", "3", "--scaling", "weak", "--strategy", "zero1"]
     assert mpirun(2, need_binary("dp_mpi"), "--benchmark", *sizes, "--json", record).returncode == 0
     values = json.loads(record.read_text())
-    assert (values["tokens_per_step"], values["scaling"], values["equal"]) == (16, "weak", None)
+    assert (values["implementation"], values["scaling"], values["equal"]) == ("dp_mpi-zero1", "weak", None)
+    assert values["tokens_per_step"] == 16
     assert min(values["step_seconds"]) > 0
     assert values["peak_memory_bytes"] > 1e6
 
@@ -122,6 +221,9 @@ def test_benchmark_writes_what_it_timed(tmp_path):
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
         (["--steps", "none"], "--steps is none; it is a number from 1 to 1000000000"),
         (["--steps=0"], "--steps is 0; it is a number from 1 to 1000000000"),
+        (["--keep", "0"], "--keep is 0; it is a number from 1e-09 to 1"),
+        (["--keep", "1.5"], "--keep is 1.5; it is a number from 1e-09 to 1"),
+        (["--strategy", "zero3"], "--strategy is zero3; it is one of all, all-reduce, zero1, topk"),
         (["--stepz", "3"], "unknown option --stepz; --help lists them"),
         (["--batch"], "--batch needs a value"),
         (["--context", "99999999"], "--context 99999999 is longer than the text; at most "),
@@ -158,6 +260,11 @@ def test_module_refuses_what_does_not_fit():
         dp_mpi.MLP([8, 4], dtype="int8")
     with pytest.raises(ValueError, match="reduction is tree"):
         dp_mpi.MLP([8, 4], reduction="tree")
+    with pytest.raises(ValueError, match="zero is 3; it is 0 or 1"):
+        dp_mpi.MLP([8, 4], zero=3)
+    for alone in ({"zero": 1}, {"compress_keep": 0.1}):
+        with pytest.raises(ValueError, match="zero and compress_keep need a comm"):
+            dp_mpi.MLP([8, 4], **alone)
     with pytest.raises(ValueError, match="two or more sizes"):
         dp_mpi.MLP([8])
     model = dp_mpi.MLP([8, 4])
@@ -182,3 +289,27 @@ def test_module_refuses_what_does_not_fit():
         model.set_weights(weights | {"layers.7.bias": np.zeros(4)})
     model.set_weights({name: w + 1 for name, w in weights.items()})
     assert all(np.array_equal(model.weights()[name], w + 1) for name, w in weights.items())
+
+
+NOT_NUMBERS = """
+import dp_mpi, numpy as np
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+for share in (0.0, -1.0, 1.5, float("nan")):
+    try:
+        dp_mpi.MLP([8, 4], comm=world, compress_keep=share)
+    except ValueError as error:
+        assert "it must be above 0 and at most 1" in str(error), error
+    else:
+        raise AssertionError(f"{share} was taken")
+model = dp_mpi.MLP([8, 4], comm=world, compress_keep=0.1)
+x = np.full((2, 8), np.nan if world.rank == 1 else 1.0)
+model.loss_and_gradients(x, np.zeros(2, np.uint8), 4)
+assert np.isnan(model.gradient_norm())
+"""
+
+
+def test_what_is_no_number_reaches_every_rank_and_no_share_of_that_kind_is_taken():
+    need_module("dp_mpi")
+    done = mpirun(2, sys.executable, "-m", "mpi4py", "-c", NOT_NUMBERS)
+    assert done.returncode == 0, done.stderr

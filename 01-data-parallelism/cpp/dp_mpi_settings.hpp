@@ -35,7 +35,7 @@ struct Settings {
         options.add("micro-batches", micro_batches, 1, "parts in which a rank works off its samples");
         options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
         options.add("strategy", strategy, {"all", "all-reduce", "zero1", "topk"}, "how gradients are summed");
-        options.add("keep", keep, 1e-9, "share of the gradients that topk sends, at most 1");
+        options.add("keep", keep, 1e-9, "share of the gradients that topk sends", 1.0);
         options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
         options.add("data", data, "a file or folder of text instead of Python's standard library");
         options.add("json", json, "append a record of the run to this file");
@@ -68,7 +68,6 @@ struct Settings {
                              std::to_string(ranks) + " ranks x " + std::to_string(micro_batches) +
                              " micro-batches; at least " +
                              std::to_string(scaling == "weak" ? std::size_t(micro_batches) : least));
-        if (keep > 1) throw UsageError("--keep is " + std::to_string(keep) + "; topk sends at most all, 1");
         if (std::size_t(context) >= text.train.size())
             throw UsageError("--context " + std::to_string(context) + " is longer than the text; at most " +
                              std::to_string(text.train.size() - 1));

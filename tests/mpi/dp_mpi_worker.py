@@ -12,6 +12,7 @@ from fived import collectives, text
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
+SOURCE = text.load("")[0]
 
 
 def spread(arrays):
@@ -23,13 +24,13 @@ def spread(arrays):
     return float(np.max(largest - smallest))
 
 
-def train(sizes, batch, steps, micro_batches, optimizer, reduction, bucket_mb):
-    model = dp_mpi.MLP(sizes, comm=WORLD, seed=3, bucket_mb=bucket_mb, reduction=reduction)
+def train(sizes, batch, steps, micro_batches, optimizer, **options):
+    model = dp_mpi.MLP(sizes, comm=WORLD, seed=3 + WORLD.rank, **options)
     begin, end = collectives.piece(batch, WORLD.size, WORLD.rank)
-    source, _, _ = text.load("")
     losses, norms = [], []
     for step in range(steps):
-        x, y = text.mlp_samples(source, 3, step, begin, end, sizes[0] // 8)
+        x, y = text.mlp_samples(SOURCE, 3, step, begin, end, sizes[0] // 8)
+        x *= 1 + np.arange(1, sizes[0] + 1) / 64  # see test_dp_mpi.py
         losses.append(model.loss_and_gradients(x, y, batch, micro_batches))
         norms.append(model.gradient_norm())
         gradients = model.gradients()
@@ -42,6 +43,7 @@ def train(sizes, batch, steps, micro_batches, optimizer, reduction, bucket_mb):
         "weights": {name: w.tolist() for name, w in weights.items()},
         "apart": max(spread(gradients), spread(weights)),
         "bytes": WORLD.allgather(model.bytes_sent),
+        "state": WORLD.allgather(model.state_bytes),
     }
 
 

@@ -207,9 +207,9 @@ class Communicator {
         check_count("MPI_Ireduce", data.size());
         Request request = make("MPI_Ireduce", MPI_DATATYPE_NULL, -1);
         const void* terms = rank_ == root ? MPI_IN_PLACE : data.data();
-        check(MPI_Ireduce(terms, data.data(), count(data), type<T>(), MPI_SUM, root, handle_,
-                          &request.handle_),
-              "MPI_Ireduce");
+        check(
+            MPI_Ireduce(terms, data.data(), count(data), type<T>(), MPI_SUM, root, handle_, &request.handle_),
+            "MPI_Ireduce");
         return request;
     }
     /// In place: S -> R. Rank r brings piece r of P pieces; every rank ends with all of them.

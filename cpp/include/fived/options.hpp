@@ -31,10 +31,9 @@ class Options {
             throw UsageError("--" + name + " is " + variable + "; it is one of " + list);
         });
     }
-    /// A number from `least` to 10^9.
+    /// A number from `least` to `most`.
     template <class N>
-    void add(const std::string& name, N& variable, N least, const std::string& help) {
-        constexpr N most = 1000000000;
+    void add(const std::string& name, N& variable, N least, const std::string& help, N most = 1000000000) {
         add(name, help, print(variable), [=, &variable](std::string_view value) {
             const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), variable);
             if (error != std::errc() || end != value.data() + value.size() || !(variable >= least) ||
