@@ -56,9 +56,8 @@ def test_bytes_counted_are_those_of_the_formula(outcomes: Any) -> None:
     ranks, found = outcomes
     for outcome in found:
         for name, (counted, formula) in outcome["bytes"].items():
-            if name != "ddp-mlp" or ranks == 1:  # its messages pass the ledger by
-                assert counted == formula, name
-                assert (Fraction(counted) > 0) == (ranks > 1)
+            assert counted == formula, name
+            assert (Fraction(counted) > 0) == (ranks > 1)
 
 
 def parallel(model: nn.Module, rt: Runtime, bucket_bytes: int = 24) -> Any:

@@ -30,6 +30,7 @@ from common.data.text import mlp_batch, rank_slice
 from common.equality import OPTIMIZERS, Followed, MakeOptimizer, follow
 from common.ledger import Ledger
 from common.lesson import DTYPES
+from common.listen import Listener
 from common.mesh import Mesh
 from common.models.mlp import MLP, sizes
 from common.placement import Run, place
@@ -204,7 +205,7 @@ def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Follow
     from mpi4py import MPI
 
     samples = Samples(o, rt.world, rt.device)
-    with Ledger() as counted:
+    with Listener(rt.world) if name == "ddp-mlp" else Ledger() as counted:
         if name.startswith("dp_mpi"):
             followed = MPIModel(name, optimizer, rt, o, samples).follow(o.steps)
         else:
@@ -212,7 +213,8 @@ def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Follow
             version = torch_version(name, model, rt, o)
             step, mesh = training_step(version, samples, rt.world), Mesh(rt.world, dp=rt.world_size)
             followed = follow(version.owner or model, optimizer, o.steps, step, mesh, version.wrap)
-    return followed, MPI.COMM_WORLD.allreduce(counted.bytes()) / rt.world_size
+    sent = counted.bytes() - counted.bytes("bookkeeping")
+    return followed, MPI.COMM_WORLD.allreduce(sent) / rt.world_size
 
 
 def one_device(optimizer: str, o: MLPOptions) -> Followed:
