@@ -6,7 +6,6 @@ measured["ours"].seconds      # one number a round: the slowest rank's, between 
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import sys
@@ -73,25 +72,6 @@ def peak_memory(group: Group) -> int:
         peak = torch.tensor(peak_resident())
     comm.all_reduce(peak, group, "max")
     return int(peak.item())
-
-
-def peak_allocated(call: Callable[[], object], device: str = "cpu") -> int:
-    """The most bytes at once of the tensors that a call makes, on this rank.
-
-    On the CPU torch's profiler notes every allocation, so the call is slow; do not time it.
-    """
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and stop on stderr
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        call()
-    recorded: Any = profiler.profiler
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    sizes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
-    return max(itertools.accumulate(sizes), default=0)
 
 
 @dataclass

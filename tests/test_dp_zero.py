@@ -20,10 +20,10 @@ from common import comm
 from common.equality import OPTIMIZERS, compare, follow
 from common.ledger import Ledger
 from common.listen import Listener
-from common.measure import peak_allocated
 from common.mesh import Mesh
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.utils.memory import peak_allocated
 
 STAGES = (1, 2, 3)
 

@@ -23,9 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.measure import peak_allocated
 from common.placement import local
 from common.runtime import Runtime
+from common.utils.memory import peak_allocated
 
 KINDS = ("weights", "gradients", "state")
 SHARDED = {"zero1": 1, "zero-redundancy": 1, "zero2": 2, "zero3": 3, "fsdp-keep": 3, "fsdp": 3}

@@ -4,10 +4,13 @@ saved_bytes(lambda: loss(model(x)), model)        # what autograd keeps from the
 with LiveBytes() as live:                         # what exists at once, gradients and temporaries included
     loss(model(x)).backward()
 live.peak
+peak_allocated(step)                              # the same with what kernels and libraries take, by torch's profiler
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -73,3 +76,22 @@ class LiveBytes(TorchDispatchMode):
                     self.peak = max(self.peak, self.now)
                     weakref.finalize(storage, self._freed, key, storage.nbytes())
         return result
+
+
+def peak_allocated(call: Callable[[], object], device: str = "cpu") -> int:
+    """The most bytes at once of the tensors that a call makes, on this rank.
+
+    On the CPU torch's profiler notes every allocation, so the call is slow; do not time it.
+    """
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and stop on stderr
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        call()
+    recorded: Any = profiler.profiler
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    sizes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(itertools.accumulate(sizes), default=0)
