@@ -7,5 +7,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks and their b
 from common import spawn
 
 spawn.PRELOAD += ["pytest", "common.collectives", "common.placement", "dp_basic", "small_models"]
-spawn.PRELOAD += ["dp_matrix_multiply"]
+spawn.PRELOAD += ["dp_matrix_multiply", "dp_data_parallel"]
 spawn.PRELOAD += ["torch.fx.experimental.symbolic_shapes"]  # backward(dy) imports it: 2 s a rank

@@ -1,0 +1,255 @@
+"""nn.DataParallel, shown with ranks: one device owns the model and everything passes through it, every step.
+
+    rank 0 (device 0)            ranks 1 ... n-1
+    whole batch        --- scatter: B/n samples --->  samples
+    weights W          --- replicate: all of W  --->  weights          again in every step
+    logits of B        <-- gather: B/n logits  -----  forward
+    loss, d logits     --- scatter              --->  backward
+    sum of gradients   <-- reduce: all of W    -----  gradients
+    optimizer's step                                                   nothing to step on
+
+The sums are those of one device, so the result is. But in a step rank 0 sends (n-1) W and receives as much, while the
+others wait, and it alone holds the logits of the whole batch and their gradient, 2 B S V numbers. In dp_basic.py each
+rank sends 2(n-1)/n W, whatever n. And nn.DataParallel's devices share one process: n threads, one Python interpreter.
+
+Every message is sent on its own, so that the ledger shows who sends what. On GPUs nn.DataParallel replicates and
+reduces by NCCL, which passes W on from device to device; scatter, gather, the loss and the step stay on device 0.
+
+    python dp_data_parallel.py --nproc 4    torchrun --nproc_per_node=4 dp_data_parallel.py
+    mpirun -np 4 python dp_data_parallel.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from statistics import median
+
+import torch
+from dp_basic import make_version, step_bytes
+from dp_training import Batches, TrainingOptions, Version, check, make_model, report, training_step
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from common import comm
+from common.comm import Group, sizes_of
+from common.equality import KINDS, OPTIMIZERS, Difference, Followed, compare, follow, worst_of_world
+from common.ledger import Ledger, show_bytes
+from common.lesson import DTYPES, console, run
+from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.mesh import Mesh
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.proof import Proof
+from common.runtime import Runtime
+
+
+def scatter(pieces: Sequence[Tensor], mine: Tensor, group: Group) -> Tensor:
+    """Piece r of rank 0 to rank r, into `mine`. Rank 0 sends all pieces but the first, others nothing."""
+    if group.rank > 0:
+        comm.recv(mine, group, 0)
+        return mine
+    for r in range(1, group.size):
+        comm.send(pieces[r], group, r)
+    return pieces[0]
+
+
+def gather(mine: Tensor, rooms: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Every rank's piece on rank 0, in `rooms`; elsewhere nothing. Rank 0 sends nothing, others their piece."""
+    if group.rank > 0:
+        comm.send(mine, group, 0)
+        return []
+    for r in range(1, group.size):
+        comm.recv(rooms[r], group, r)
+    return [mine, *rooms[1:]]
+
+
+class OneProcess:
+    """A training step as nn.DataParallel makes it: rank 0 owns model, batch, loss and gradients; others help."""
+
+    def __init__(self, model: Transformer, o: TrainingOptions, group: Group, device: torch.device) -> None:
+        self.model, self.group, self.owner = model, group, group.rank == 0
+        self.batches = Batches(replace(o, micro_batches=1), Group("one", 0, 1, (0,)), device)
+        self.samples = sizes_of(o.batch, group.size)
+        self.tokens_bS = torch.empty(self.samples[group.rank], o.sequence, dtype=torch.int64, device=device)
+        self.logits_bytes = 0  # of the largest tensor of logits that this rank held
+
+    def step(self, t: int) -> Tensor:
+        """Forward and backward of global step t: on rank 0 the loss and the gradients, elsewhere zero and none."""
+        tokens_BS, targets_BS = self.batches.parts(t)[0] if self.owner else (self.tokens_bS, None)
+        tokens_bS = scatter(tokens_BS.split(self.samples) if self.owner else [], self.tokens_bS, self.group)
+        self.replicate()
+        logits_bSV = self.model(tokens_bS)
+        dlogits_bSV, loss = self.loss_on_rank_0(logits_bSV.detach(), targets_BS)
+        logits_bSV.backward(dlogits_bSV)
+        self.reduce()
+        return loss
+
+    def replicate(self) -> None:
+        """Give every rank all weights of rank 0, in every step."""
+        flat = parameters_to_vector(self.model.parameters()).detach()
+        scatter([flat] * self.group.size, flat, self.group)
+        if not self.owner:
+            vector_to_parameters(flat, self.model.parameters())
+
+    def loss_on_rank_0(self, logits_bSV: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradient of this rank's logits, and the loss: both come from rank 0, which needs all logits."""
+        rooms = [logits_bSV.new_empty(b, *logits_bSV.shape[1:]) for b in self.samples if self.owner]
+        pieces = gather(logits_bSV, rooms, self.group)
+        logits_BSV = torch.cat(pieces).requires_grad_() if pieces else logits_bSV
+        self.logits_bytes = max(self.logits_bytes, logits_BSV.numel() * logits_BSV.element_size())
+        loss = logits_bSV.new_zeros(())
+        if targets_BS is not None:
+            total, count = cross_entropy_sum(logits_BSV, targets_BS)
+            loss = total / count
+            (pieces_BSV,) = torch.autograd.grad(loss, logits_BSV)
+            pieces = list(pieces_BSV.split(self.samples))
+        return scatter(pieces, torch.empty_like(logits_bSV), self.group), loss.detach()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients on rank 0, one rank's after the other; elsewhere they are dropped."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = parameters_to_vector(gradients)
+        if self.owner:
+            theirs = torch.empty_like(flat)
+            for r in range(1, self.group.size):
+                comm.recv(theirs, self.group, r)
+                flat += theirs
+            vector_to_parameters(flat, gradients)
+        else:
+            comm.send(flat, self.group, 0)
+            self.model.zero_grad()
+
+
+def bytes_by_rank(model: Transformer, o: TrainingOptions, n: int) -> list[tuple[int, int]]:
+    """(sent, received) of each rank in a step. A token takes 8 bytes, a weight and a logit those of the type."""
+    item, samples = DTYPES[o.dtype].itemsize, sizes_of(o.batch, n)
+    weights = item * sum(p.numel() for p in model.parameters())
+    logits = [b * o.sequence * model.config.vocabulary * item for b in samples]
+    tokens = [b * o.sequence * 8 for b in samples]
+    helpers = [(weights + logits[r], tokens[r] + weights + logits[r]) for r in range(1, n)]
+    return [(sum(received for _, received in helpers), sum(sent for sent, _ in helpers)), *helpers]
+
+
+def alone(
+    rt: Runtime, o: TrainingOptions, optimizer: str, wrap: Callable[[nn.Module], nn.Module]
+) -> Followed:
+    """The same steps on one device."""
+    model, group = make_model(o, rt.device), Group("one", 0, 1, (rt.rank,))
+    batches = Batches(replace(o, micro_batches=1), group, rt.device)
+    return follow(model, optimizer, o.steps, training_step(Version(wrap(model)), batches, group))
+
+
+def train(rt: Runtime, o: TrainingOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
+    """What training leaves on rank 0; the others have neither optimizer nor gradients."""
+    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # replicating must mend this
+    with Ledger() as ledger:
+        one = OneProcess(model, o, rt.world, rt.device)
+        if rt.rank == 0:
+            return follow(model, optimizer, o.steps, one.step), one, ledger
+        for t in range(o.steps):
+            one.step(t)
+    return None, one, ledger
+
+
+def prove(rt: Runtime, o: TrainingOptions) -> bool:
+    """Equal to one device, with bytes and logits by rank; then the time beside dp_basic.py's ranks."""
+    n, mesh, proof = rt.world_size, Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
+    agree, nothing = True, {kind: Difference(0.0, "") for kind in KINDS}
+    for optimizer in OPTIMIZERS:
+        followed, one, ledger = train(rt, o, optimizer)
+        reference = alone(rt, o, optimizer, lambda model: model)
+        found = worst_of_world(compare(reference, followed) if followed else nothing, mesh)
+        by_rank = comm.all_gather(
+            torch.tensor([[int(ledger.bytes()), one.logits_bytes]], device=rt.device), rt.world
+        )
+        sent = [int(x) for x in by_rank[:, 0]]
+        formula = [o.steps * x for x, _ in bytes_by_rank(one.model, o, n)]
+        agree &= sent == formula
+        proof.add("one process", optimizer, found, Fraction(sum(sent), n), Fraction(sum(formula), n))
+        library = compare(reference, alone(rt, o, optimizer, nn.DataParallel))
+        proof.add("nn.DataParallel", optimizer, worst_of_world(library, mesh), None, Fraction(0))
+    out = console(rt)
+    out.print(proof.tables(f"{n} rank(s) against one device: {o.model}, {o.dtype}, {o.steps} steps"))
+    table = Table(title="by rank, bytes: a step, and logits held at once", title_justify="left")
+    for column in ("rank", "sends", "by formula", "receives", "dp_basic.py sends", "logits", "dp_basic.py's"):
+        table.add_column(column, justify="right")
+    basic = step_bytes("bucketed", one.model, rt.world, o)
+    for r, (by_formula, received) in enumerate(bytes_by_rank(one.model, o, n)):
+        logits = int(by_rank[r, 1])
+        theirs = int(by_rank[0, 1]) * one.samples[r] // o.batch
+        row: list[Fraction | int] = [Fraction(sent[r], o.steps), by_formula, received, basic, logits, theirs]
+        table.add_row(str(r), *(show_bytes(x) for x in row))
+    out.print(table)
+    report(rt, o, [replace(r, equal=proof.equal) for r in benchmark(rt, replace(o, steps=5))])
+    out.print(proof.sentence() if agree else "the bytes that ranks sent are NOT those of the formula")
+    return proof.holds and agree
+
+
+def benchmark(rt: Runtime, o: TrainingOptions) -> list[BenchmarkRecord]:
+    """Whole steps with AdamW in turn: everything through rank 0, and dp_basic.py's buckets."""
+    model = make_model(o, rt.device)
+    one = OneProcess(model, o, rt.world, rt.device)
+    optimizer, at = OPTIMIZERS["adamw"](list(model.parameters())), itertools.count()
+
+    def one_process() -> None:
+        optimizer.zero_grad()
+        one.step(next(at))
+        if rt.rank == 0:
+            optimizer.step()
+
+    other = make_model(o, rt.device)
+    version = make_version("bucketed", other, rt, o)
+    step = training_step(version, Batches(replace(o, micro_batches=1), rt.world, rt.device), rt.world)
+    other_optimizer, other_at = OPTIMIZERS["adamw"](list(other.parameters())), itertools.count()
+
+    def bucketed() -> None:
+        other_optimizer.zero_grad()
+        step(next(other_at))
+        other_optimizer.step()
+
+    measured = in_turn(
+        {"one process": one_process, "bucketed": bucketed}, o.steps, rt.world, device=rt.device.type
+    )
+    formula: dict[str, Fraction | int] = {
+        "one process": bytes_by_rank(model, o, rt.world_size)[rt.rank][0],
+        "bucketed": step_bytes("bucketed", other, rt.world, o),
+    }
+    return [
+        BenchmarkRecord(
+            strategy="dp",
+            implementation=name,
+            language="pytorch",
+            ranks=rt.world_size,
+            backend=rt.backend,
+            dtype=o.dtype,
+            model=o.model,
+            parameters=model.parameter_count(),
+            tokens_per_step=o.batch * o.sequence,
+            flop_per_step=o.batch * o.sequence * model.flops_per_token(o.sequence),
+            step_seconds=m.seconds,
+            communication_seconds=median(m.blocked),
+            bytes_counted=median(m.sent),
+            bytes_formula=float(formula[name]),
+            peak_memory_bytes=peak_memory(rt.world),
+            scaling="strong",
+        )
+        for name, m in measured.items()
+    ]
+
+
+def main(rt: Runtime, o: TrainingOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    check(rt, ("naive", "bucketed", "ddp"), o)
+    Batches(o, rt.world, rt.device)  # refuses a batch with fewer samples than ranks
+    if not o.benchmark:
+        return prove(rt, o)
+    report(rt, o, benchmark(rt, o))
+    return True
+
+
+if __name__ == "__main__":
+    run(main, TrainingOptions)

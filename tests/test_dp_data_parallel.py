@@ -1,0 +1,115 @@
+"""nn.DataParallel played by ranks: equal to one device, bytes and logits by rank, and two ways to get it wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dp_data_parallel import OneProcess, alone, bytes_by_rank, train
+from dp_training import TrainingOptions, make_model
+from mpi.launch import ROOT, run
+from torch import Tensor
+
+from common.comm import sizes_of
+from common.equality import OPTIMIZERS, compare, follow
+from common.runtime import Runtime
+from common.spawn import spawn
+
+LESSON = ROOT / "01-data-parallelism/pytorch/dp_data_parallel.py"
+STEPS = 2
+
+
+def options(batch: int) -> TrainingOptions:
+    return TrainingOptions(model="gpt2-tiny", batch=batch, sequence=12, steps=STEPS, micro_batches=1)
+
+
+def visit(rt: Runtime, batch: int) -> dict[str, Any]:
+    """Largest differences on rank 0, and what this rank sent, held, and has left."""
+    found: dict[str, Any] = {"sent": [], "logits": [], "gradients": []}
+    for optimizer in OPTIMIZERS:
+        followed, one, ledger = train(rt, options(batch), optimizer)
+        if followed:
+            reference = alone(rt, options(batch), optimizer, lambda model: model)
+            found[optimizer] = {k: d.value for k, d in compare(reference, followed).items()}
+        found["sent"].append(ledger.bytes())
+        found["logits"].append(one.logits_bytes)
+        found["gradients"].append(sum(p.grad is not None for p in one.model.parameters()))
+    return found
+
+
+# 9 samples are uneven on 2, 4 and 8 ranks, 10 on 3
+@pytest.mark.parametrize(("world", "batch"), [(1, 3), (2, 9), (3, 10), (4, 9), (8, 9)])
+def test_equal_to_one_device_and_bytes_by_rank(world: int, batch: int) -> None:
+    by_rank = spawn(visit, world, batch)
+    for optimizer in OPTIMIZERS:
+        assert max(by_rank[0][optimizer].values()) <= 1e-12, by_rank[0][optimizer]
+    model = make_model(options(batch), torch.device("cpu"))
+    W, V = 8 * sum(p.numel() for p in model.parameters()), model.config.vocabulary
+    for rank, found in enumerate(by_rank):
+        samples = sizes_of(batch, world)[rank]
+        others = batch - sizes_of(batch, world)[0]
+        owner = (
+            others * 12 * 8 + (world - 1) * W + others * 12 * V * 8
+        )  # tokens, weights, gradients of logits
+        helper = samples * 12 * V * 8 + W  # logits, gradients of weights
+        assert found["sent"] == [STEPS * (helper if rank else owner)] * 2
+        assert found["sent"][0] == STEPS * bytes_by_rank(model, options(batch), world)[rank][0]
+        assert found["logits"] == [(batch if rank == 0 else samples) * 12 * V * 8] * 2
+        assert all(found["gradients"]) == (rank == 0)
+    everything = bytes_by_rank(model, options(batch), world)
+    assert sum(sent for sent, _ in everything) == sum(received for _, received in everything)
+
+
+class ReplicatesOnce(OneProcess):
+    """Broken: helpers go on with the weights of the first step."""
+
+    done = False
+
+    def replicate(self) -> None:
+        if not self.done:
+            super().replicate()
+        self.done = True
+
+
+class MeanOfMeans(OneProcess):
+    """Broken where parts differ: each device returns the mean loss of its samples, and these are averaged."""
+
+    def loss_on_rank_0(self, logits_bSV: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        dlogits_bSV, loss = super().loss_on_rank_0(logits_bSV, targets_BS)
+        mine = self.samples[self.group.rank]
+        return dlogits_bSV * (sum(self.samples) / (mine * self.group.size)), loss
+
+
+def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, float]]:
+    found = {}
+    for optimizer in OPTIMIZERS:
+        model = make_model(options(7), rt.device)
+        one = kind(model, options(7), rt.world, rt.device)
+        if rt.rank == 0:
+            followed = follow(model, optimizer, 3, one.step)
+            reference = alone(rt, replace(options(7), steps=3), optimizer, lambda model: model)
+            found[optimizer] = {k: d.value for k, d in compare(reference, followed).items()}
+        else:
+            for t in range(3):
+                one.step(t)
+    return found
+
+
+@pytest.mark.parametrize("kind", [ReplicatesOnce, MeanOfMeans])
+def test_what_goes_wrong_in_silence_is_caught(kind: type[OneProcess]) -> None:
+    found = spawn(broken, 2, kind)[0]
+    print("\n", kind.__name__, found)
+    assert found["sgd"]["gradients"] > 1e-3
+    assert found["sgd"]["weights"] > 1e-5
+    assert max(spawn(broken, 2, OneProcess)[0]["sgd"].values()) <= 1e-12  # the right one, the same way
+
+
+def test_bad_input_is_one_line() -> None:
+    done = run([sys.executable, str(LESSON), "--nproc", "3", "--batch", "2"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith(
+        "--batch 2 is too small for 3 ranks; give at least 3, so that each rank has a sample"
+    )
