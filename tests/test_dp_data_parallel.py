@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from dp_data_parallel import OneProcess, alone, bytes_by_rank, train
+from dp_data_parallel import alone, bytes_by_rank, train
 from dp_training import TrainingOptions, make_model
 from mpi.launch import ROOT, run
-from torch import Tensor
 
 from common.comm import sizes_of
-from common.equality import OPTIMIZERS, compare, follow
+from common.equality import OPTIMIZERS, compare
 from common.runtime import Runtime
 from common.spawn import spawn
 
@@ -61,50 +59,6 @@ def test_equal_to_one_device_and_bytes_by_rank(world: int, batch: int) -> None:
         assert all(found["gradients"]) == (rank == 0)
     everything = bytes_by_rank(model, options(batch), world)
     assert sum(sent for sent, _ in everything) == sum(received for _, received in everything)
-
-
-class ReplicatesOnce(OneProcess):
-    """Broken: helpers go on with the weights of the first step."""
-
-    done = False
-
-    def replicate(self) -> None:
-        if not self.done:
-            super().replicate()
-        self.done = True
-
-
-class MeanOfMeans(OneProcess):
-    """Broken where parts differ: each device returns the mean loss of its samples, and these are averaged."""
-
-    def loss_on_rank_0(self, logits_bSV: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-        dlogits_bSV, loss = super().loss_on_rank_0(logits_bSV, targets_BS)
-        mine = self.samples[self.group.rank]
-        return dlogits_bSV * (sum(self.samples) / (mine * self.group.size)), loss
-
-
-def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, float]]:
-    found = {}
-    for optimizer in OPTIMIZERS:
-        model = make_model(options(7), rt.device)
-        one = kind(model, options(7), rt.world, rt.device)
-        if rt.rank == 0:
-            followed = follow(model, optimizer, 3, one.step)
-            reference = alone(rt, replace(options(7), steps=3), optimizer, lambda model: model)
-            found[optimizer] = {k: d.value for k, d in compare(reference, followed).items()}
-        else:
-            for t in range(3):
-                one.step(t)
-    return found
-
-
-@pytest.mark.parametrize("kind", [ReplicatesOnce, MeanOfMeans])
-def test_what_goes_wrong_in_silence_is_caught(kind: type[OneProcess]) -> None:
-    found = spawn(broken, 2, kind)[0]
-    print("\n", kind.__name__, found)
-    assert found["sgd"]["gradients"] > 1e-3
-    assert found["sgd"]["weights"] > 1e-5
-    assert max(spawn(broken, 2, OneProcess)[0]["sgd"].values()) <= 1e-12  # the right one, the same way
 
 
 def test_bad_input_is_one_line() -> None:

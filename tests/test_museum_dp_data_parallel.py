@@ -1,0 +1,59 @@
+"""Museum of silent bugs, one process for all devices: the broken step is caught first, then the right one passes."""
+
+from __future__ import annotations
+
+import pytest
+from dp_data_parallel import OneProcess, alone
+from dp_training import TrainingOptions, make_model
+from torch import Tensor
+
+from common.equality import OPTIMIZERS, compare, follow
+from common.runtime import Runtime
+from common.spawn import spawn
+
+# 7 samples on 2 ranks: 4 and 3
+OPTIONS = TrainingOptions(model="gpt2-tiny", batch=7, sequence=12, steps=3, micro_batches=1)
+
+
+class ReplicatesOnce(OneProcess):
+    """Broken: helpers go on with the weights of the first step."""
+
+    done = False
+
+    def replicate(self) -> None:
+        if not self.done:
+            super().replicate()
+        self.done = True
+
+
+class MeanOfMeans(OneProcess):
+    """Broken where parts differ: each device returns the mean loss of its samples, and these are averaged."""
+
+    def loss_on_rank_0(self, logits_bSV: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        dlogits_bSV, loss = super().loss_on_rank_0(logits_bSV, targets_BS)
+        mine = self.samples[self.group.rank]
+        return dlogits_bSV * (sum(self.samples) / (mine * self.group.size)), loss
+
+
+def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, float]]:
+    found = {}
+    for optimizer in OPTIMIZERS:
+        model = make_model(OPTIONS, rt.device)
+        one = kind(model, OPTIONS, rt.world, rt.device)
+        if rt.rank == 0:
+            followed = follow(model, optimizer, OPTIONS.steps, one.step)
+            reference = alone(rt, OPTIONS, optimizer, lambda model: model)
+            found[optimizer] = {k: d.value for k, d in compare(reference, followed).items()}
+        else:
+            for t in range(OPTIONS.steps):
+                one.step(t)
+    return found
+
+
+@pytest.mark.parametrize("kind", [ReplicatesOnce, MeanOfMeans])
+def test_what_goes_wrong_in_silence_is_caught(kind: type[OneProcess]) -> None:
+    found = spawn(broken, 2, kind)[0]
+    print("\n", kind.__name__, found)
+    assert found["sgd"]["gradients"] > 1e-3
+    assert found["sgd"]["weights"] > 1e-5
+    assert max(spawn(broken, 2, OneProcess)[0]["sgd"].values()) <= 1e-12  # the right one, the same way
