@@ -165,8 +165,10 @@ class Lesson {
             serial.step(serial_optimizer);
         }
         weight = difference(serial.mlp().weights(), ours.mlp().weights());
-        say("%-26s %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title.c_str(), loss.value, norm.value,
-            gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
+        const bool apart = gradient.value > 0 || weight.value > 0;
+        const std::string where = "  (" + gradient.name + "; " + weight.name + ")";
+        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n", title.c_str(), loss.value, norm.value, gradient.value,
+            weight.value, apart ? where.c_str() : "");
         const double largest = std::max({loss.value, norm.value, gradient.value, weight.value});
         largest_ = std::max(largest_, largest);
         return largest <= tolerance;
