@@ -24,7 +24,7 @@ for lesson in dp_accumulation dp_checkpointing dp_zero dp_fsdp dp_matrix_multipl
     run mpirun -np "$ranks" python "$chapter/$lesson.py"
 done
 
-for binary in dp_mpi dp_matmul_mpi; do
+for binary in dp_mpi dp_matmul_mpi dp_libtorch; do
     if [[ -x "build/bin/$binary" ]]; then
         run mpirun -np "$ranks" "build/bin/$binary"
     else
