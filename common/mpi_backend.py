@@ -5,12 +5,18 @@
     dist.init_process_group("fived", store=store, rank=MPI.COMM_WORLD.rank, world_size=MPI.COMM_WORLD.size)
 
 PyTorch's wheels are built without MPI. Collectives go through memory that the ranks of a host share
-(cpp/include/fived/shared_memory.hpp), messages through MPI.
+(cpp/include/fived/shared_memory.hpp) and by MPI between hosts (hosts.hpp), messages by MPI.
+
+Three variables make one machine do what others need, for tests:
+    FIVED_RANKS_PER_HOST=2      take ranks 0 and 1 for one host, 2 and 3 for the next, and so on
+    FIVED_LARGEST_MESSAGE=1000  bytes that MPI carries in one message; longer ones travel in pieces
+    FIVED_STAGED=1              copy every tensor to other memory and back, as those of GPUs are
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -28,12 +34,17 @@ def register() -> None:
     import fived_c10d  # noqa: F401
 
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, _: object) -> Any:
-    from fived_c10d import MpiBackend
+def _create(given: Any, _: object) -> Any:
+    from fived_c10d import GroupOptions, MpiBackend
     from mpi4py import MPI  # noqa: F401
 
-    ranks = list(options.global_ranks_in_group)
-    return MpiBackend(options.group_rank, options.group_size, options.group_id, ranks, options.timeout)
+    options = GroupOptions(given.timeout)
+    options.ranks_per_host = int(os.environ.get("FIVED_RANKS_PER_HOST", 0))
+    options.largest_message = int(os.environ.get("FIVED_LARGEST_MESSAGE", options.largest_message))
+    options.staged = os.environ.get("FIVED_STAGED") == "1"
+    return MpiBackend(
+        given.group_rank, given.group_size, given.group_id, list(given.global_ranks_in_group), options
+    )

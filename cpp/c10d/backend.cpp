@@ -1,6 +1,11 @@
 #include "backend.hpp"
 
+#include <algorithm>
 #include <functional>
+
+#if defined(OPEN_MPI) && __has_include(<mpi-ext.h>)
+#include <mpi-ext.h>
+#endif
 
 namespace fived {
 
@@ -72,6 +77,28 @@ void end_with_mpi() {
     });
 }
 
+/// What MPI may still read, of operations that were given up.
+void keep_for_ever(Stages stages, std::shared_ptr<Buffers> buffers) {
+    static std::vector<std::pair<Stages, std::shared_ptr<Buffers>>> kept;
+    kept.emplace_back(std::move(stages), std::move(buffers));
+}
+
+/// Whether MPI takes addresses in a GPU's memory.
+bool mpi_reads_devices() {
+#ifdef MPIX_CUDA_AWARE_SUPPORT
+    static const bool can = MPIX_Query_cuda_support();
+    return can;
+#else
+    return false;
+#endif
+}
+
+std::string listed(const std::vector<int>& ranks) {
+    std::string text;
+    for (const int r : ranks) text += (text.empty() ? "" : ", ") + std::to_string(r);
+    return text;
+}
+
 }  // namespace
 
 bool MpiWork::isCompleted() {
@@ -87,13 +114,17 @@ bool MpiWork::wait(std::chrono::milliseconds timeout) {
         return done_.load();
     });
     if (exception_) std::rethrow_exception(exception_);
+    if (order_) order_->wait();
     return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
     const std::lock_guard lock(mutex_);
     if (!future_) {
-        future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+        std::vector<c10::Device> devices;
+        if (order_) devices.push_back(order_->stream().device());
+        future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                           std::move(devices));
         if (completed_ && exception_)
             future_->setError(exception_);
         else if (completed_)
@@ -117,8 +148,8 @@ void MpiWork::done(std::exception_ptr error) {
 }
 
 MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<int> ranks,
-                       std::chrono::milliseconds timeout)
-    : Backend(rank, size), name_(name), ranks_(std::move(ranks)), timeout_(timeout) {
+                       c10::intrusive_ptr<GroupOptions> options)
+    : Backend(rank, size), name_(name), ranks_(std::move(ranks)), options_(std::move(options)) {
     int running = 0, finalized = 0, level = 0, world_rank = 0, world_size = 0;
     MPI_Initialized(&running);
     if (!running) refuse("the backend 'fived' needs MPI; import mpi4py.MPI first, under mpirun");
@@ -134,18 +165,13 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<
         refuse("rank " + std::to_string(rank) + " of " + std::to_string(size) + " of group '" + name +
                "' is not rank " + std::to_string(world_rank) + " of " + std::to_string(world_size) +
                " of MPI; start all ranks with one mpirun");
+    options_->global_ranks_in_group.assign(ranks_.begin(), ranks_.end());
+    options_->group_name = name_;
     comm_.emplace(members(name_, ranks_));
-    MPI_Comm host = MPI_COMM_NULL;
-    int local = 0;
-    comm_->check(MPI_Comm_split_type(comm_->handle(), MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host),
-                 "MPI_Comm_split_type");
-    MPI_Comm_size(host, &local);
-    MPI_Comm_free(&host);
-    if (!comm_->all_reduce(int(local == size), MPI_MIN))
-        refuse("the ranks of group '" + name +
-               "' are on several hosts; the backend 'fived' talks inside one: use gloo");
-    memory_ = std::make_unique<HostMemory>(*comm_);
-    Engine::get().expect_ranks(size);
+    const int per_host = options_->ranks_per_host;
+    hosts_ =
+        std::make_unique<Hosts>(*comm_, per_host > 0 ? world_rank / per_host : -1, options_->largest_message);
+    Engine::get().expect_ranks(per_host > 0 ? size : hosts_->memory().size());
     Engine::get().add(this);
     end_with_mpi();
 }
@@ -157,10 +183,50 @@ MpiBackend::~MpiBackend() {
     for (Task& task : messages_) task.work->done(error);
 }
 
+c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() {
+    return c10::make_intrusive<GroupOptions>(*options_);
+}
+
+c10::intrusive_ptr<c10d::Backend> MpiBackend::split(const c10::intrusive_ptr<c10d::Store>&,
+                                                    const std::vector<int>& ranks,
+                                                    const c10::intrusive_ptr<c10d::Backend::Options>& given) {
+    const auto me = std::ranges::find(ranks, rank_);
+    if (me == ranks.end()) return nullptr;
+    auto options = c10::make_intrusive<GroupOptions>(*options_);
+    options->timeout = given->timeout;
+    std::vector<int> in_world;
+    for (const int r : ranks) in_world.push_back(ranks_.at(r));
+    return c10::make_intrusive<MpiBackend>(int(me - ranks.begin()), int(ranks.size()), given->group_name,
+                                           std::move(in_world), std::move(options));
+}
+
+c10::intrusive_ptr<c10d::Backend> MpiBackend::shrink(
+    const std::vector<std::int64_t>& excluded, int, const c10::intrusive_ptr<c10d::Backend::Options>& given) {
+    std::vector<int> left, gone(excluded.begin(), excluded.end());
+    for (int r = 0; r < size_; ++r)
+        if (std::ranges::find(gone, r) == gone.end()) left.push_back(r);
+    auto options = c10::make_intrusive<GroupOptions>(*options_);
+    if (given) options->timeout = given->timeout;
+    options->group_name = name_ + " without " + listed(gone);
+    auto part = split({}, left, options);
+    if (!part) refuse("shrink of group '" + name_ + "': rank " + std::to_string(rank_) + " is excluded");
+    return part;
+}
+
+void MpiBackend::abort() {
+    Engine::get().submit(
+        [&] {
+            ended_ = true;
+            broken_ = "group '" + name_ + "' was aborted";
+        },
+        false);
+}
+
 void MpiBackend::end() {
     ended_ = true;
     broken_ = "group '" + name_ + "': MPI has ended";
-    for (Task& task : messages_) task.request.reset();
+    for (Task& task : collectives_) task.stage.reset();
+    for (Task& task : messages_) task.stage.reset();
 }
 
 std::string MpiBackend::show(const Call& call) const {
@@ -174,51 +240,75 @@ std::string MpiBackend::show(const Call& call) const {
     return text + " (call " + std::to_string(call.number) + ")";
 }
 
-void MpiBackend::give_up(Task& task, const std::string& why) {
-    broken_ = std::string(name_of(task.work->retrieveOpType())) + " in group '" + name_ + "', rank " +
-              std::to_string(rank_) + " of " + std::to_string(size_) + ": " + why;
-    throw std::runtime_error(broken_);
+/// Whom a call waits for, as far as this rank can know: local ranks one by one, others by their hosts.
+std::string MpiBackend::missing(const Task& task) const {
+    if (!task.stage) return "the device of its tensors";
+    const Stage& stage = *task.stage;
+    std::vector<int> late;
+    if (stage.rounds)
+        for (int r = 0; r < hosts_->memory().size(); ++r)
+            if (!hosts_->memory().is_here(r)) late.push_back(hosts_->host_of(rank_)[r]);
+    std::string text = late.empty() ? "" : "rank(s) " + listed(late);
+    std::vector<int> named;
+    for (const Message& message : stage.messages) {
+        const std::vector<int>& host = hosts_->host_of(message.peer);
+        if (std::ranges::find(named, host[0]) != named.end()) continue;
+        named.push_back(host[0]);
+        text += (text.empty() ? "" : " and ") + std::string("the host of rank(s) ") + listed(host);
+    }
+    return text;
 }
 
-/// One step of the first task in line; true when it is done.
-bool MpiBackend::step(Task& task) {
-    if (ended_) throw std::runtime_error(broken_);
-    while (!task.messages.empty() || task.request) {
-        if (!task.request) {
-            task.request.emplace(task.messages.front()());
-            task.messages.pop_front();
+/// Goes on as far as the others allow; true when done.
+bool MpiBackend::go_on(Task& task) {
+    if (task.next == 0 && !task.buffers->ready()) return false;
+    while (task.stage || task.next < task.stages.size()) {
+        if (!task.stage) task.stage.emplace(task.stages[task.next++]());
+        Stage& stage = *task.stage;
+        if (stage.rounds) {
+            const auto mismatch = [&](int r, const Call& theirs) {
+                throw Differs(hosts_->host_of(rank_)[r], stage.rounds->call(), theirs);
+            };
+            if (hosts_->memory().advance(*stage.rounds, mismatch)) stage.rounds.reset();
         }
-        if (!task.request->test()) {
-            if ((++polls_ & 0xff) == 0 && Clock::now() > task.deadline)
-                throw std::runtime_error(task.what + " in group '" + name_ + "': no match within " +
-                                         std::to_string(timeout_.count() / 1000.0) + " s");
-            return false;
-        }
-        task.work->source_ = task.request->source();
-        task.request.reset();
-    }
-    while (!task.stages.empty() || task.rounds) {
-        if (!task.rounds) {
-            task.rounds.emplace(task.stages.front()());
-            task.stages.pop_front();
-        }
-        const auto mismatch = [&](int r, const Call& theirs) {
-            give_up(task, "this rank calls " + show(task.rounds->call()) + "; rank " + std::to_string(r) +
-                              " calls " + show(theirs));
-        };
-        if (!memory_->advance(*task.rounds, mismatch)) {
-            if ((++polls_ & 0xff) == 0 && Clock::now() > task.deadline) {
-                std::string late;
-                for (int r = 0; r < size_; ++r)
-                    if (!memory_->is_here(r)) late += (late.empty() ? "" : ", ") + std::to_string(r);
-                give_up(task, show(task.rounds->call()) + " timed out after " +
-                                  std::to_string(timeout_.count()) + " ms; it waits for rank(s) " + late);
-            }
-            return false;
-        }
-        task.rounds.reset();
+        std::erase_if(stage.messages, [&](Message& message) {
+            if (!message.request.test()) return false;
+            task.work->source_ = message.request.source();
+            return true;
+        });
+        if (stage.rounds || !stage.messages.empty()) return false;
+        task.stage.reset();
     }
     return true;
+}
+
+/// As go_on; throws what the user is to see.
+bool MpiBackend::step(Task& task) {
+    const bool is_message = !task.what.empty();
+    if (!broken_.empty() && (ended_ || !is_message)) throw std::runtime_error(broken_);
+    const auto fail = [&](const std::string& why) {
+        if (is_message) throw std::runtime_error(task.what + " in group '" + name_ + "': " + why);
+        // The ranks no longer agree on what comes next: all later collectives fail too.
+        broken_ = std::string(name_of(task.work->retrieveOpType())) + " in group '" + name_ + "', rank " +
+                  std::to_string(rank_) + " of " + std::to_string(size_) + ": " + why;
+        throw std::runtime_error(broken_);
+    };
+    std::string error;
+    try {
+        if (go_on(task)) return true;
+    } catch (const Differs& found) {
+        error = "this rank calls " + show(found.mine) + "; rank " + std::to_string(found.rank) + " calls " +
+                show(found.theirs);
+    } catch (const std::runtime_error& other) {
+        error = other.what();
+    }
+    if (!error.empty()) fail(error);
+    if ((++polls_ & 0xff) == 0 && Clock::now() > task.deadline) {
+        const std::string limit = std::to_string(task.limit.count()) + " ms";
+        fail(is_message ? "no match within " + limit
+                        : "timed out after " + limit + "; it waits for " + missing(task));
+    }
+    return false;
 }
 
 bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
@@ -229,24 +319,18 @@ bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
             if (!step(task)) return false;
         } catch (...) {
             error = std::current_exception();
+            if (task.stage && !task.stage->messages.empty())
+                keep_for_ever(std::move(task.stages), task.buffers);
         }
         // Holds the tensors until the lock is free: letting go of the last one may wait for Python's lock.
         afterwards.push_back([work = task.work, buffers = task.buffers, error] {
+            const auto guard = buffers->here();
             if (!error) buffers->finish();
             work->done(error);
         });
         return moved = true;
     };
-    while (!collectives_.empty()) {
-        if (!broken_.empty()) {
-            const auto error = std::make_exception_ptr(std::runtime_error(broken_));
-            Task& task = collectives_.front();
-            afterwards.push_back([work = task.work, buffers = task.buffers, error] { work->done(error); });
-        } else if (!try_step(collectives_.front())) {
-            break;
-        }
-        collectives_.pop_front();
-    }
+    while (!collectives_.empty() && try_step(collectives_.front())) collectives_.pop_front();
     std::erase_if(messages_, try_step);
     return moved;
 }
@@ -254,8 +338,9 @@ bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
 WorkPtr MpiBackend::collective(OpType op, const char* title, std::shared_ptr<Buffers> buffers, Stages stages,
                                Tensors outputs, std::chrono::milliseconds timeout, bool async) {
     auto work = c10::make_intrusive<MpiWork>(rank_, op, title, outputs, outputs);
-    const auto limit = timeout == c10d::kUnsetTimeout ? timeout_ : timeout;
-    Task task{work, std::move(buffers), Clock::now() + limit, "", std::move(stages), {}, {}, {}};
+    work->order_ = buffers->order();
+    const auto limit = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+    Task task{work, std::move(buffers), limit, "", std::move(stages)};
     Engine::get().submit(
         [&] {
             ++number_;
@@ -267,34 +352,31 @@ WorkPtr MpiBackend::collective(OpType op, const char* title, std::shared_ptr<Buf
 
 WorkPtr MpiBackend::message(OpType op, const char* title, Tensors& tensors, int peer, int tag) {
     check(tensors, 1, title);
-    auto buffers = std::make_shared<Buffers>();
     const bool sends = op == OpType::SEND;
+    const bool straight = mpi_reads_devices() && !options_->staged;
+    auto buffers = straight ? std::make_shared<Buffers>(Buffers::Via::nothing) : buffer();
     const at::Tensor x = sends ? buffers->read(tensors[0]) : buffers->write(tensors[0], false);
     auto work = c10::make_intrusive<MpiWork>(rank_, op, title, tensors, tensors);
-    Task task{work,
-              buffers,
-              Clock::now() + timeout_,
-              std::string(title) + " of " + std::to_string(x.nbytes()) + " bytes, peer " +
-                  (peer == MPI_ANY_SOURCE ? "any" : std::to_string(peer)) + ", tag " + std::to_string(tag),
-              {},
-              {},
-              {},
-              {}};
-    const std::size_t bytes = x.nbytes();
-    for (std::size_t i = 0; i == 0 || i < bytes; i += max_message) {
-        const std::size_t n = std::min(max_message, bytes - i);
-        Byte* const start = bytes_of(x) + i;
+    work->order_ = buffers->order();
+    const std::string what = std::string(title) + " of " + std::to_string(x.nbytes()) + " bytes, peer " +
+                             (peer == MPI_ANY_SOURCE ? "any" : std::to_string(peer)) + ", tag " +
+                             std::to_string(tag);
+    Stages stages;
+    const std::size_t bytes = x.nbytes(), largest = std::min(options_->largest_message, max_message);
+    for (std::size_t i = 0; i == 0 || i < bytes; i += largest) {
+        const std::span<Byte> part(bytes_of(x) + i, std::min(largest, bytes - i));
         MpiWork* const mine = work.get();
-        if (sends) {
-            task.messages.push_back(
-                [=, this] { return comm_->start_send(std::span<const Byte>(start, n), peer, tag); });
-        } else {
-            task.messages.push_back([=, this] {
-                // pieces after the first come from where the first came from
-                return comm_->start_receive(std::span<Byte>(start, n), i ? mine->source_ : peer, tag);
-            });
-        }
+        stages.push_back([=, this] {
+            // pieces after the first come from where the first came from
+            const int other = i ? mine->source_ : peer;
+            Stage stage;
+            stage.messages.push_back({sends ? comm_->start_send(std::span<const Byte>(part), peer, tag)
+                                            : comm_->start_receive(part, other, tag),
+                                      peer});
+            return stage;
+        });
     }
+    Task task{work, buffers, options_->timeout, what, std::move(stages)};
     Engine::get().submit([&] { messages_.push_back(std::move(task)); }, true);
     return work;
 }

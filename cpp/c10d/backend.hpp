@@ -1,11 +1,12 @@
 // torch.distributed on MPI: a process group whose ranks were started by mpirun.
 //
-//     collectives       HostMemory (fived/shared_memory.hpp): all ranks of a group are on one host
+//     collectives       fived/hosts.hpp: shared memory inside a host, messages between hosts
 //     send, recv        MPI_Isend, MPI_Irecv
+//     GPU tensors       by way of pinned host memory (buffers.hpp); send, recv straight where MPI can
 //     who is there      MPI_Comm_create_group: any subset of the world, made by its members alone
 //
-// Every rank says in the first round of a collective what it takes part in. So a call that does not match those of
-// the others is an error on every rank, in which each is named, and not a hang or a wrong sum.
+// Every rank says first what it takes part in. So a call that does not match those of the others is an error on every
+// rank, in which each is named, and not a hang or a wrong sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +21,8 @@
 #include <vector>
 
 #include "buffers.hpp"
+#include "fived/hosts.hpp"
 #include "fived/mpi.hpp"
-#include "fived/shared_memory.hpp"
 #include "progress.hpp"
 
 namespace fived {
@@ -47,22 +48,45 @@ class MpiWork final : public Work {
 
     Tensors outputs_;
     int source_ = -1;
+    std::shared_ptr<Order> order_;
     std::atomic<bool> done_ = false;
     c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+/// How a group works. The defaults are what a user wants; tests want the rest.
+struct GroupOptions final : c10d::Backend::Options {
+    explicit GroupOptions(std::chrono::milliseconds timeout) : c10d::Backend::Options("fived", timeout) {}
+    int ranks_per_host = 0;                     // take so many ranks of the world for a host; 0: ask MPI
+    std::size_t largest_message = max_message;  // bytes; longer ones travel in pieces
+    bool staged = false;                        // CPU tensors too by way of other memory
 };
 
 class MpiBackend final : public c10d::Backend, private Party {
   public:
     /// Collective over the members. `ranks` are the members' ranks in MPI_COMM_WORLD, in order; empty: all.
-    /// Throws std::invalid_argument when MPI is not running or the members are not on one host.
+    /// Throws std::invalid_argument when MPI is not running.
     MpiBackend(int rank, int size, const std::string& name, std::vector<int> ranks,
-               std::chrono::milliseconds timeout);
+               c10::intrusive_ptr<GroupOptions> options);
+    MpiBackend(int rank, int size, const std::string& name, std::vector<int> ranks,
+               std::chrono::milliseconds timeout)
+        : MpiBackend(rank, size, name, std::move(ranks), c10::make_intrusive<GroupOptions>(timeout)) {}
     ~MpiBackend() override;
 
     const std::string getBackendName() const override { return "fived"; }
-    void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+    void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
     void setSequenceNumberForGroup() override {}
     std::uint64_t getSequenceNumberForGroup() override { return number_; }
+    c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+    bool supportsSplitting() const override { return true; }
+    bool supportsShrinking() const override { return true; }
+    /// Collective over `ranks` of this group; the others get nothing and need not call.
+    c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                                      const c10::intrusive_ptr<c10d::Backend::Options>&) override;
+    /// Collective over all but `excluded`.
+    c10::intrusive_ptr<Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
+                                       const c10::intrusive_ptr<c10d::Backend::Options>&) override;
+    /// Whatever is under way or called later fails.
+    void abort() override;
 
     WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
     WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
@@ -88,24 +112,24 @@ class MpiBackend final : public c10d::Backend, private Party {
 
   private:
     using Clock = std::chrono::steady_clock;
-    /// A call under way. A collective runs its stages one after the other; a message is MPI's.
+    /// A call under way.
     struct Task {
         c10::intrusive_ptr<MpiWork> work;
         std::shared_ptr<Buffers> buffers;
-        Clock::time_point deadline;
-        std::string what;  // of a message: "send of 4 bytes to rank 1"
-        std::deque<std::function<Rounds()>> stages;
-        std::optional<Rounds> rounds;
-        std::deque<std::function<Request()>> messages;
-        std::optional<Request> request;
+        std::chrono::milliseconds limit;
+        std::string what;  // of a message: "send of 4 bytes, peer 1"; nothing of a collective
+        Stages stages;
+        std::size_t next = 0;
+        std::optional<Stage> stage = {};
+        Clock::time_point deadline = Clock::now() + limit;
     };
-    using Stages = std::deque<std::function<Rounds()>>;
 
     bool advance(std::vector<std::function<void()>>& afterwards) override;
     bool busy() const override { return !collectives_.empty() || !messages_.empty(); }
     void end() override;
     bool step(Task& task);
-    void give_up(Task& task, const std::string& why);
+    bool go_on(Task& task);
+    std::string missing(const Task& task) const;
     std::string show(const Call& call) const;
     Call call(c10d::OpType op, const at::Tensor& tensor, std::int64_t elements, int root = 0,
               c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM);
@@ -113,18 +137,22 @@ class MpiBackend final : public c10d::Backend, private Party {
                        Tensors outputs, std::chrono::milliseconds timeout, bool async);
     WorkPtr message(c10d::OpType op, const char* title, Tensors& tensors, int peer, int tag);
     void check(const Tensors& tensors, std::size_t count, const char* call) const;
+    std::shared_ptr<Buffers> buffer() const;
+    Reduce kernel(const at::Tensor& x, c10d::ReduceOp::RedOpType op) const;
+    void append(Stages& stages, Stages more, const at::Tensor& result = {},
+                c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const;
 
     std::string name_;
     std::vector<int> ranks_;
-    std::chrono::milliseconds timeout_;
+    c10::intrusive_ptr<GroupOptions> options_;
     std::optional<Communicator> comm_;
-    std::unique_ptr<HostMemory> memory_;
+    std::unique_ptr<Hosts> hosts_;
     std::deque<Task> collectives_;
     std::list<Task> messages_;
     std::uint64_t number_ = 0;
     std::uint64_t polls_ = 0;
-    std::string broken_;
-    bool ended_ = false;
+    std::string broken_;  // why no collective can work any more
+    bool ended_ = false;  // and no message
 };
 
 }  // namespace fived

@@ -1,7 +1,8 @@
-// The calls of torch.distributed, each as stages of rounds in the host's memory.
+// The calls of torch.distributed, each as the stages that Hosts makes of it.
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <algorithm>
+#include <iterator>
 
 #include "backend.hpp"
 #include "reduce.hpp"
@@ -46,24 +47,48 @@ void MpiBackend::check(const Tensors& tensors, std::size_t count, const char* ca
         refuse(start() + std::to_string(tensors.size()) + " tensors where " + std::to_string(count) +
                " are needed");
     for (const at::Tensor& t : tensors) {
-        if (!t.device().is_cpu())
+        if (!t.is_cpu() && !t.is_cuda())
             refuse(start() + "a tensor on " + t.device().str() +
-                   "; the backend 'fived' moves tensors of the CPU");
+                   "; the backend 'fived' moves tensors of CPUs and of CUDA or ROCm devices");
+        if (t.device() != tensors[0].device())
+            refuse(start() + "tensors on two devices, " + tensors[0].device().str() + " and " +
+                   t.device().str());
         if (t.layout() != at::kStrided) refuse(start() + "a tensor that is not dense");
         if (t.scalar_type() != tensors[0].scalar_type())
             refuse(start() + "tensors of two types, " + size_of(tensors[0]) + " and " + size_of(t));
     }
 }
 
+std::shared_ptr<Buffers> MpiBackend::buffer() const {
+    return std::make_shared<Buffers>(options_->staged ? Buffers::Via::host : Buffers::Via::automatic);
+}
+
+/// The kernel of a sum that may go through several hosts: averages are divided at the end, when all terms are there.
+Reduce MpiBackend::kernel(const at::Tensor& x, c10d::ReduceOp::RedOpType op) const {
+    const Reduce whole = reduction(x.scalar_type(), op);
+    const bool later = op == c10d::ReduceOp::AVG && hosts_->count() > 1;
+    return later ? reduction(x.scalar_type(), c10d::ReduceOp::SUM) : whole;
+}
+
+void MpiBackend::append(Stages& stages, Stages more, const at::Tensor& result,
+                        c10d::ReduceOp::RedOpType op) const {
+    std::ranges::move(more, std::back_inserter(stages));
+    if (op == c10d::ReduceOp::AVG && hosts_->count() > 1)
+        stages.push_back([=, n = size_] {
+            const at::NoGradGuard no_grad;
+            if (result.defined()) at::Tensor(result).div_(n);
+            return Stage{};
+        });
+}
+
 WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
     check(tensors, 1, "broadcast");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     const at::Tensor x = buffers->write(tensors[0], true);
     const int root = int(o.rootRank);
     const Call what = call(OpType::BROADCAST, x, x.numel(), root + 1);
     return collective(OpType::BROADCAST, "fived:broadcast", buffers,
-                      {[=, this] { return fived::broadcast(*memory_, what, bytes_of(x), x.nbytes(), root); }},
-                      tensors, o.timeout, o.asyncOp);
+                      hosts_->broadcast(what, bytes_of(x), x.nbytes(), root), tensors, o.timeout, o.asyncOp);
 }
 
 WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
@@ -75,15 +100,14 @@ WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o)
 
 WorkPtr MpiBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
     check(tensors, tensors.size(), "all_reduce");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     Stages stages;
     for (const at::Tensor& t : tensors) {
         const at::Tensor x = buffers->write(t, true);
-        const Reduce kernel = reduction(x.scalar_type(), o.reduceOp);
         const Call what = call(OpType::ALLREDUCE, x, x.numel(), 0, o.reduceOp);
-        stages.push_back([=, this] {
-            return all_reduce(*memory_, what, bytes_of(x), x.nbytes(), x.element_size(), kernel);
-        });
+        append(stages,
+               hosts_->all_reduce(what, bytes_of(x), x.nbytes(), x.element_size(), kernel(x, o.reduceOp)), x,
+               o.reduceOp);
     }
     return collective(OpType::ALLREDUCE, "fived:all_reduce", buffers, std::move(stages), tensors, o.timeout,
                       o.asyncOp);
@@ -91,16 +115,16 @@ WorkPtr MpiBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceC
 
 WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
     check(tensors, 1, "reduce");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     const at::Tensor x = buffers->write(tensors[0], true);
     const int root = int(o.rootRank);
-    const Reduce kernel = reduction(x.scalar_type(), o.reduceOp);
     const Call what = call(OpType::REDUCE, x, x.numel(), root + 1, o.reduceOp);
-    return collective(OpType::REDUCE, "fived:reduce", buffers, {[=, this] {
-                          return all_reduce(*memory_, what, bytes_of(x), x.nbytes(), x.element_size(), kernel,
-                                            root);
-                      }},
-                      tensors, o.timeout, o.asyncOp);
+    Stages stages;
+    append(stages,
+           hosts_->all_reduce(what, bytes_of(x), x.nbytes(), x.element_size(), kernel(x, o.reduceOp), root),
+           rank_ == root ? x : at::Tensor(), o.reduceOp);
+    return collective(OpType::REDUCE, "fived:reduce", buffers, std::move(stages), tensors, o.timeout,
+                      o.asyncOp);
 }
 
 WorkPtr MpiBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -113,7 +137,7 @@ WorkPtr MpiBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
 WorkPtr MpiBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                         const c10d::AllgatherOptions& o) {
     check(inputs, inputs.size(), "all_gather");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     Stages stages;
     Tensors results;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -126,7 +150,7 @@ WorkPtr MpiBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& 
             results.push_back(t);
         }
         const Call what = call(OpType::ALLGATHER, x, x.numel());
-        stages.push_back([=, this] { return all_gather(*memory_, what, bytes_of(x), places, x.nbytes()); });
+        append(stages, hosts_->all_gather(what, bytes_of(x), places, x.nbytes()));
     }
     return collective(OpType::ALLGATHER, "fived:all_gather", buffers, std::move(stages), results, o.timeout,
                       o.asyncOp);
@@ -150,7 +174,7 @@ WorkPtr MpiBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& i
 
 WorkPtr MpiBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
     check(inputs, 1, "gather");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     const at::Tensor x = buffers->read(inputs[0]);
     const int root = int(o.rootRank);
     std::vector<Byte*> places(size_);
@@ -165,20 +189,17 @@ WorkPtr MpiBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
         results = outputs[0];
     }
     const Call what = call(OpType::GATHER, x, x.numel(), root + 1);
-    return collective(OpType::GATHER, "fived:gather", buffers, {[=, this] {
-                          return all_gather(*memory_, what, bytes_of(x), places, x.nbytes(), root);
-                      }},
-                      results, o.timeout, o.asyncOp);
+    return collective(OpType::GATHER, "fived:gather", buffers,
+                      hosts_->gather(what, bytes_of(x), places, x.nbytes(), root), results, o.timeout,
+                      o.asyncOp);
 }
 
 WorkPtr MpiBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& o) {
     check(outputs, 1, "scatter");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     const at::Tensor y = buffers->write(outputs[0], false);
     const int root = int(o.rootRank);
-    std::vector<std::span<const Byte>> in(size_);
-    std::vector<std::span<Byte>> out(size_);
-    out[root] = {bytes_of(y), y.nbytes()};
+    Inputs in(size_);
     if (rank_ == root) {
         if (inputs.size() != 1) refuse("scatter takes one list on the root");
         check(inputs[0], size_, "scatter");
@@ -190,14 +211,14 @@ WorkPtr MpiBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
     }
     const Call what = call(OpType::SCATTER, y, y.numel(), root + 1);
     return collective(OpType::SCATTER, "fived:scatter", buffers,
-                      {[=, this] { return all_to_all(*memory_, what, in, out, y.nbytes()); }}, outputs,
-                      o.timeout, o.asyncOp);
+                      hosts_->scatter(what, in, {bytes_of(y), y.nbytes()}, root), outputs, o.timeout,
+                      o.asyncOp);
 }
 
 WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                    const c10d::ReduceScatterOptions& o) {
     check(outputs, inputs.size(), "reduce_scatter");
-    auto buffers = std::make_shared<Buffers>();
+    auto buffers = buffer();
     Stages stages;
     for (std::size_t i = 0; i < inputs.size(); ++i) {
         check(inputs[i], size_, "reduce_scatter");
@@ -207,12 +228,11 @@ WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& input
             fits("reduce_scatter", t, 1, y);
             in.push_back(bytes_of(buffers->read(t)));
         }
-        const Reduce kernel = reduction(y.scalar_type(), o.reduceOp);
         const Call what = call(OpType::REDUCE_SCATTER, y, y.numel(), 0, o.reduceOp);
-        stages.push_back([=, this] {
-            return fived::reduce_scatter(*memory_, what, in, bytes_of(y), y.nbytes(), y.element_size(),
-                                         kernel);
-        });
+        append(stages,
+               hosts_->reduce_scatter(what, in, bytes_of(y), y.nbytes(), y.element_size(),
+                                      kernel(y, o.reduceOp)),
+               y, o.reduceOp);
     }
     return collective(OpType::REDUCE_SCATTER, "fived:reduce_scatter", buffers, std::move(stages), outputs,
                       o.timeout, o.asyncOp);
@@ -251,47 +271,22 @@ WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
 WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
     check(outputs, size_, "all_to_all");
     check(inputs, size_, "all_to_all");
-    auto buffers = std::make_shared<Buffers>();
-    std::vector<std::span<const Byte>> in;
-    std::vector<std::span<Byte>> out;
+    auto buffers = buffer();
+    Inputs in;
+    Outputs out;
     for (int r = 0; r < size_; ++r) {
         const at::Tensor x = buffers->read(inputs[r]), y = buffers->write(outputs[r], false);
         in.emplace_back(bytes_of(x), x.nbytes());
         out.emplace_back(bytes_of(y), y.nbytes());
     }
-    // First all tell all how long their pieces are: every rank must know the longest of all.
-    struct Lengths {
-        std::vector<std::uint64_t> mine, all;
-    };
-    auto lengths = std::make_shared<Lengths>();
-    for (const auto& piece : in) lengths->mine.push_back(piece.size());
-    lengths->all.resize(std::size_t(size_) * size_);
-    const Call what = call(OpType::ALLTOALL, inputs[0], -1);
-    Stages stages;
-    stages.push_back([=, this] {
-        std::vector<Byte*> rows;
-        const std::size_t bytes = size_ * sizeof(std::uint64_t);
-        for (int r = 0; r < size_; ++r) rows.push_back(reinterpret_cast<Byte*>(&lengths->all[r * size_]));
-        return all_gather(*memory_, what, reinterpret_cast<const Byte*>(lengths->mine.data()), rows, bytes);
-    });
-    stages.push_back([=, this] {
-        for (int r = 0; r < size_; ++r)
-            if (const std::size_t given = lengths->all[r * size_ + rank_]; given != out[r].size())
-                throw std::runtime_error("all_to_all in group '" + name_ + "': rank " + std::to_string(r) +
-                                         " sends " + std::to_string(given) + " bytes to rank " +
-                                         std::to_string(rank_) + ", which expects " +
-                                         std::to_string(out[r].size()));
-        const std::size_t longest = *std::max_element(lengths->all.begin(), lengths->all.end());
-        return all_to_all(*memory_, what, in, out, longest);
-    });
-    return collective(OpType::ALLTOALL, "fived:all_to_all", buffers, std::move(stages), outputs, o.timeout,
+    return collective(OpType::ALLTOALL, "fived:all_to_all", buffers,
+                      hosts_->all_to_all(call(OpType::ALLTOALL, inputs[0], -1), in, out), outputs, o.timeout,
                       o.asyncOp);
 }
 
 WorkPtr MpiBackend::barrier(const c10d::BarrierOptions& o) {
-    const Call what = call(OpType::BARRIER, {}, 0);
-    return collective(OpType::BARRIER, "fived:barrier", std::make_shared<Buffers>(),
-                      {[=] { return fived::barrier(what); }}, {}, o.timeout, o.asyncOp);
+    return collective(OpType::BARRIER, "fived:barrier", buffer(),
+                      hosts_->barrier(call(OpType::BARRIER, {}, 0)), {}, o.timeout, o.asyncOp);
 }
 
 /// Every barrier names the ranks that did not come.

@@ -319,15 +319,17 @@ inline bool Request::test() {
 }
 
 inline void Request::finish(int code, const MPI_Status& status) {
-    owner_->check(code, call_);
+    int kind = MPI_SUCCESS;
+    if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
+    if (kind != MPI_ERR_TRUNCATE) owner_->check(code, call_);
     if (expected_ < 0) return;
     source_ = status.MPI_SOURCE;
     int arrived = 0;
     MPI_Get_count(&status, type_, &arrived);
-    if (arrived != expected_)
-        owner_->fail(call_, std::to_string(arrived) + " elements arrived from rank " +
-                                std::to_string(status.MPI_SOURCE) + ", " + std::to_string(expected_) +
-                                " expected");
+    if (kind == MPI_ERR_TRUNCATE || arrived != expected_)
+        owner_->fail(call_, (arrived == expected_ ? "more than " : "") + std::to_string(arrived) +
+                                " elements arrived from rank " + std::to_string(status.MPI_SOURCE) + ", " +
+                                std::to_string(expected_) + " expected");
 }
 
 }  // namespace fived
