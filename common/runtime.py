@@ -50,7 +50,7 @@ class Runtime:
 
 
 def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, str]:
-    """Device and backend: NCCL where each local rank has its own GPU; MPI under mpirun on one host; else gloo."""
+    """Device and backend: NCCL where each local rank has its own GPU; MPI under mpirun on CPUs; else gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in ("auto", *BACKENDS):
         raise UsageError(f"backend {backend!r} is unknown; choose one of auto, {', '.join(BACKENDS)}")
@@ -69,12 +69,11 @@ def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, st
     if device == "cpu" and backend == "nccl":
         raise UsageError("backend nccl moves GPU tensors only; use --device cuda, or --backend gloo")
     use_gpu = device == "cuda" or (device == "auto" and gpus > 0)
-    by_mpi = launch.launcher in MPI_LAUNCHERS and launch.local_world_size == launch.world_size
-    if backend == "mpi" and (use_gpu or not by_mpi):
+    by_mpi = launch.launcher in MPI_LAUNCHERS
+    if backend == "mpi" and not by_mpi:
         raise UsageError(
-            f"backend mpi moves CPU tensors between ranks that mpirun started on one host; "
-            f"here are {launch.world_size} ranks by {launch.launcher} on {'GPUs' if use_gpu else 'the CPU'}: "
-            f"use --backend {'nccl' if use_gpu else 'gloo'}"
+            f"backend mpi moves tensors between ranks that mpirun started; here are {launch.world_size} ranks by "
+            f"{launch.launcher}: use --backend {'nccl' if use_gpu else 'gloo'}"
         )
     if backend == "auto":
         backend = "nccl" if use_gpu and launch.local_world_size <= gpus else "gloo"
@@ -202,7 +201,7 @@ def session(
 def runtime(device: str = "auto", backend: str = "auto", timeout: float = 60.0) -> Iterator[Runtime]:
     """Join the world that the launcher started; leave it with the process group destroyed.
 
-    device: auto, cpu, cuda. backend: auto, gloo, nccl. timeout: seconds, the longest any wait may last.
+    device: auto, cpu, cuda. backend: auto, gloo, nccl, mpi. timeout: seconds, the longest any wait may last.
     With several ranks a failure ends the process here, after the first failing rank has shown why: a rank
     that lingers would hold up the others. Exit code 2 for bad input, 1 for anything else.
     """

@@ -110,7 +110,7 @@ def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     empty.touch()
     for arguments, says in (
         (["--backend", "mpich"], "backend 'mpich' is unknown; choose one of auto, gloo, nccl, mpi"),
-        (["--backend", "mpi"], "backend mpi moves CPU tensors between ranks that mpirun started on one host"),
+        (["--backend", "mpi"], "backend mpi moves tensors between ranks that mpirun started"),
         (["--device", "tpu"], "device 'tpu' is unknown; choose one of auto, cpu, cuda"),
         (["--nproc", "0"], "at least 1 rank is needed"),
         (["--data", str(tmp_path / "none")], "no such file or folder"),
