@@ -21,34 +21,46 @@ def test_random_calls_give_what_gloo_gives(results):
 
 
 def test_what_gloo_lacks(results):
-    assert all(results[1]["beyond"].values()), results[1]["beyond"]
+    for setting, found in results[1]["beyond"].items():
+        assert all(found.values()), (setting, found)
 
 
 def test_calls_that_do_not_match_name_who_gave_what(results):
     ranks, found = results
-    for rank, errors in enumerate(found["errors"]):
-        other = 0 if rank else 1
-        assert re.search(
-            rf"all_reduce in group '.+', rank {rank} of {ranks}: this rank calls all_reduce of {4 + rank} Float .+; "
-            rf"rank {other} calls all_reduce of {4 + other} Float",
-            errors["sizes"],
-        ), errors["sizes"]
-        assert errors["after"] == errors["sizes"]  # the group stays broken, and says why
-        assert "calls barrier" in errors["calls"]
-        assert "calls all_reduce of 4 Float" in errors["calls"]
-        assert "MAX on complex tensors" in errors["type"]
+    for setting in found["errors"]:
+        for rank, errors in enumerate(found["errors"][setting]):
+            other = 0 if rank else 1
+            assert re.search(
+                rf"all_reduce in group '.+', rank {rank} of {ranks}: this rank "
+                rf"calls all_reduce of {4 + rank} Float .+; "
+                rf"rank {other} calls all_reduce of {4 + other} Float",
+                errors["sizes"],
+            ), (setting, errors["sizes"])
+            assert errors["after"] == errors["sizes"]  # the group stays broken, and says why
+            assert "calls barrier" in errors["calls"]
+            assert "calls all_reduce of 4 Float" in errors["calls"]
+            assert "MAX on complex tensors" in errors["type"]
 
 
 def test_ranks_that_do_not_come_are_named(results):
+    """Ranks of the same host by themselves; of others, what can be known: the host."""
     ranks, found = results
-    for errors in found["errors"][:-1]:
-        assert f"timed out after 2000 ms; it waits for rank(s) {ranks - 1}" in errors["late"]
-    assert "recv of 4 bytes, peer 1, tag 0" in found["errors"][0]["recv"]
-    assert "no match within 2" in found["errors"][0]["recv"]
+    for setting, of_rank in found["errors"].items():
+        per_host = ranks if setting == "one host" else int(setting[0])
+        last_host = [r for r in range(ranks) if r // per_host == (ranks - 1) // per_host]
+        for rank, errors in enumerate(of_rank[:-1]):
+            late = f"rank(s) {ranks - 1}"
+            if rank not in last_host:
+                late = "the host of rank(s) " + ", ".join(map(str, last_host))
+            assert errors["late"].endswith(f"timed out after 2000 ms; it waits for {late}"), (setting, errors)
+        assert "recv of 4 bytes, peer 1, tag 0" in of_rank[0]["recv"]
+        assert "no match within 2000 ms" in of_rank[0]["recv"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_torch_builds_on_it_equals_one_device(ranks, tmp_path):
+@pytest.mark.parametrize("hosts", ["2", "2 + 2", "3 + 1"])
+def test_what_torch_builds_on_it_equals_one_device(hosts, tmp_path):
     need_module("fived_c10d")
-    for name, difference in run_worker(ranks, "peers_worker.py", tmp_path).items():
+    sizes = [int(n) for n in hosts.split(" + ")]
+    per_host = {"FIVED_RANKS_PER_HOST": str(sizes[0])}
+    for name, difference in run_worker(sum(sizes), "peers_worker.py", tmp_path, environment=per_host).items():
         assert difference <= 1e-12, (name, difference)

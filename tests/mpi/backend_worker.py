@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 from datetime import timedelta
@@ -27,6 +28,16 @@ N = WORLD.size
 SUBSETS = [s for size in range(1, N + 1) for s in itertools.combinations(range(N), size)]
 TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
 OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
+# Each group is made once for each setting: on one host; on several, of which the key says how many ranks each has.
+SETTINGS = {"one host": {}} | {
+    2: {
+        "1 + 1, in pieces, staged": {
+            "FIVED_RANKS_PER_HOST": "1", "FIVED_LARGEST_MESSAGE": "1000", "FIVED_STAGED": "1"
+        }
+    },
+    3: {"2 + 1": {"FIVED_RANKS_PER_HOST": "2"}},
+    4: {"2 + 2": {"FIVED_RANKS_PER_HOST": "2"}, "3 + 1": {"FIVED_RANKS_PER_HOST": "3"}},
+}[N]  # fmt: skip
 
 calls = st.fixed_dictionaries(
     {
@@ -49,12 +60,21 @@ calls = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+def make(setting: str, ranks: list[int] | None = None, seconds: float = 60) -> Any:
+    os.environ.update(SETTINGS[setting])
+    group = dist.new_group(ranks, backend="fived", timeout=timedelta(seconds=seconds))
+    for name in SETTINGS[setting]:
+        del os.environ[name]
+    return group
+
+
 def numbers(c: dict[str, Any], rank: int, piece: int = 0, elements: int | None = None) -> Tensor:
     """Small whole numbers, which every type adds and multiplies exactly in any order."""
     generator = torch.Generator().manual_seed(1000 * c["seed"] + 10 * rank + piece)
     n = c["elements"] if elements is None else elements
     x = torch.randint(0, 3, (2 * n,), generator=generator).to(getattr(torch, c["dtype"]))
-    return x[::2] if c["strided"] else x[:n]
+    x = x[::2] if c["strided"] else x[:n]
+    return x.contiguous() if "dense" in c else x
 
 
 def run(c: dict[str, Any], group: dist.ProcessGroup, me: int, members: tuple[int, ...]) -> list[Tensor]:
@@ -130,11 +150,15 @@ def same(c: dict[str, Any], groups: dict[str, list[Any]]) -> str:
     if WORLD.rank not in members:
         return ""
     me = members.index(WORLD.rank)
-    ours, theirs = (run(c, groups[name][c["group"]], me, members) for name in ("fived", "gloo"))
-    for a, b in zip(ours, theirs, strict=True):
-        if not torch.equal(a, b):
-            return f"rank {WORLD.rank}: {c} gives {a[:8].tolist()}, gloo {b[:8].tolist()}"
-    return ""
+    # gloo reduces what lies between the elements of a tensor with gaps: it gets one without
+    theirs = run(c | {"dense": True}, groups["gloo"][c["group"]], me, members)
+    ours = {setting: run(c, groups[setting][c["group"]], me, members) for setting in SETTINGS}
+    return "; ".join(
+        f"rank {WORLD.rank}, {setting}: {c} gives {a[:8].tolist()}, gloo {b[:8].tolist()}"
+        for setting, mine in ours.items()
+        for a, b in zip(mine, theirs, strict=True)
+        if not torch.equal(a, b)
+    )
 
 
 def agree(example: list[dict[str, Any]], groups: dict[str, list[Any]]) -> list[str]:
@@ -174,55 +198,61 @@ def raised(call: Any) -> str:
     return ""
 
 
-def what_gloo_lacks() -> dict[str, Any]:
+def what_gloo_lacks(setting: str) -> dict[str, Any]:
     """Averages, bool, complex, bfloat16 summed in float32: against the formula."""
     rank, total = WORLD.rank, N * (N + 1) / 2
+    group = make(setting)
     results: dict[str, Any] = {}
     x = torch.full((5,), float(rank + 1))
-    dist.all_reduce(x, dist.ReduceOp.AVG)
-    results["avg"] = x.tolist() == [total / N] * 5
+    y = torch.empty(1)
+    dist.reduce_scatter_single(y, x[:N].contiguous(), dist.ReduceOp.AVG, group)
+    dist.all_reduce(x, dist.ReduceOp.AVG, group)
+    results["avg"] = x.tolist() == [total / N] * 5 and y.tolist() == [total / N]
+    x = torch.full((5,), float(rank + 1))
+    dist.reduce(x, N - 1, dist.ReduceOp.AVG, group)
+    results["avg on one"] = x.tolist() == [total / N if rank == N - 1 else rank + 1] * 5
     y = torch.tensor([rank == 0, False, True])
-    dist.all_reduce(y)
+    dist.all_reduce(y, group=group)
     results["bool"] = y.tolist() == [True, False, True]
     z = torch.full((3,), complex(1, rank), dtype=torch.complex128)
-    dist.all_reduce(z)
+    dist.all_reduce(z, group=group)
     results["complex"] = z.tolist() == [complex(N, total - N)] * 3
-    # 1 + 2^-8 is no bfloat16: summed in bfloat16, each small term is lost; in float32, two make one step
+    # 1 + 2^-8 is no bfloat16: summed in bfloat16, each small term is lost; in float32, two make one step. A host's sum
+    # is rounded before it leaves.
     terms = [1.0, 2.0**-8, 2.0**-8] + [0.0] * N
     b = torch.full((4,), terms[rank], dtype=torch.bfloat16)
-    dist.all_reduce(b)
-    results["bfloat16"] = b.tolist() == [float(torch.tensor(sum(terms[:N])).bfloat16())] * 4
+    dist.all_reduce(b, group=group)
+    per_host = int(SETTINGS[setting].get("FIVED_RANKS_PER_HOST", N))
+    hosts = [torch.tensor(sum(terms[i : min(i + per_host, N)])).bfloat16() for i in range(0, N, per_host)]
+    results["bfloat16"] = b.tolist() == [float(sum(h.float() for h in hosts).bfloat16())] * 4
     big = torch.ones(3 * 2**20 + 1)
-    works = [dist.all_reduce(big[i::3].contiguous(), async_op=True) for i in range(3)]
+    works = [dist.all_reduce(big[i::3].contiguous(), group=group, async_op=True) for i in range(3)]
     results["futures"] = [bool(w.get_future().wait() is not None) for w in works] == [True] * 3
     # several under way at once, waited for in the wrong order
     many = [torch.full((50_000,), float(i)) for i in range(8)]
-    under_way = [dist.all_reduce(t, async_op=True) for t in many]
+    under_way = [dist.all_reduce(t, group=group, async_op=True) for t in many]
     for w in reversed(under_way):
         w.wait()
     results["many"] = all(t.eq(i * N).all().item() for i, t in enumerate(many))
     return results
 
 
-def errors() -> dict[str, str]:
+def errors(setting: str) -> dict[str, str]:
     """Calls that do not match; each breaks its own group."""
     rank = WORLD.rank
-
-    def group() -> Any:
-        return dist.new_group(timeout=timedelta(seconds=2))
-
     results = {}
-    g = group()
+    g = make(setting, seconds=2)
     results["sizes"] = raised(lambda: dist.all_reduce(torch.ones(4 + rank), group=g))
     results["after"] = raised(lambda: dist.all_reduce(torch.ones(4), group=g))
-    g = group()
+    g = make(setting, seconds=2)
     mine = (lambda: dist.all_reduce(torch.ones(4), group=g)) if rank else lambda: dist.barrier(g)
     results["calls"] = raised(mine)
-    g = group()
+    g = make(setting, seconds=2)
+    # at the same time: the first rank hears nothing from the second, and the last does not come
+    recv = dist.irecv(torch.ones(1), 1, group=g) if rank == 0 else None
     results["late"] = raised(lambda: dist.barrier(g)) if rank != N - 1 else ""
+    results["recv"] = raised(recv.wait) if recv else ""
     WORLD.Barrier()
-    g = group()
-    results["recv"] = raised(lambda: dist.recv(torch.ones(1), 1, group=g)) if rank == 0 else ""
     results["type"] = raised(lambda: dist.all_reduce(torch.ones(1, dtype=torch.complex64), dist.ReduceOp.MAX))
     return results
 
@@ -235,11 +265,12 @@ def main(result: str, examples: str) -> None:
         "fived", store=store, rank=WORLD.rank, world_size=N, timeout=timedelta(seconds=60)
     )
     torch.set_num_threads(1)
-    groups = {name: [dist.new_group(list(s), backend=name) for s in SUBSETS] for name in ("fived", "gloo")}
+    groups = {setting: [make(setting, list(s)) for s in SUBSETS] for setting in SETTINGS}
+    groups["gloo"] = [dist.new_group(list(s), backend="gloo") for s in SUBSETS]
     found = {
         "property": property_test(groups, int(examples)),
-        "beyond": what_gloo_lacks(),
-        "errors": WORLD.allgather(errors()),
+        "beyond": {setting: what_gloo_lacks(setting) for setting in SETTINGS},
+        "errors": {setting: WORLD.allgather(errors(setting)) for setting in SETTINGS},
     }
     dist.destroy_process_group()
     if WORLD.rank == 0:

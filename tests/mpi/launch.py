@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ def need_binary(name: str) -> Path:
     return BINARIES / name
 
 
-def run(command: list[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], timeout: float = 120, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Exit code, stdout and stderr; on a timeout the whole process group is killed and the test fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
     process = subprocess.Popen(
-        command, stdout=-1, stderr=-1, text=True, start_new_session=True, env=environment
+        command, stdout=-1, stderr=-1, text=True, start_new_session=True, env=variables
     )
     with contextlib.suppress(subprocess.TimeoutExpired):
         out, err = process.communicate(timeout=timeout)
@@ -49,22 +52,26 @@ def run(command: list[str], timeout: float = 60) -> subprocess.CompletedProcess[
     pytest.fail(f"no end within {timeout} s: {' '.join(command)[:200]}", pytrace=False)
 
 
-def mpirun(ranks: int, *command: str | Path) -> subprocess.CompletedProcess[str]:
+def mpirun(
+    ranks: int, *command: str | Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The mpirun of this Python's environment, else the one on the PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         pytest.fail("there is no mpirun: run make setup", pytrace=False)
-    return run([launcher, "-np", str(ranks), *map(str, command)])
+    return run([launcher, "-np", str(ranks), *map(str, command)], environment=environment)
 
 
-def run_worker(ranks: int, worker: str, folder: Path, *arguments: str) -> Any:
+def run_worker(
+    ranks: int, worker: str, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Any:
     """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument.
 
     `-m mpi4py` ends all ranks when one raises.
     """
     result = folder / "result.json"
     script = ROOT / "tests" / "mpi" / worker
-    done = mpirun(ranks, sys.executable, "-m", "mpi4py", script, result, *arguments)
+    done = mpirun(ranks, sys.executable, "-m", "mpi4py", script, result, *arguments, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(result.read_text())
