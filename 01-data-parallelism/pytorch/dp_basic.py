@@ -23,11 +23,12 @@ buckets but the last.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from typing import Protocol
 
 import torch
 from dp_training import (
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
-from common.comm import Group, Pending
+from common.comm import Group
 from common.lesson import run
 from common.runtime import Runtime
 
@@ -72,6 +73,13 @@ def all_reduce_gradients(model: nn.Module, group: Group) -> None:
             comm.all_reduce(p.grad, group)
 
 
+class Arriving(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Block until the sum over the ranks has arrived."""
+
+
 @dataclass
 class Bucket:
     """A flat piece of memory that holds the gradients of some parameters and travels as one message."""
@@ -79,7 +87,10 @@ class Bucket:
     flat: Tensor
     views: dict[int, Tensor]  # index of the parameter: its place in `flat`
     missing: set[int] = field(default_factory=set)
-    pending: Pending | None = None
+    pending: Arriving | None = None
+
+
+Exchange = Callable[[Bucket], Arriving]
 
 
 class DataParallel:
@@ -98,12 +109,18 @@ class DataParallel:
     again. p.grad lies in a bucket; clone it to keep it. Layers that mix samples (BatchNorm) see their rank's
     part alone. One DataParallel at a time for a model; it ends when it is deleted.
 
+    exchange: what a bucket does when it leaves, in place of the all-reduce of `flat`. All ranks call it for the
+    same buckets in the same order, and wait in that order once all have left; then `flat` must hold the sum.
+
     Raises RuntimeError when a second backward runs before finish(), since its gradients would join buckets
     that have left, and when parameters were unfrozen or replaced; ValueError when none requires a gradient.
     """
 
-    def __init__(self, model: nn.Module, group: Group, bucket_mb: float = 8.0) -> None:
+    def __init__(
+        self, model: nn.Module, group: Group, bucket_mb: float = 8.0, exchange: Exchange | None = None
+    ) -> None:
         broadcast_model(model, group)
+        self.exchange = exchange or (lambda bucket: comm.all_reduce(bucket.flat, group, async_op=True))
         self.model, self.group, self.bucket_bytes = model, group, bucket_mb * 2**20
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
@@ -194,7 +211,7 @@ class DataParallel:
 
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
-        bucket.pending = comm.all_reduce(bucket.flat, self.group, async_op=True)
+        bucket.pending = self.exchange(bucket)
         self.launched += 1
 
     def finish(self) -> None:

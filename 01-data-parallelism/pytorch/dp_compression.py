@@ -1,0 +1,302 @@
+"""Send less: each rank sends a rough gradient, and adds what it left out to its next one.
+
+    x = g + e        message = compress(x)        e = x - decompress(message)        for the optimizer: sum over ranks
+
+    rank 0    gradient + memory ─ compress ─┐                  ┌─ gradient of the step, the same on all ranks
+                         └ left out: memory │    all-gather    │
+                                            ├───────or─────────┤
+    rank 1    gradient + memory ─ compress ─┘    all-reduce    └─ so the weights stay the same on all ranks
+                         └ left out: memory
+
+Without the memory e ("error feedback") what is small is never sent; with it, it is sent later. Memory: one more
+gradient a rank. Bytes a rank sends in a step, of N numbers of b bytes that lie in P parameters, on n ranks:
+
+    all-reduce   2(n-1)/n b N                 what dp_basic.py sends
+    top-k        (n-1) k (b + 4)              k numbers and their places: all-gathers, which grow with n
+    powersgd     2(n-1)/n b (r (A+B) + V)     factors A×r, B×r of each A×B matrix; V numbers outside of matrices
+    sign         (n-1) (N/8 + b P)            a bit a number, packed, and one scale a parameter: all-gathers
+
+    python dp_compression.py --nproc 4    torchrun --nproc_per_node=4 dp_compression.py
+    mpirun -np 4 python dp_compression.py            with --plot curves.png: the loss of each, with and without memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import torch
+from dp_basic import DataParallel
+from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
+from dp_compressors import Compressor, PowerSGD, Sign, TopK, ddp_hook, joined, torch_hook
+from dp_training import (
+    Batches,
+    TrainingOptions,
+    Version,
+    benchmark,
+    bytes_of_run,
+    bytes_of_step,
+    check,
+    make_model,
+    report,
+    training_step,
+)
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import comm
+from common.comm import Group, share
+from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
+from common.ledger import Ledger, show_bytes
+from common.lesson import DTYPES, console, run
+from common.measure import BenchmarkRecord
+from common.mesh import Mesh
+from common.proof import Proof
+from common.runtime import Runtime, UsageError
+from common.utils.visualizer import figure, loss_curves
+
+COMPRESSORS = ("top-k", "powersgd", "sign")
+VERSIONS = ("bucketed", *COMPRESSORS, "ddp-top-k", "ddp-powersgd", "ddp-sign", "torch-powersgd")
+
+
+@dataclass
+class CompressionOptions(TrainingOptions):
+    """What is sent."""
+
+    k: float = 0.05
+    """Share of the numbers that top-k sends, above 0, at most 1."""
+    rank: int = 2
+    """Rank of PowerSGD's factors."""
+    curve_steps: int = 100
+    """With --plot: steps of the loss curves."""
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+
+
+def make_compressor(name: str, group: Group, o: CompressionOptions, feedback: bool = True) -> Compressor:
+    """One of COMPRESSORS."""
+    if name == "top-k":
+        return TopK(group, o.k, feedback)
+    return Sign(group, feedback) if name == "sign" else PowerSGD(group, o.rank, feedback)
+
+
+def make_version(
+    name: str, model: nn.Module, rt: Runtime, o: CompressionOptions, feedback: bool = True
+) -> Version:
+    """`model` under our DataParallel, or under DDP where the name says so."""
+    if not name.startswith(("ddp", "torch")):
+        exchange = None if name == "bucketed" else make_compressor(name, rt.world, o, feedback)
+        dp = DataParallel(model, rt.world, o.bucket_mb, exchange)
+        return Version(model, dp.no_sync, dp.finish)
+    parameters = list(model.parameters())
+    # torch's hook waits in callbacks of the process group: under gloo several buckets would wait for one another
+    cap = 1e6 if name.startswith("torch") else o.bucket_mb
+    ddp = DistributedDataParallel(model, process_group=rt.world.pg, bucket_cap_mb=cap)
+    if name.startswith("torch"):
+        ddp.register_comm_hook(None, torch_hook(rt.world, o.rank, parameters))
+        return Version(ddp, ddp.no_sync, averages=True)
+    ddp.register_comm_hook(
+        None, ddp_hook(make_compressor(name.removeprefix("ddp-"), rt.world, o), parameters)
+    )
+    return Version(ddp, ddp.no_sync)
+
+
+def bytes_of_gradients(
+    name: str, model: nn.Module, group: Group, o: CompressionOptions
+) -> tuple[Fraction, Fraction]:
+    """What the gradients of a step cost a rank: all-reduced, and as this version sends them."""
+    parameters = list(model.parameters())
+    plain = sum((share(p, 2, group) for p in parameters), Fraction(0))
+    plain_name = name.removeprefix("ddp-").removeprefix("torch-")
+    if plain_name == "bucketed":
+        return plain, plain
+    return plain, make_compressor(plain_name, group, o).bytes_of_step(parameters)
+
+
+def bytes_formula(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
+    """Bytes a rank sends in the whole run. Under DDP there are no flags, and its broadcast is not counted."""
+    ours = not name.startswith(("ddp", "torch"))
+    plain, sent = bytes_of_gradients(name, model, group, o)
+    started = sum((share(p, 1, group) for p in model.parameters()), Fraction(0))
+    run = bytes_of_run(model, group, o.steps, order=ours, flags=ours)
+    return run + o.steps * (sent - plain) - (0 if ours else started)
+
+
+def one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> Followed:
+    """The same steps on one device: the plain ones, or the simulated ones of a compressor."""
+    model, alone = make_model(o, rt.device), Group("one", 0, 1, (0,))
+    if name == "bucketed":
+        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+        return follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
+    made: dict[str, Callable[[], Compression]] = {
+        "top-k": partial(top_k, o.k),
+        "sign": signs,
+        "powersgd": partial(powersgd, o.rank),
+    }
+    simulation = Simulation(made[name]())
+    return follow(model, optimizer, o.steps, simulated_step(model, simulation, o, rt.world_size, rt.device))
+
+
+def on_ranks(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> tuple[Followed, Ledger]:
+    """The steps on all ranks, and what they sent."""
+    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+    batches = Batches(o, rt.world, rt.device)
+    with Ledger() as ledger:
+        version = make_version(name, model, rt, o)
+        step = training_step(version, batches, rt.world)
+    if name.startswith("torch"):
+        for t in range(2):  # DDP cuts its buckets anew, so the hook begins in the third backward pass
+            step(t)
+    with ledger:
+        return follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size)), ledger
+
+
+def same_on_all_ranks(followed: Followed, group: Group) -> bool:
+    """Every gradient of every step and the last weights are the same on all ranks, bit by bit."""
+    mine = joined(t for tensors in (*followed.gradients, followed.weights) for t in tensors.values())
+    low, high = mine.clone(), mine.clone()
+    comm.all_reduce(low, group, "min")
+    comm.all_reduce(high, group, "max")
+    return torch.equal(low, high)
+
+
+class Quarrel(nn.Module):
+    """Two weights. Samples quarrel loudly about the first, and agree in a low voice that the second should be 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, t: int) -> Tensor:
+        """Loss of step t; its gradient is (w₀ ± 10, w₁ - 1)."""
+        slope = torch.tensor([10.0 if t % 2 else -10.0, -1.0]).to(self.w)
+        return (slope * self.w + self.w**2 / 2).sum()
+
+
+def quarrel(rt: Runtime, exchange: Compressor | None) -> float:
+    """The second weight after 300 steps of SGD on all ranks."""
+    model = Quarrel().to(rt.device)
+    dp = DataParallel(model, rt.world, exchange=exchange)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for t in range(300):
+        optimizer.zero_grad()
+        (model(t) / rt.world_size).backward()
+        dp.finish()
+        optimizer.step()
+    return model.w[1].item()
+
+
+def stalls(rt: Runtime) -> tuple[bool, Table]:
+    """Top-1 of two numbers with and without memory: whether the second weight arrives, and the table."""
+    table = Table(title="two weights, 300 steps", title_justify="left")
+    for column in ("", "all-reduce", "top-1 with memory", "top-1 without"):
+        table.add_column(column, justify="right")
+    exact = quarrel(rt, None)
+    kept, dropped = (quarrel(rt, TopK(rt.world, 0.5, feedback)) for feedback in (True, False))
+    table.add_row("the second, should be 1", *(f"{w:.3f}" for w in (exact, kept, dropped)))
+    return abs(kept - 1) < 0.25 and dropped == 0, table
+
+
+def prove(rt: Runtime, o: CompressionOptions) -> bool:
+    """Every version against one device that does the same; show bytes, and what the memory is for."""
+    mesh, proof, same = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype]), True
+    whole = replace(o, k=1.0, rank=max(p.shape[0] for p in make_model(o, rt.device).parameters()))
+    cases = [(name, name, o) for name in o.versions]
+    cases += [(f"{name}, all", name, whole) for name in o.versions if name in ("top-k", "powersgd")]
+    for optimizer in OPTIMIZERS:
+        for label, name, given in cases:
+            plain = name.removeprefix("ddp-").removeprefix("torch-")
+            reference = one_device("bucketed" if given is whole else plain, optimizer, rt, given)
+            followed, ledger = on_ranks(name, optimizer, rt, given)
+            same = same and same_on_all_ranks(followed, rt.world)
+            counted = None if name.startswith("torch") else ledger.bytes()
+            formula = bytes_formula(name, make_model(o, rt.device), rt.world, given)
+            found = worst_of_world(compare(reference, followed), mesh)
+            proof.add(label, optimizer, found, counted, formula)
+    out = console(rt)
+    out.print(
+        proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
+    )
+    out.print(bytes_table(rt, o))
+    stall, table = stalls(rt)
+    out.print(table)
+    report(rt, replace(o, plot=None), timed(rt, replace(o, steps=5)))
+    if o.plot:
+        curves(rt, o)
+    out.print(proof.sentence())
+    out.print("every gradient and weight is the same on all ranks, bit by bit" if same else "ranks DIFFER")
+    return proof.holds and same and stall
+
+
+def bytes_table(rt: Runtime, o: CompressionOptions) -> Table:
+    """Bytes of the gradients of a step, and how many times less than an all-reduce."""
+    table = Table(title="gradients of a step, bytes a rank", title_justify="left")
+    for column in ("compressor", "bytes", "times less"):
+        table.add_column(column, justify="left" if column == "compressor" else "right")
+    for name in ("bucketed", *COMPRESSORS):
+        plain, sent = bytes_of_gradients(name, make_model(o, rt.device), rt.world, o)
+        table.add_row(name, show_bytes(sent), f"{float(plain / sent) if sent else 1:.1f}")
+    return table
+
+
+def timed(rt: Runtime, o: CompressionOptions) -> list[BenchmarkRecord]:
+    """Whole steps of every version in turn."""
+    model = make_model(o, rt.device)
+    records = []
+    for r in benchmark(rt, o, make_version):
+        plain, sent = bytes_of_gradients(r.implementation, model, rt.world, o)
+        flags = not r.implementation.startswith(("ddp", "torch"))
+        formula = float(bytes_of_step(model, rt.world, flags) - plain + sent)
+        if r.implementation.startswith("torch"):  # its messages pass the ledger by
+            r = replace(r, bytes_counted=None, communication_seconds=None)
+        records.append(replace(r, bytes_formula=formula))
+    return records
+
+
+def curves(rt: Runtime, o: CompressionOptions) -> None:
+    """Train with each compressor, with and without memory; the picture, and the mean loss of the last ten steps."""
+    batches, losses = Batches(o, rt.world, rt.device), dict[str, list[float]]()
+    table = Table(title=f"loss, mean of the last 10 of {o.curve_steps} steps, SGD", title_justify="left")
+    for column in ("compressor", "with memory", "without"):
+        table.add_column(column, justify="left" if column == "compressor" else "right")
+    for name in ("bucketed", *COMPRESSORS):
+        row = []
+        for feedback in (True, False)[: 1 if name == "bucketed" else 2]:
+            model = make_model(o, rt.device)
+            version = make_version(name, model, rt, o, feedback)
+            step = training_step(version, batches, rt.world)
+            label = name if feedback else f"{name}, no memory"
+            losses[label] = follow(model, "sgd", o.curve_steps, step).losses
+            row.append(f"{sum(losses[label][-10:]) / 10:.3f}")
+        table.add_row(name, *row)
+    console(rt).print(table)
+    if rt.rank == 0 and o.plot:
+        with figure(o.plot, width=7.5, height=4.2) as (axes,):
+            loss_curves(axes, losses, title=f"{o.model}, {rt.world_size} ranks, SGD")
+
+
+def main(rt: Runtime, o: CompressionOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    check(rt, VERSIONS, o)
+    if not 0 < o.k <= 1:
+        raise UsageError(
+            f"--k {o.k:g}: give the share of the numbers to send, above 0, at most 1, such as 0.05"
+        )
+    if o.rank < 1:
+        raise UsageError(f"--rank {o.rank}: PowerSGD's factors need a rank of at least 1, such as 2")
+    if o.curve_steps < 10:
+        raise UsageError(f"--curve-steps {o.curve_steps}: at least 10 are needed")
+    if rt.world_size == 1:  # DDP needs a process group
+        kept = tuple(name for name in o.versions if not name.startswith(("ddp", "torch")))
+        o = replace(o, versions=kept or ("bucketed",))
+    if not o.benchmark:
+        return prove(rt, o)
+    report(rt, o, timed(rt, o))
+    return True
+
+
+if __name__ == "__main__":
+    run(main, CompressionOptions)
