@@ -78,11 +78,14 @@ def simulated_step(
     model: nn.Module, simulation: Simulation, o: TrainingOptions, parts: int, device: torch.device
 ) -> Callable[[int], Tensor]:
     """dp_training.training_step for `parts` parts on one device: leaves gradients, returns the global loss."""
-    batches = [Batches(o, Group("part", r, parts, tuple(range(parts))), device) for r in range(parts)]
+    groups = [Group("part", r, parts, tuple(range(parts))) for r in range(parts)]
+    batches = Batches(o, groups[0], device)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step(t: int) -> Tensor:
-        micro_batches = [b.parts(t) for b in batches]
+        micro_batches = []
+        for batches.group in groups:  # the text is read once
+            micro_batches.append(batches.parts(t))
         targets = sum(int(y.ne(-100).sum()) for part in micro_batches for _, y in part)
         loss, gradients = torch.zeros((), dtype=parameters[0].dtype, device=device), []
         for part in micro_batches:

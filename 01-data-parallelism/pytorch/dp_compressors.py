@@ -91,11 +91,10 @@ def joined(pieces: Iterable[Tensor]) -> Tensor:
 
 
 def largest(x_N: Tensor, k: int) -> Tensor:
-    """The places of the k largest |x|; of equal ones the first, and NaN is the largest: it must be seen."""
-    size_N = x_N.abs()
+    """The places of the k largest |x|; of equal ones the first. NaN is the largest: it must be seen."""
+    size_N = x_N.abs().nan_to_num(math.inf, math.inf)
     least = size_N.topk(k).values[-1]
-    above = ~(size_N <= least)
-    return torch.cat([above.nonzero(), (size_N == least).nonzero()]).flatten()[:k]
+    return torch.cat([(size_N > least).nonzero(), (size_N == least).nonzero()]).flatten()[:k]
 
 
 class TopK(Compressor):

@@ -1,0 +1,233 @@
+"""Compressed gradients: nothing lost when everything is sent, else equal to one device that compresses alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dp_basic import DataParallel
+from dp_compression import (
+    COMPRESSORS,
+    CompressionOptions,
+    bytes_formula,
+    main,
+    make_compressor,
+    on_ranks,
+    one_device,
+    same_on_all_ranks,
+    stalls,
+)
+from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
+from dp_compressors import Compressor, PowerSGD, largest, pack, unpack
+from dp_training import make_model
+from small_models import Branches
+from torch import Tensor, nn
+
+from common.comm import Group
+from common.equality import KINDS, OPTIMIZERS, compare, follow
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+# 7 samples do not divide by 2, 3 or 4; the buckets are cut anew after the first of three steps
+OPTIONS = CompressionOptions(batch=7, sequence=12, micro_batches=2, bucket_mb=0.02, k=0.03, rank=3)
+ALL = replace(OPTIONS, k=1.0, rank=256)
+
+
+def check(rt: Runtime, name: str, o: CompressionOptions, reference: str) -> None:
+    """Every gradient, the norm, the loss and the weights, under both optimizers; bytes; and ranks bit by bit."""
+    for optimizer in OPTIMIZERS:
+        followed, ledger = on_ranks(name, optimizer, rt, o)
+        if rt.rank == 0:  # the others have the same, bit by bit
+            found = compare(one_device(reference, optimizer, rt, o), followed)
+            for kind in KINDS:
+                assert found[kind].value <= 1e-12, (name, optimizer, o, kind, found[kind])
+        assert same_on_all_ranks(followed, rt.world), (name, optimizer, o)
+        if not name.startswith("torch"):
+            assert ledger.bytes() == bytes_formula(name, make_model(o, rt.device), rt.world, o)
+
+
+def ours(rt: Runtime) -> None:
+    """Our DataParallel at this world size."""
+    o, everything = (replace(given, batch=max(7, rt.world_size + 1)) for given in (OPTIONS, ALL))
+    for name in COMPRESSORS:
+        check(rt, name, o, name)
+    for name in ("top-k", "powersgd"):
+        check(rt, name, everything, "bucketed")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_ranks_equal_one_device(world: int) -> None:
+    spawn(ours, world)
+
+
+def cut_otherwise(rt: Runtime) -> None:
+    """One bucket for each parameter, so that some hold vectors alone; one bucket for all."""
+    for bucket_mb in (1e-6, 1000):
+        for name in COMPRESSORS:
+            check(rt, name, replace(OPTIONS, bucket_mb=bucket_mb, model="llama-tiny"), name)
+
+
+def test_buckets_do_not_matter() -> None:
+    spawn(cut_otherwise, 2)
+
+
+def under_ddp(rt: Runtime) -> None:
+    """torch's DDP with our hooks and with its own."""
+    for name in COMPRESSORS:
+        check(rt, f"ddp-{name}", OPTIONS, name)
+    check(rt, "torch-powersgd", OPTIONS, "powersgd")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_as_a_hook_of_ddp_and_beside_torchs_own(world: int) -> None:
+    spawn(under_ddp, world)
+
+
+def one_memory(rt: Runtime) -> None:
+    """PowerSGD sees only sums: one device with the whole batch and one memory gives the same steps."""
+    followed, _ = on_ranks("powersgd", "sgd", rt, OPTIONS)
+    model = make_model(OPTIONS, rt.device)
+    whole = replace(OPTIONS, micro_batches=1)
+    step = simulated_step(model, Simulation(powersgd(OPTIONS.rank)), whole, 1, rt.device)
+    found = compare(follow(model, "sgd", OPTIONS.steps, step), followed)
+    assert max(d.value for d in found.values()) <= 1e-12, found
+
+
+def test_powersgd_is_linear() -> None:
+    spawn(one_memory, 3)
+
+
+# per step and rank: inputs of Branches; in the second no rank uses `rarely`, in the third rank 0 has nothing
+STEPS = [[[1.0, -2.0], [3.0]], [[0.5], [1.5, 2.5]], [[], [-1.0, 0.7]], [[-0.3], [2.0]]]
+
+
+def simulation(name: str) -> Simulation:
+    made: dict[str, Compression] = {"top-k": top_k(0.4), "powersgd": powersgd(1), "sign": signs()}
+    return Simulation(made[name])
+
+
+def sum_of(model: nn.Module, samples: list[float]) -> None:
+    for s in samples:
+        model(torch.full((1, 3), s, dtype=torch.float64)).backward()
+
+
+def branches(rt: Runtime, name: str) -> list[dict[str, Tensor | None]]:
+    model = Branches()
+    dp = DataParallel(
+        model, rt.world, 2e-5, make_compressor(name, rt.world, CompressionOptions(k=0.4, rank=1))
+    )
+    gradients = []
+    for samples in STEPS:
+        model.zero_grad()
+        mine = samples[rt.rank]
+        with dp.no_sync():
+            sum_of(model, mine[:-1])
+        sum_of(model, mine[-1:])
+        dp.finish()
+        gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+    return gradients
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_what_nobody_used_keeps_its_memory(name: str) -> None:
+    model, simulated, expected = Branches(), simulation(name), []
+    parameters = list(model.parameters())
+    for samples in STEPS:
+        parts = []
+        for part in samples:
+            model.zero_grad()
+            sum_of(model, part)
+            parts.append([p.grad for p in parameters])
+        simulated.exchange(parts, parameters)
+        expected.append({n: p.grad for n, p in model.named_parameters()})
+    assert expected[0]["rarely.weight"] is not None
+    assert expected[1]["rarely.weight"] is None
+    for found in spawn(branches, 2, name):
+        for t, gradients in enumerate(expected):
+            for n, gradient in gradients.items():
+                if gradient is None:
+                    assert found[t][n] is None, (t, n)
+                else:
+                    torch.testing.assert_close(found[t][n], gradient, rtol=1e-13, atol=1e-15, msg=f"{n}, {t}")
+
+
+def test_bits_are_packed_eight_to_a_byte() -> None:
+    for n in (1, 7, 8, 9, 1000):
+        bits = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
+        packed = pack(bits)
+        assert packed.dtype == torch.uint8
+        assert len(packed) == -(-n // 8)
+        assert torch.equal(unpack(packed, n), bits)
+    assert pack(torch.tensor([True] + 8 * [False] + [True])).tolist() == [1, 2]
+
+
+def test_of_equal_numbers_the_first_are_taken() -> None:
+    nan = float("nan")
+    for numbers, k, places in [
+        ([1.0, -3.0, 2.0, 3.0], 2, {1, 3}),
+        ([1.0, -2.0, 2.0, 3.0], 2, {3, 1}),
+        ([0.0, 0.0, 0.0], 2, {0, 1}),
+        ([1.0, nan, 2.0, 3.0], 2, {1, 3}),
+        ([1.0, 2.0, nan, nan], 2, {2, 3}),
+    ]:
+        found = largest(torch.tensor(numbers), k).tolist()
+        assert len(found) == k
+        assert set(found) == places
+
+
+def test_bytes_by_hand() -> None:
+    group, parameters = Group("dp", 0, 4, (0, 1, 2, 3)), [torch.zeros(10, 20), torch.zeros(11)]
+    o = CompressionOptions(k=0.1, rank=3)
+    sent = {name: make_compressor(name, group, o).bytes_of_step(parameters) for name in COMPRESSORS}
+    assert sent["top-k"] == 3 * (20 + 2) * (4 + 4)
+    assert sent["powersgd"] == 2 * 3 / 4 * 4 * (3 * (10 + 20) + 11)
+    assert sent["sign"] == 3 * (25 + 2 + 2 * 4)
+
+
+def test_a_rank_above_the_matrix_is_the_matrix() -> None:
+    compressor: Compressor = PowerSGD(Group("dp", 0, 1, (0,)), 99)
+    x = {
+        0: torch.randn(5, 2, 2, generator=torch.Generator().manual_seed(0)).double(),
+        1: torch.ones(3).double(),
+    }
+    mine, total = compressor.send(x)()
+    torch.testing.assert_close(total[0], x[0], rtol=1e-13, atol=1e-14)
+    assert torch.equal(total[1], x[1])
+    zeros = {0: torch.zeros(5, 4).double()}
+    assert torch.equal(compressor.send(zeros)()[1][0], zeros[0])  # a Q of zeros is filled up again
+    mine, total = compressor.send({0: x[0].flatten(1)})()
+    torch.testing.assert_close(total[0], x[0].flatten(1), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(mine[0], total[0])
+
+
+def stalled(rt: Runtime) -> tuple[bool, list[Any]]:
+    holds, table = stalls(rt)
+    return holds, [next(iter(column.cells)) for column in table.columns]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_without_memory_the_quiet_weight_never_moves(world: int) -> None:
+    for holds, (_, exact, kept, dropped) in spawn(stalled, world):
+        assert holds
+        assert abs(float(exact) - 1) < 0.01
+        assert abs(float(kept) - 1) < 0.25
+        assert float(dropped) == 0
+
+
+@pytest.mark.parametrize(
+    ("o", "message"),
+    [
+        (CompressionOptions(k=0.0), "--k 0: give the share"),
+        (CompressionOptions(k=1.5), "--k 1.5: give the share"),
+        (CompressionOptions(k=float("nan")), "--k nan: give the share"),
+        (CompressionOptions(rank=0), "--rank 0: "),
+        (CompressionOptions(curve_steps=1), "--curve-steps 1: "),
+        (CompressionOptions(versions=("middle-k",)), "'middle-k' is unknown"),
+    ],
+)
+def test_bad_input_is_one_line(o: CompressionOptions, message: str) -> None:
+    with pytest.raises(RankError, match=message) as error:
+        spawn(main, 2, o)
+    assert error.value.code == 2
