@@ -179,11 +179,11 @@ class Quarrel(nn.Module):
 
 
 def quarrel(rt: Runtime, exchange: Compressor | None) -> float:
-    """The second weight after 300 steps of SGD on all ranks."""
+    """The second weight after 150 steps of SGD on all ranks."""
     model = Quarrel().to(rt.device)
     dp = DataParallel(model, rt.world, exchange=exchange)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for t in range(300):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for t in range(150):
         optimizer.zero_grad()
         (model(t) / rt.world_size).backward()
         dp.finish()
@@ -193,7 +193,7 @@ def quarrel(rt: Runtime, exchange: Compressor | None) -> float:
 
 def stalls(rt: Runtime) -> tuple[bool, Table]:
     """Top-1 of two numbers with and without memory: whether the second weight arrives, and the table."""
-    table = Table(title="two weights, 300 steps", title_justify="left")
+    table = Table(title="two weights, 150 steps", title_justify="left")
     for column in ("", "all-reduce", "top-1 with memory", "top-1 without"):
         table.add_column(column, justify="right")
     exact = quarrel(rt, None)
