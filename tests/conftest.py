@@ -9,3 +9,4 @@ from common import spawn
 spawn.PRELOAD += ["pytest", "common.collectives", "common.placement", "dp_basic", "small_models"]
 spawn.PRELOAD += ["dp_matrix_multiply", "dp_data_parallel"]
 spawn.PRELOAD += ["torch.fx.experimental.symbolic_shapes"]  # backward(dy) imports it: 2 s a rank
+spawn.PRELOAD += ["dp_compression", "dp_local_sgd"]

@@ -1,0 +1,207 @@
+"""Replicas that train by themselves and meet every H steps: on ranks, with torch's averager, and all on one device.
+
+H steps of an inner optimizer on each rank, then Δ = sum over ranks of T_r/T (w - w_r), and an outer step with Δ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from dp_basic import broadcast_model
+from dp_training import Batches, TrainingOptions, make_model
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+from common import comm
+from common.comm import Group
+from common.equality import OPTIMIZERS, Followed
+from common.ledger import Ledger
+from common.listen import Listener
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.runtime import Runtime
+
+VERSIONS = ("local-sgd", "diloco", "torch")
+Parts = list[tuple[Tensor, Tensor]]
+
+
+class LocalSGD:
+    """The meetings of replicas that train by themselves.
+
+        local = LocalSGD(model, group, every=500, rate=0.7, momentum=0.9)      # DiLoCo's outer step
+        loss(...).backward()                # the mean over this rank's own targets
+        optimizer.step()
+        local.step(targets)                 # how many those were
+
+    Between meetings the ranks' weights differ: meet() before they are saved or judged. Ranks may see unequal parts,
+    but each makes every step. Parameters that a rank did not use take part with what they are.
+    Raises ValueError for `every` below 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: Group, every: int, rate: float = 1.0, momentum: float = 0.0
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every {every} steps: ranks meet after 1 step or more")
+        broadcast_model(model, group)
+        self.parameters, self.group, self.every = list(model.parameters()), group, every
+        self.rate, self.momentum = rate, momentum
+        self.w = joined(self.parameters)
+        self.m = torch.zeros_like(self.w) if momentum else self.w.new_zeros(())
+        self.steps = self.targets = 0
+
+    def step(self, targets: int) -> None:
+        """Count a step; meet after every H of them."""
+        self.steps, self.targets = self.steps + 1, self.targets + targets
+        if self.steps % self.every == 0:
+            self.meet()
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Average where the ranks have gone, take the outer step, and go on from there together."""
+        moved = (self.w - joined(self.parameters)) * self.targets
+        moved = torch.cat([moved, moved.new_tensor([self.targets])])  # the sum of the weights rides along
+        comm.all_reduce(moved, self.group)
+        delta = moved[:-1] / moved[-1]
+        self.m = self.momentum * self.m + delta if self.momentum else self.m
+        self.w -= self.rate * (delta + self.momentum * self.m)
+        pieces = self.w.split([p.numel() for p in self.parameters])
+        for p, piece in zip(self.parameters, pieces, strict=True):
+            p.copy_(piece.view_as(p))
+        self.targets = 0
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of all numbers, one after the other."""
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def local_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Parts, seen: Followed | None = None
+) -> int:
+    """One step on this replica's own part of the batch, noted in `seen`; returns the number of its targets."""
+    targets, loss = sum(int(y.ne(-100).sum()) for _, y in parts), 0.0
+    optimizer.zero_grad()
+    for tokens_BS, targets_BS in parts:
+        total, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+        (total / targets).backward()
+        loss += total.item() / targets
+    if seen:
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        seen.losses.append(loss)
+        seen.gradients.append(gradients)
+        seen.norms.append(joined(gradients.values()).double().norm().item())
+    optimizer.step()
+    return targets
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@dataclass
+class LocalOptions(TrainingOptions):
+    """How often the ranks meet."""
+
+    steps: int = 5
+    """Training steps; where H does not divide them, the replicas are compared between two meetings."""
+    every: int = 2
+    """H: steps between two meetings."""
+    rate: float = 0.7
+    """DiLoCo's outer learning rate η."""
+    momentum: float = 0.9
+    """DiLoCo's outer momentum μ."""
+    curve_steps: int = 192
+    """With --plot: steps of the loss curves."""
+    periods: tuple[int, ...] = (4, 16, 64)
+    """With --plot: values of H."""
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+
+
+def outer(name: str, o: LocalOptions) -> tuple[float, float]:
+    """η and μ of a version."""
+    return (o.rate, o.momentum) if name == "diloco" else (1.0, 0.0)
+
+
+def replica(
+    name: str, optimizer: str, rt: Runtime, o: LocalOptions, seen: Followed | None = None
+) -> tuple[Transformer, Callable[[int], int]]:
+    """This rank's model, and its step: on its own, and every H together. The step returns its targets."""
+    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+    batches, chosen = Batches(o, rt.world, rt.device), OPTIMIZERS[optimizer](list(model.parameters()))
+    if name == "torch":
+        broadcast_model(model, rt.world)
+        averager = PeriodicModelAverager(
+            o.every, o.every - 1, rt.world.pg
+        )  # first after H steps, not after 1
+        theirs = PostLocalSGDOptimizer(chosen, averager)
+        return model, lambda t: local_step(model, theirs, batches.parts(t), seen)
+    local = LocalSGD(model, rt.world, o.every, *outer(name, o))
+
+    def step(t: int) -> int:
+        targets = local_step(model, chosen, batches.parts(t), seen)
+        local.step(targets)
+        return targets
+
+    return model, step
+
+
+def on_ranks(
+    name: str, optimizer: str, rt: Runtime, o: LocalOptions
+) -> tuple[Followed, list[int], Transformer, Fraction]:
+    """This rank's replica as it went, its targets of each step, its model, and the bytes it sent."""
+    seen = Followed()
+    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls pass the ledger by
+        model, step = replica(name, optimizer, rt, o, seen)
+        targets = [step(t) for t in range(o.steps)]
+    seen.weights = weights(model)
+    return seen, targets, model, ledger.bytes()
+
+
+def simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions) -> Followed:
+    """One device that keeps n replicas and steps them in turn; what it saw of this rank's."""
+    n, (rate, momentum) = rt.world_size, outer(name, o)
+    models = [make_model(o, rt.device) for _ in range(n)]
+    chosen = [OPTIMIZERS[optimizer](list(model.parameters())) for model in models]
+    groups = [Group("replica", r, n, tuple(range(n))) for r in range(n)]
+    batches, seen = Batches(o, groups[0], rt.device), [Followed() for _ in range(n)]
+    w, m = weights(models[0]), {name: torch.zeros_like(p) for name, p in weights(models[0]).items()}
+    targets = [0] * n
+    for t in range(o.steps):
+        for r, batches.group in enumerate(groups):
+            targets[r] += local_step(models[r], chosen[r], batches.parts(t), seen[r])
+        if (t + 1) % o.every == 0:
+            there = [weights(model) for model in models]
+            for name in w:
+                average = sum((there[r][name] * targets[r] for r in range(n)), torch.zeros_like(w[name]))
+                delta = w[name] - average / sum(targets)
+                m[name] = momentum * m[name] + delta
+                w[name] = w[name] - rate * (delta + momentum * m[name])
+                for model in models:
+                    model.get_parameter(name).data.copy_(w[name])
+            targets = [0] * n
+    seen[rt.rank].weights = weights(models[rt.rank])
+    return seen[rt.rank]
+
+
+def mean_of_replicas(seen: Followed, targets: list[int], group: Group) -> Followed:
+    """What the ranks saw as if it were one: losses and gradients averaged by targets; the weights as they are."""
+    mean = Followed(weights=seen.weights)
+    for loss, gradients, count in zip(seen.losses, seen.gradients, targets, strict=True):
+        flat = joined(gradients.values())
+        flat = torch.cat([flat, flat.new_tensor([loss, 1.0])])
+        flat *= count
+        comm.all_reduce(flat, group)
+        flat /= flat[-1].clone()
+        pieces = flat[:-2].split([g.numel() for g in gradients.values()])
+        mean.losses.append(flat[-2].item())
+        mean.norms.append(flat[:-2].double().norm().item())
+        mean.gradients.append(
+            {name: piece.view_as(g) for (name, g), piece in zip(gradients.items(), pieces, strict=True)}
+        )
+    return mean

@@ -1,0 +1,160 @@
+"""Local SGD and DiLoCo: with H = 1 and SGD data parallelism itself, else equal to one device with n replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dp_local_sgd import bytes_formula, main
+from dp_replicas import (
+    LocalOptions,
+    LocalSGD,
+    joined,
+    local_step,
+    mean_of_replicas,
+    on_ranks,
+    simulated,
+)
+from dp_training import Batches, Version, make_model, training_step
+from torch import nn
+
+from common import comm
+from common.comm import Group
+from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
+from common.models.configs import CONFIGS, gpt2
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
+# 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
+OPTIONS = LocalOptions(model="gpt2-nano", batch=7, sequence=12, micro_batches=2, steps=5)
+ALONE = Group("one", 0, 1, (0,))
+
+
+def one_device(rt: Runtime, o: LocalOptions) -> Followed:
+    """Plain SGD on the whole batch."""
+    model, batches = make_model(o, rt.device), Batches(replace(o, micro_batches=1), ALONE, rt.device)
+    return follow(model, "sgd", o.steps, training_step(Version(model), batches, ALONE))
+
+
+CASES = [
+    (2, "diloco", "adamw"),
+    (1, "local-sgd", "sgd"),
+    (2, "local-sgd", "adamw"),
+    (3, "diloco", "sgd"),
+    (5, "local-sgd", "sgd"),
+]
+
+
+def world_of(rt: Runtime) -> None:
+    o = replace(OPTIONS, batch=max(7, rt.world_size + 1), steps=3 if rt.world_size > 4 else 5)
+    plain = replace(o, every=1)
+    seen, targets, *_ = on_ranks("local-sgd", "sgd", rt, plain)
+    mean = mean_of_replicas(seen, targets, rt.world)
+    if rt.rank == 0:
+        found = compare(one_device(rt, plain), mean)
+        assert max(found[kind].value for kind in KINDS) <= 1e-12, found
+    for every, name, optimizer in CASES[: 2 if rt.world_size > 4 else None]:
+        given = replace(o, every=every)
+        seen, _, model, sent = on_ranks(name, optimizer, rt, given)
+        found = compare(simulated(name, optimizer, rt, given), seen)
+        for kind in KINDS:
+            assert found[kind].value <= 1e-12, (every, optimizer, name, kind, found[kind])
+        assert sent == bytes_formula(make_model(o, rt.device), rt.world, given)
+        low, high = (
+            joined(model.parameters()),
+            joined(model.parameters()),
+        )  # the ranks have just met, or have parted since
+        comm.all_reduce(low, rt.world, "min")
+        comm.all_reduce(high, rt.world, "max")
+        assert torch.equal(low, high) == (o.steps % every == 0 or rt.world_size == 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equal_to_replicas_on_one_device(world: int) -> None:
+    spawn(world_of, world)
+
+
+def beside_torch(rt: Runtime) -> None:
+    """Equal parts, since torch's average does not weigh."""
+    for every in (2, 3):
+        o = replace(OPTIONS, batch=2 * rt.world_size, every=every)
+        for optimizer in OPTIMIZERS:
+            theirs, *_ = on_ranks("torch", optimizer, rt, o)
+            ours, *_ = on_ranks("local-sgd", optimizer, rt, o)
+            found = compare(ours, theirs)
+            assert max(found[kind].value for kind in KINDS) <= 1e-12, (every, optimizer, found)
+    theirs, *_ = on_ranks("torch", "sgd", rt, OPTIONS)  # 3 and 4 samples
+    ours, *_ = on_ranks("local-sgd", "sgd", rt, OPTIONS)
+    assert compare(ours, theirs)["weights"].value > 1e-4
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_beside_torchs_averager(world: int) -> None:
+    spawn(beside_torch, world)
+
+
+def unweighted(rt: Runtime) -> tuple[float, float]:
+    """SGD with H = 1, uneven parts: difference of the weights to one device, weighed and not."""
+    o = replace(OPTIONS, every=1)
+    found = []
+    for weigh in (True, False):
+        model, batches, seen = make_model(o, rt.device), Batches(o, rt.world, rt.device), Followed()
+        local = LocalSGD(model, rt.world, 1)
+        optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+        for t in range(o.steps):
+            targets = local_step(model, optimizer, batches.parts(t), seen)
+            local.step(targets if weigh else 1)
+        seen.weights = {name: p.detach() for name, p in model.named_parameters()}
+        found.append(compare(one_device(rt, o), seen)["weights"].value)
+    return found[0], found[1]
+
+
+def test_an_average_that_does_not_weigh_is_caught() -> None:
+    weighed, not_weighed = spawn(unweighted, 2)[0]
+    assert weighed <= 1e-12
+    assert not_weighed > 1e-3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    outer = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    theirs = torch.optim.SGD(outer, lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    local = LocalSGD(model, ALONE, every=2, rate=0.7, momentum=momentum)
+    for t in range(6):
+        for p in model.parameters():
+            p.data += torch.randn_like(p)
+        if t % 2:
+            for p, q in zip(outer, model.parameters(), strict=True):
+                p.grad = p.detach() - q.detach()
+            theirs.step()
+        local.step(5)
+        if t % 2:
+            for p, q in zip(outer, model.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
+
+
+def test_h_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="every 0 steps"):
+        LocalSGD(nn.Linear(2, 2), ALONE, every=0)
+
+
+@pytest.mark.parametrize(
+    ("o", "message"),
+    [
+        (LocalOptions(every=0), "--every 0: ranks meet"),
+        (LocalOptions(every=6, steps=5), "--every 6: the run ends after 5 steps"),
+        (LocalOptions(rate=0), "--rate 0 --momentum 0.9: "),
+        (LocalOptions(momentum=1.0), "--momentum 1: "),
+        (LocalOptions(plot=Path("x.png"), periods=(4, 0)), "--periods 0: "),
+        (LocalOptions(versions=("remote",)), "'remote' is unknown"),
+    ],
+)
+def test_bad_input_is_one_line(o: LocalOptions, message: str) -> None:
+    with pytest.raises(RankError, match=message) as error:
+        spawn(main, 2, o)
+    assert error.value.code == 2
