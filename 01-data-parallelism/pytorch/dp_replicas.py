@@ -14,7 +14,6 @@ from dp_basic import broadcast_model
 from dp_training import Batches, TrainingOptions, make_model
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 from common import comm
 from common.comm import Group
@@ -135,6 +134,8 @@ def replica(
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
     batches, chosen = Batches(o, rt.world, rt.device), OPTIMIZERS[optimizer](list(model.parameters()))
     if name == "torch":
+        from torch.distributed.optim import PostLocalSGDOptimizer  # compiles scripts: slow, and warns of it
+
         broadcast_model(model, rt.world)
         averager = PeriodicModelAverager(
             o.every, o.every - 1, rt.world.pg
