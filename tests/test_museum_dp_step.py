@@ -1,0 +1,242 @@
+"""Museum of silent bugs in a training step: each trains, none crashes, and all have been shipped.
+
+As tests/test_museum_dp.py: the broken version runs first and must be caught, then the right one must pass.
+`pytest -s tests/test_museum_dp_step.py` prints the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dp_accumulation import (
+    EpochBatches,
+    StepOptions,
+    clip_gradients,
+    rate_factor,
+    scheduled,
+    scheduled_by_torch,
+)
+from dp_basic import DataParallel
+from dp_loss_scaling import HALF, LossScaler, ScalingOptions, TorchScaler, alone, overflow_in, with_scaler
+from dp_mixed_precision import Trainer
+from dp_training import Batches, Version, make_model, training_step
+from dp_zero import make_version
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from common.comm import Group
+from common.data.sampler import samples_at
+from common.data.text import lm_samples, rank_slice
+from common.equality import OPTIMIZERS, Difference, Followed, Wrap, compare, follow, plain
+from common.mesh import Mesh
+from common.runtime import Runtime
+from common.spawn import spawn
+
+ALONE = Group("one", 0, 1, (0,))
+Found = dict[str, Difference]
+# an epoch of 7 samples on 2 ranks: 3 and 4, where a padded sampler takes 4 and 4
+OPTIONS = StepOptions(samples=7, batch=7, sequence=12, steps=4, micro_batches=2, clip=0.3, warm_up=1)
+
+
+@dataclass
+class Exhibit:
+    """What differs from a step that accumulates, and what one device does beside it."""
+
+    batches: type[Batches] = EpochBatches
+    clip_each: bool = False
+    clip: bool = False
+    wrap: Wrap = plain
+    like: str = "plain"
+
+
+class SeededByRank(EpochBatches):
+    """Each rank shuffles with a seed of its own, and takes its part of *its* order."""
+
+    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        mine = EpochBatches(
+            replace(self.options, seed=self.options.seed + self.group.rank), self.group, self.device
+        )
+        return mine.parts(step)
+
+
+class PaddedEnd(EpochBatches):
+    """torch's DistributedSampler over the same order: the ranks' parts are made equal by repeating samples."""
+
+    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        o = self.options
+        order = samples_at(o.seed, o.samples, step * o.batch, (step + 1) * o.batch)
+        sampler: Any = DistributedSampler(
+            TensorDataset(torch.from_numpy(order)), self.group.size, self.group.rank, shuffle=False
+        )
+        mine = np.array([order[i] for i in sampler])
+        return [lm_samples(self.text.train, p, o.sequence) for p in np.array_split(mine, o.micro_batches)]
+
+
+def stepped_in_each(make: Any, tensors: list[Tensor]) -> Optimizer:
+    """The scheduler steps in the loop over micro-batches: M times a step."""
+    optimizer = make(tensors)
+    rates = LambdaLR(optimizer, lambda t: rate_factor(t, OPTIONS.warm_up, OPTIONS.steps))
+
+    def after(*_: object) -> None:
+        for _ in range(OPTIONS.micro_batches):
+            rates.step()
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+EXHIBITS = {
+    "a seed for each rank": Exhibit(SeededByRank),
+    "the padded end": Exhibit(PaddedEnd),
+    "the clip of each micro-batch": Exhibit(clip_each=True, clip=True, like="clipped"),
+    "the scheduler in each micro-batch": Exhibit(wrap=stepped_in_each, like="scheduled"),
+    "right": Exhibit(),
+    "right, clipped": Exhibit(clip=True, like="clipped"),
+    "right, scheduled": Exhibit(wrap=partial(scheduled, o=OPTIONS), like="scheduled"),
+}
+
+
+@contextmanager
+def clipped(model: nn.Module, dp: DataParallel) -> Iterator[None]:
+    """Clipping in the loop over micro-batches: what has gathered so far, on this rank."""
+    with dp.no_sync():
+        yield
+    nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip)
+
+
+def one_device(like: str, optimizer: str) -> Followed:
+    model = make_model(OPTIONS, torch.device("cpu"))
+
+    def finish() -> None:
+        if like == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip)
+
+    batches = EpochBatches(replace(OPTIONS, micro_batches=1), ALONE, torch.device("cpu"))
+    step = training_step(Version(model, finish=finish), batches, ALONE)
+    wrap = partial(scheduled_by_torch, o=OPTIONS) if like == "scheduled" else plain
+    return follow(model, optimizer, OPTIONS.steps, step, wrap=wrap)
+
+
+def visit(rt: Runtime, name: str) -> dict[str, Found]:
+    """Differences of the exhibit to one device, for each optimizer."""
+    exhibit, mesh, found = EXHIBITS[name], Mesh(rt.world, dp=rt.world_size), {}
+    for optimizer in OPTIMIZERS:
+        model = make_model(OPTIONS, rt.device)
+        dp = DataParallel(model, rt.world)
+
+        def finish(model: nn.Module = model, dp: DataParallel = dp) -> None:
+            dp.finish()
+            if exhibit.clip:
+                clip_gradients(model.parameters(), mesh, OPTIONS.clip)
+
+        version = Version(model, partial(clipped, model, dp) if exhibit.clip_each else dp.no_sync, finish)
+        step = training_step(version, exhibit.batches(OPTIONS, rt.world, rt.device), rt.world)
+        followed = follow(model, optimizer, OPTIONS.steps, step, mesh, exhibit.wrap)
+        found[optimizer] = compare(one_device(exhibit.like, optimizer), followed)
+    return found
+
+
+def show(name: str, found: dict[str, Found]) -> None:
+    for optimizer, differences in found.items():
+        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
+        print(f"\n{name}, {optimizer}: {values}", end="")
+
+
+@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
+def test_caught(name: str) -> None:
+    found = spawn(visit, 2, name)[0]
+    show(name, found)
+    assert found["sgd"]["weights"].value > 1e-3
+    assert found["adamw"]["loss"].value < 0.03  # a loss curve does not show it
+
+
+@pytest.mark.parametrize("name", ["right", "right, clipped", "right, scheduled"])
+def test_right(name: str) -> None:
+    for found in spawn(visit, 2, name):
+        show(name, found)
+        for differences in found.values():
+            assert max(d.value for d in differences.values()) <= 1e-12
+
+
+def epochs_of_seeds(seeded_by_rank: bool, ranks: int) -> list[int]:
+    """How often each of 1000 samples is seen in an epoch."""
+    parts = [
+        samples_at(rank if seeded_by_rank else 0, 1000, *rank_slice(1000, rank, ranks))
+        for rank in range(ranks)
+    ]
+    return np.bincount(np.concatenate(parts), minlength=1000).tolist()
+
+
+def test_a_seed_for_each_rank_loses_samples() -> None:
+    """8 ranks each draw an eighth in their own order: (7/8)^8, a third of the samples, is in nobody's."""
+    wrong, right = epochs_of_seeds(True, 8), epochs_of_seeds(False, 8)
+    print(
+        f"\na seed for each of 8 ranks, 1000 samples: {wrong.count(0)} never seen, {sum(n > 1 for n in wrong)} again"
+    )
+    assert 250 < wrong.count(0) < 450
+    assert set(right) == {1}
+
+
+SCALING = ScalingOptions(batch=8, sequence=8, steps=5, overflow=2)
+
+
+def scaled(rt: Runtime, group: str) -> tuple[list[float], dict[str, Found]]:
+    """ZeRO's pieces with a scaler that asks all ranks, or its own alone: scales, differences to one device."""
+    found, mesh = {}, Mesh(rt.world, dp=rt.world_size)
+    for optimizer in OPTIMIZERS:
+        model = make_model(SCALING, rt.device)
+        version, batches = make_version("zero2", model, rt, SCALING), Batches(SCALING, rt.world, rt.device)
+        scaler = LossScaler(rt.world if group == "all" else ALONE, SCALING.scale, SCALING.interval)
+        trainer = with_scaler(Trainer(model, version, rt.world, batches.parts, HALF, mesh), scaler)
+        if rt.rank == rt.world_size - 1:
+            overflow_in(trainer, SCALING.overflow, 0)
+        mine = trainer.train(optimizer, SCALING.steps)
+        expected = alone(rt, SCALING)[0].train(optimizer, SCALING.steps)
+        found[optimizer] = compare(expected, mine)
+    return scaler.factors, found
+
+
+def test_a_scaler_that_skips_on_one_rank_only() -> None:
+    (first, found), (second, _) = spawn(scaled, 2, "own")
+    print(f"\nscales of rank 0 {first}, of rank 1 {second}", end="")
+    show("the scaler that skips on one rank", found)
+    assert first != second  # rank 0 skipped, rank 1 stepped
+    assert found["adamw"]["loss"].value < 0.01  # a loss curve does not show it
+    assert found["sgd"]["gradients"].value > 0.3
+    assert found["sgd"]["weights"].value > 0.1
+
+
+def test_a_scaler_that_asks_all_ranks() -> None:
+    results = spawn(scaled, 2, "all")
+    show("right, scaled", results[0][1])
+    for factors, found in results:
+        assert factors == results[0][0]
+        assert max(d.value for d in found["sgd"].values()) < 32 * 2.0**-11
+
+
+def own_pieces(rt: Runtime) -> tuple[list[float], list[float]]:
+    """Scales by torch's scaler and by ours when rank 1 alone has a piece that overflows."""
+    scalers: list[TorchScaler | LossScaler] = [TorchScaler(rt.device, 8.0, 9), LossScaler(rt.world, 8.0, 9)]
+    for scaler in scalers:
+        piece = nn.Parameter(torch.ones(2))
+        optimizer: Any = scaler.wrap(OPTIMIZERS["sgd"], [piece])
+        for t in range(3):
+            optimizer.zero_grad()
+            scaler.scale(piece.sum()).backward()
+            if rt.rank == t == 1:
+                piece.grad = torch.full_like(piece, torch.inf)
+            optimizer.step()
+    return scalers[0].factors, scalers[1].factors
+
+
+def test_torchs_scaler_looks_at_its_own_rank() -> None:
+    assert spawn(own_pieces, 2) == [([8, 8, 8], [8, 8, 4]), ([8, 8, 4], [8, 8, 4])]
