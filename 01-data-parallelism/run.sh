@@ -18,8 +18,8 @@ chapter=01-data-parallelism/pytorch
 run python "$chapter/dp_basic.py" --nproc "$ranks"
 run torchrun --standalone --nproc_per_node="$ranks" "$chapter/dp_basic.py"
 run mpirun -np "$ranks" python "$chapter/dp_basic.py"
-for lesson in dp_accumulation dp_checkpointing dp_zero dp_fsdp dp_compression dp_local_sgd dp_matrix_multiply \
-    dp_data_parallel; do
+for lesson in dp_accumulation dp_checkpointing dp_mixed_precision dp_loss_scaling dp_zero dp_fsdp dp_compression \
+    dp_local_sgd dp_matrix_multiply dp_data_parallel; do
     run python "$chapter/$lesson.py" --nproc "$ranks"
     run torchrun --standalone --nproc_per_node="$ranks" "$chapter/$lesson.py"
     run mpirun -np "$ranks" python "$chapter/$lesson.py"

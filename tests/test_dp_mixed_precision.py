@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -154,7 +155,9 @@ def test_a_comparison_fails_where_it_should() -> None:
     def add(found: float = 0.0, first: float = 0.0, counted: int = 5, optimizer: str = "sgd") -> list[str]:
         comparison = Comparison("test")
         differences = {kind: Difference(found if kind == "weights" else 0.0, "x") for kind in KINDS}
-        comparison.add("v", optimizer, torch.float16, Difference(first, "x"), differences, counted, 5)
+        comparison.add(
+            "v", optimizer, torch.float16, Difference(first, "x"), differences, Fraction(counted), Fraction(5)
+        )
         return comparison.wrong
 
     assert not add()

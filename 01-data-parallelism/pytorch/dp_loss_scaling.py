@@ -43,6 +43,7 @@ from common.comm import Group
 from common.equality import KINDS, OPTIMIZERS, Difference, MakeOptimizer, compare, worst_of_world
 from common.ledger import Ledger, uncounted
 from common.lesson import console, run
+from common.listen import Listener
 from common.mesh import Mesh
 from common.runtime import Runtime, UsageError
 
@@ -209,7 +210,7 @@ def prove(rt: Runtime, o: ScalingOptions) -> bool:
         for optimizer in OPTIMIZERS:
             reference, expected = alone(rt, o)
             whole = reference.train(optimizer, o.steps)
-            with Ledger() as ledger:
+            with Listener(rt.world) if name == "ddp" else Ledger() as ledger:
                 trainer, scaler = on_ranks(name, rt, o)
                 mine = trainer.train(optimizer, o.steps)
             found = dict.fromkeys(KINDS, Difference(math.inf, "another step was skipped"))
@@ -221,7 +222,7 @@ def prove(rt: Runtime, o: ScalingOptions) -> bool:
                 if name != "ddp"
                 else None
             )
-            counted = None if name == "ddp" and rt.world_size > 1 else ledger.bytes()
+            counted = ledger.bytes() - ledger.bytes("bookkeeping")
             formula = run_bytes(name, make_model(o, rt.device), rt.world, o)
             comparison.add(name, optimizer, HALF, first, worst_of_world(found, mesh), counted, formula)
         skipped = scaler.factors[o.overflow] > scaler.factors[o.overflow + 1]

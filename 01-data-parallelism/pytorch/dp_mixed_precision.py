@@ -54,6 +54,7 @@ from common.equality import (
 )
 from common.ledger import Ledger, show_bytes
 from common.lesson import console, run
+from common.listen import Listener
 from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.runtime import Runtime, UsageError
@@ -171,21 +172,20 @@ class Comparison:
         precision: torch.dtype,
         first: Difference | None,
         found: dict[str, Difference],
-        counted: Fraction | None,
+        counted: Fraction,
         formula: Fraction,
     ) -> None:
-        """first: difference of the first gradients to one device with the same cut. counted: None if unseen.
+        """first: difference of the first gradients to one device with the same cut.
 
         AdamW turns a gradient that is rounding alone, such as that of a key's bias, into full steps. So after AdamW
         weights are shown and not judged.
         """
         judged = [found[kind].value for kind in KINDS if (kind, optimizer) != ("weights", "adamw")]
         equal = max(judged) <= ROUNDINGS * ROUNDING[precision] and (first is None or first.value <= SAME_CUT)
-        if not equal or counted not in (None, formula):
+        if not equal or counted != formula:
             self.wrong.append(f"{name}, {optimizer}")
         values = [f"{d.value:.1e}" if d else "-" for d in (first, *(found[kind] for kind in KINDS))]
-        sent = "not counted" if counted is None else show_bytes(counted)
-        self.table.add_row(name, optimizer, *values, sent, show_bytes(formula))
+        self.table.add_row(name, optimizer, *values, show_bytes(counted), show_bytes(formula))
 
     def sentence(self) -> str:
         """What was proved, or which rows differ."""
@@ -238,13 +238,13 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
         precise = one_device(torch.float32, rt, o).train(optimizer, o.steps)
         same_cut = one_device(brief, rt, o, as_ranks=rt.world_size).train(optimizer, 1)
         for name in o.versions:
-            with Ledger() as ledger:
+            with Listener(rt.world) if name == "ddp" else Ledger() as ledger:
                 mine = on_ranks(name, brief, rt, o).train(optimizer, o.steps)
-            counted = None if name == "ddp" and rt.world_size > 1 else ledger.bytes()
+            counted = ledger.bytes() - ledger.bytes("bookkeeping")
             formula = run_bytes(name, make_model(o, rt.device), rt.world, o)
             # DDP multiplies its losses by n, which for n = 3 rounds otherwise
             first = at_first(same_cut, mine, mesh) if name != "ddp" else None
-            for text, reference in ((name, same), (f"{name} to float32", precise)):
+            for text, reference in ((name, same), (f"{name} / f32", precise)):
                 found = worst_of_world(compare(reference, mine), mesh)
                 comparison.add(text, optimizer, brief, first, found, counted, formula)
                 first = None
