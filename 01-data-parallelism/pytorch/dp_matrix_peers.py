@@ -3,14 +3,14 @@
 Both get the pieces that our own version gets, and return a result that stays cut. They allocate it anew each time;
 neither has a form that writes into memory given to it. Heat's `inner` leaves C cut along its columns.
 
-DTensor: torch.distributed.tensor. Heat: pip install heat (Götz et al., "HeAT", IEEE BigData 2020); it talks over
-mpi4py, so it needs mpirun.
+DTensor: torch.distributed.tensor. Heat: Götz et al., "HeAT", IEEE BigData 2020; it talks over mpi4py, so it needs
+mpirun. Heat 1.8 asks pip for an older torch, and its products run on this one: pip install --no-deps heat scipy, and
+a torchvision of torch's own build.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +44,12 @@ def dtensor(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tenso
 
 def heat(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tensor] | None:
     """C by Heat; None where it is not installed, or where its ranks are not ours."""
-    if importlib.util.find_spec("heat") is None or rt.launcher not in ("openmpi", "mpich"):
+    if rt.launcher not in ("openmpi", "mpich"):
         return None
-    ht: Any = importlib.import_module("heat")
+    try:
+        ht: Any = importlib.import_module("heat")
+    except (ImportError, RuntimeError):  # also for want of what it imports, or for another build of it
+        return None
     lies = SPLITS[split]
     whole_a, whole_b = ht.array(a, is_split=lies.a), ht.array(b, is_split=lies.b)
 
