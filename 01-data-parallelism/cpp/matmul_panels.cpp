@@ -42,32 +42,38 @@ void PanelProduct<T>::multiply(MatrixView<const T> a, MatrixView<const T> b, Mat
     double link_free = 0,
            posted = 0;  // seconds: the pretended link is free; room for the next panel was offered
     sent_ = 0;
-    if (!owner && moves) arriving = comm_.start_receive(landing(0), rank - 1);
+    const auto pass_on = [&](std::size_t p) {
+        if (last || !moves || p >= panels) return;
+        leaving[p % 2] = comm_.start_send(elements(p), rank + 1);
+        sent_ += elements(p).size_bytes();
+    };
+    const auto make_room = [&](std::size_t p) {
+        if (owner || !moves || p >= panels) return;
+        leaving[p % 2].wait();  // it reads the room in which panel p lands
+        arriving = comm_.start_receive(landing(p), rank - 1);
+        posted = clock.seconds();
+    };
+    make_room(0);
+    if (owner) pass_on(0), leaving[0].wait();  // nobody can begin without it
     for (std::size_t p = 0; p < panels; ++p) {
         if (!owner && moves) {
             arriving.wait();
             link_free = std::max(link_free, posted) + double(elements(p).size_bytes()) * seconds_a_byte;
             while (clock.seconds() < link_free) leaving[(p + 1) % 2].test();
         }
-        if (!last && moves) {
-            leaving[p % 2] = comm_.start_send(elements(p), rank + 1);
-            sent_ += elements(p).size_bytes();
-        }
-        leaving[(p + 1) % 2].wait();  // it read the room in which the next panel lands
-        if (!owner && moves && p + 1 < panels) {
-            arriving = comm_.start_receive(landing(p + 1), rank - 1);
-            posted = clock.seconds();
-        }
-        if (parts == Parts::messages) continue;
+        pass_on(owner ? p + 1 : p);
+        make_room(p + 1);
         // MPI moves data only inside its calls, so the product stops a few times to let it
         const std::size_t stops = comm_.size() > 1 ? 4 : 1;
-        for (std::size_t i = 0; i < stops; ++i) {
-            const Range rows = {cut(a.rows, stops, i), cut(a.rows, stops, i + 1) - cut(a.rows, stops, i)};
-            gemm<T>(a.row_block(rows.begin, rows.length).column_block(cut(K, panels, p), panel(p).rows),
-                    panel(p), c.row_block(rows.begin, rows.length), p > 0 ? T(1) : T(0));
+        const MatrixView<const T> a_p = a.column_block(cut(K, panels, p), panel(p).rows), b_p = panel(p);
+        for (std::size_t i = 0; i < stops && parts != Parts::messages; ++i) {
+            const std::size_t begin = cut(J, stops, i), columns = cut(J, stops, i + 1) - begin;
+            gemm<T>(a_p, b_p.column_block(begin, columns), c.column_block(begin, columns),
+                    p > 0 ? T(1) : T(0));
             arriving.test();
-            leaving[p % 2].test();
+            for (Request& request : leaving) request.test();
         }
+        if (owner) leaving[(p + 1) % 2].wait();  // the next panel, which the others now need
     }
     for (Request& request : leaving) request.wait();
 }
