@@ -8,16 +8,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from matplotlib.figure import Figure
 from toys import EQUAL, FAILS, TIMED, chapter
 
-from common.benchmarks import benchmark_all, measures, report, runner
+from common.benchmarks import benchmark_all, measures, plots, report, runner
 from common.benchmarks.benchmark_all import Options
 from common.watchdog import UsageError
 
@@ -208,30 +209,41 @@ def test_the_page_needs_nothing_else_and_says_everything(run: Callable[..., int]
     assert (tmp_path / "images/main.png").stat().st_size > 1000
 
 
-def test_the_page_of_bandwidths(tmp_path: Path) -> None:
-    kept = {
-        "chapter": "Wires",
-        "case": "w-2",
-        "command": "demo",
-        "commit": "c",
-        "date": "d" * 20,
-        "machine": {},
-    }
-    sweep = [
-        {
-            "primitive": p,
-            "backend": "gloo",
-            "ranks": 2,
-            "bytes": size,
-            "seconds": [0.001, 0.002, 0.003],
-            **kept,
-        }
-        | {"algorithm_bandwidth": 2e9, "bus_bandwidth": 1e9, "correct": p == "all-reduce"}
-        for p in ("all-reduce", "broadcast")
+KEPT = {"chapter": "Wires", "case": "w-2", "command": "demo", "commit": "c", "date": "d" * 20, "machine": {}}
+
+
+def sweep(backend: str, primitives: Sequence[str]) -> list[dict[str, Any]]:
+    """Records of primitives at two sizes; the first is wrong."""
+    rates = {"algorithm_bandwidth": 2e9, "bus_bandwidth": 1e9}
+    given = {"backend": backend, "ranks": 2, "seconds": [0.001, 0.002, 0.003], **KEPT, **rates}
+    return [
+        {"primitive": p, "bytes": size, "correct": p != primitives[0], **given}
+        for p in primitives
         for size in (2**20, 2**22)
     ]
-    assert all(measures.problem(record) == "" for record in sweep)
-    page = report.write(sweep, tmp_path).read_text()
+
+
+def test_the_page_of_bandwidths(tmp_path: Path) -> None:
+    records = sweep("gloo", ("broadcast", "all-reduce"))
+    assert all(measures.problem(record) == "" for record in records)
+    page = report.write(records, tmp_path).read_text()
     assert page.count("<svg ") == 1
     assert page.count('<tr class="bad">') == 2
     assert "1,048,576" in page
+
+
+def test_who_does_a_collective_best_is_a_plot_with_the_copy_as_limit(tmp_path: Path) -> None:
+    who = ("gloo", "fived", "copy")
+    records = sweep("mpi", [f"{name}, {one}" for name in ("all-reduce", "broadcast") for one in who])
+    drawn = plots.of_bandwidth([*records, *sweep("gloo", ("all-reduce",))], "wires")
+    assert [plot.name for plot in drawn] == [
+        "wires-bandwidth-all-reduce-mpi-2",
+        "wires-bandwidth-broadcast-mpi-2",
+        "wires-bandwidth-collectives-gloo-2",
+    ]
+    axes = Figure().subplots()
+    drawn[0].draw((axes,))
+    assert [line.get_label() for line in axes.lines] == ["gloo", "fived", "memory copy"]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[1, 1], [1, 1], [2, 2]]
+    page = report.write(records, tmp_path).read_text()
+    assert page.count("<svg ") == 2

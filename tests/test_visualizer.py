@@ -63,10 +63,12 @@ def test_shares_add_up_and_name_the_sum() -> None:
 
 def test_bandwidth_over_size_with_its_limit() -> None:
     axes = new_axes()
-    visualizer.bandwidth_lines(
-        axes, {"all_reduce": {2**20: 1.0, 2**22: 2.0}}, limit=("memory copy", 4.0), quantity="bus bandwidth"
-    )
-    assert axes.lines[0].get_xydata().tolist() == [[2**20, 1], [2**22, 2]]
+    bandwidths, copy = {"all_reduce": {2**20: 1.0, 2**22: 2.0}}, {2**22: 3.0, 2**20: 4.0}
+    visualizer.bandwidth_lines(axes, bandwidths, limit=("memory copy", copy), quantity="bus bandwidth")
+    ours, limit = axes.lines
+    assert ours.get_xydata().tolist() == [[2**20, 1], [2**22, 2]]
+    assert limit.get_xydata().tolist() == [[2**20, 4], [2**22, 3]]
+    assert (limit.get_linestyle(), limit.get_label()) == ("--", "memory copy")
     assert axes.get_ylim()[1] > 4
     assert axes.get_ylabel() == "bus bandwidth (GB/s)"
     assert [visualizer.bytes_text(2.0**n) for n in (0, 10, 22)] == ["1 B", "1 KiB", "4 MiB"]

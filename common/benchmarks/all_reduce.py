@@ -1,8 +1,13 @@
-"""What an all-reduce costs: gloo, our process group on MPI, our ring of messages, MPI's own; by size, in turn.
+"""What an all-reduce costs: MPI's own, our ring of messages, our process group on MPI, gloo; by size, in turn.
 
     mpirun -np 2 --bind-to core python common/benchmarks/all_reduce.py
+    mpirun -np 2 --bind-to core python common/benchmarks/all_reduce.py --collectives reduce-scatter all-gather
 
-`copy` is the limit: every rank copies as many bytes once, and nobody waits for anybody.
+`MPI`'s all-reduce is called in a loop of C++, so that Python's part is not in its time. `copy` is the limit: every rank
+copies as many bytes once, and nobody waits for anybody.
+
+A machine that others use too has slow moments. 200 barriers before and after each sample tell: where they take more
+than 1.5 times their shortest, the sample does not count (unless fewer than 5 would be left).
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +39,8 @@ from common.utils.bandwidth import Row
 from common.watchdog import UsageError
 
 Array = npt.NDArray[np.float32]
-Calls = dict[str, Callable[[Array], object]]
+Calls = dict[str, Callable[[int], object]]
+Name = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"]
 WORLD = MPI.COMM_WORLD
 
 
@@ -40,8 +48,10 @@ WORLD = MPI.COMM_WORLD
 class Options:
     """Sizes and repeats."""
 
+    collectives: tuple[Name, ...] = ("all-reduce",)
+    """What to measure, a table each."""
     sizes: tuple[int, ...] = (4, 4096, 65536, 2**20, 2**22, 2**24, 2**26)
-    """Bytes of the buffer, float32."""
+    """Bytes of the buffer, float32: the larger of what a rank holds before and after."""
     repeats: int = 21
     """Timed calls of each, in turn, after three to warm up."""
     json: Path | None = None
@@ -53,35 +63,141 @@ class Options:
             raise UsageError(f"--sizes {self.sizes}: bytes of float32, at least 4 each, such as 4 65536")
         if self.repeats < 5:
             raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
+        if not self.collectives:
+            raise UsageError(f"--collectives: at least one of {', '.join(get_args(Name))}")
         if WORLD.size < 2:
             raise UsageError("an all-reduce takes at least 2 ranks, not 1; start with mpirun -np 2")
 
 
 @contextmanager
-def implementations() -> Iterator[Calls]:
-    """Name -> in-place all-reduce of an array; the first is what the others are compared with."""
-    ours = mpi.Communicator(WORLD)
-    spare: Array = np.empty(0, np.float32)
+def groups() -> Iterator[dict[str, dist.ProcessGroup]]:
+    """The process groups to compare: ours, gloo's."""
     mpi_backend.register()
     folder = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
     store = dist.FileStore(str(Path(folder, "store")), WORLD.size)
     dist.init_process_group(mpi_backend.NAME, store=store, rank=WORLD.rank, world_size=WORLD.size)
-    gloo = dist.new_group(backend="gloo")
-
-    def copy(x: Array) -> None:
-        nonlocal spare
-        if spare.size != x.size:
-            spare = np.empty_like(x)
-        np.copyto(spare, x)
-
-    yield {
-        "MPI_Allreduce": lambda x: WORLD.Allreduce(MPI.IN_PLACE, x),
-        "our ring": lambda x: collectives.ring_all_reduce(ours, x),
-        "fived": lambda x: dist.all_reduce(torch.from_numpy(x), group=dist.group.WORLD),
-        "gloo": lambda x: dist.all_reduce(torch.from_numpy(x), group=gloo),
-        "copy": copy,
-    }
+    ours = dist.group.WORLD
+    assert ours is not None
+    yield {"fived": ours, "gloo": dist.new_group(backend="gloo")}
     dist.destroy_process_group()
+
+
+def implementations(
+    name: Name, comm: mpi.Communicator, by: dict[str, dist.ProcessGroup], x: Array, y: Array
+) -> Calls:
+    """Who -> a collective from x to y, as often as asked; all-reduce and broadcast change x, and y is x."""
+    tx, ty, spare = torch.from_numpy(x), torch.from_numpy(y), np.zeros(max(x.size, y.size), np.float32)
+
+    def loop(call: Callable[[], object]) -> Callable[[int], object]:
+        return lambda times: [call() for _ in range(times)]
+
+    def torchs(group: dist.ProcessGroup) -> Callable[[], object]:
+        return {
+            "all-reduce": partial(dist.all_reduce, tx, group=group),
+            "reduce-scatter": partial(dist.reduce_scatter_single, ty, tx, group=group),
+            "all-gather": partial(dist.all_gather_single, ty, tx, group=group),
+            "all-to-all": partial(dist.all_to_all_single, ty, tx, group=group),
+            "broadcast": partial(dist.broadcast, tx, 0, group=group),
+        }[name]
+
+    own: dict[str, Callable[[], object]] = {
+        "reduce-scatter": partial(WORLD.Reduce_scatter_block, x, y),
+        "all-gather": partial(WORLD.Allgather, x, y),
+        "all-to-all": partial(WORLD.Alltoall, x, y),
+        "broadcast": partial(WORLD.Bcast, x),
+    }
+    calls: Calls = {"MPI": loop(own[name]) if name in own else partial(mpi.all_reduce, comm, x)}
+    if name == "all-reduce":
+        calls["our ring"] = loop(partial(collectives.ring_all_reduce, comm, x))
+    calls |= {who: loop(torchs(group)) for who, group in by.items()}
+    return calls | {"copy": loop(partial(np.copyto, spare, x if x.size == spare.size else y))}
+
+
+def buffers(name: Name, numbers: int) -> tuple[Array, Array, Array]:
+    """What this rank gives, room for what it gets, and what it must get: whole numbers, which float32 adds exactly."""
+    n, rank, piece = WORLD.size, WORLD.rank, max(1, numbers // WORLD.size)
+    start = np.arange(numbers if name in ("all-reduce", "broadcast") else n * piece, dtype=np.float32) % 1000
+    mine, total = slice(rank * piece, (rank + 1) * piece), np.float32(n * (n + 1) // 2)
+    x = start * np.float32(rank + 1)
+    of_each = np.concatenate([start[r * piece : (r + 1) * piece] * np.float32(r + 1) for r in range(n)])
+    to_me = np.concatenate([start[mine] * np.float32(r + 1) for r in range(n)])
+    match name:
+        case "all-reduce":
+            return x, x, start * total
+        case "reduce-scatter":
+            return x, np.zeros(piece, np.float32), start[mine] * total
+        case "all-gather":
+            return x[mine].copy(), np.zeros_like(x), of_each
+        case "all-to-all":
+            return x, np.zeros_like(x), to_me
+        case "broadcast":
+            return x, x, start
+
+
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+}
+
+
+def is_right(call: Callable[[int], object], x: Array, y: Array, given: Array, expected: Array) -> bool:
+    """Whether every rank gets what it must."""
+    y[:] = 0
+    x[:] = given
+    call(1)
+    return bool(WORLD.allreduce(np.array_equal(y, expected), MPI.MIN))
+
+
+def barriers() -> float:
+    """Seconds of 200 barriers: how quick the ranks are to meet just now."""
+    start = time.perf_counter()
+    for _ in range(200):
+        WORLD.Barrier()
+    return time.perf_counter() - start
+
+
+def measure(
+    name: Name, comm: mpi.Communicator, by: dict[str, dist.ProcessGroup], size: int, repeats: int
+) -> tuple[dict[str, Row], int]:
+    """Seconds of the slowest rank for each implementation in turn; how many samples of the least quiet one count.
+
+    A sample is the mean of several calls where they are short: one alone would time an empty cache.
+    """
+    calls_each = max(1, min(20, 2**24 // size))
+    x, y, expected = buffers(name, size // 4)
+    given, calls = x.copy(), implementations(name, comm, by, x, y)
+    right = {who: who == "copy" or is_right(call, x, y, given, expected) for who, call in calls.items()}
+    x[:] = 0  # sums stay finite however often it is called
+    samples: dict[str, list[tuple[float, float]]] = {who: [] for who in calls}
+    for i in range(-3, repeats):
+        for who, call in calls.items():
+            before = barriers()
+            start = time.perf_counter()
+            call(calls_each)
+            took = WORLD.allreduce(time.perf_counter() - start, MPI.MAX) / calls_each
+            met = WORLD.allreduce(max(before, barriers()), MPI.MAX)
+            if i >= 0:
+                samples[who].append((took, met))
+    limit = 1.5 * min(met for every in samples.values() for _, met in every)
+    quiet = {who: [took for took, met in every if met <= limit] for who, every in samples.items()}
+    factor = BUS_FACTORS[name](WORLD.size)
+    rows = {
+        who: Row(
+            primitive=f"{name}, {who}",
+            ranks=WORLD.size,
+            backend="mpi",
+            dtype="float32",
+            bytes=4 * max(x.size, y.size),
+            bus_factor=factor,
+            correct=right[who],
+            seconds=times if len(times) >= 5 else [took for took, _ in samples[who]],
+        )
+        for who, times in quiet.items()
+    }
+    return rows, min(map(len, quiet.values()))
 
 
 def shown(size: float) -> str:
@@ -93,66 +209,43 @@ def shown(size: float) -> str:
     return f"{size:.4g} {unit}"
 
 
-def is_right(call: Callable[[Array], object], numbers: int) -> bool:
-    """Whether whole numbers, which float32 adds exactly, are summed on all ranks."""
-    start, total = np.arange(numbers, dtype=np.float32) % 1000, WORLD.size * (WORLD.size + 1) // 2
-    x = start * (WORLD.rank + 1)
-    call(x)
-    return bool(WORLD.allreduce(np.array_equal(x, start * np.float32(total)), MPI.MIN))
-
-
-def measure(calls: Calls, size: int, repeats: int) -> dict[str, Row]:
-    """Seconds of the slowest rank, from a barrier, for each implementation in turn.
-
-    A sample is the mean of several calls where they are short: one alone would time an empty cache.
-    """
-    calls_each = max(1, min(20, 2**24 // size))
-    x = np.zeros(size // 4, np.float32)  # sums stay finite however often it is called
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(-3, repeats):
-        for name, call in calls.items():
-            WORLD.Barrier()
-            start = time.perf_counter()
-            for _ in range(calls_each):
-                call(x)
-            took = WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
-            if i >= 0:
-                seconds[name].append(took / calls_each)
-    factor = 2 * (WORLD.size - 1) / WORLD.size
-    right = {name: name == "copy" or is_right(call, size // 4) for name, call in calls.items()}
-    return {
-        name: Row(f"all-reduce, {name}", WORLD.size, "mpi", "float32", size, factor, right[name], times)
-        for name, times in seconds.items()
-    }
+def compare(
+    name: Name, comm: mpi.Communicator, by: dict[str, dist.ProcessGroup], options: Options
+) -> tuple[Table, list[Row]]:
+    """One collective: a row a size."""
+    table = Table(title=f"{name}, float32, {WORLD.size} ranks, median µs", title_justify="left")
+    rows: list[Row] = []
+    for size in options.sizes:
+        found, quiet = measure(name, comm, by, size, options.repeats)
+        if not rows:
+            for column in ("size", *found, "gloo / fived", "MPI / fived", "fived / copy", "quiet", "right"):
+                table.add_column(column, justify="right", no_wrap=column in ("size", *found))
+        rows += found.values()
+        times = {who: statistics.median(row.seconds) for who, row in found.items()}
+        pairs = (("gloo", "fived"), ("MPI", "fived"), ("fived", "copy"))
+        table.add_row(
+            shown(size),
+            *(f"{t * 1e6:,.1f}" for t in times.values()),
+            *(f"{times[a] / times[b]:.2f}" for a, b in pairs),
+            f"{quiet}/{options.repeats}",
+            "yes" if all(row.correct for row in found.values()) else "NO",
+        )
+    return table, rows
 
 
 def main(options: Options) -> bool:
-    """Print a row a size, write the records; whether all sums were right."""
+    """Print a table a collective, write the records; whether all results were right."""
     options.check()
     torch.set_num_threads(1)
-    table = Table(title=f"all-reduce, float32, {WORLD.size} ranks, median µs", title_justify="left")
+    comm, out = mpi.Communicator(WORLD), Console(quiet=WORLD.rank != 0, width=110, force_terminal=False)
     rows: list[Row] = []
-    with implementations() as calls:
-        for column in ("size", *calls, "gloo / fived", "MPI / fived", "MPI / ring", "right"):
-            table.add_column(column, justify="right", no_wrap=column in ("size", *calls))
-        for size in options.sizes:
-            found = measure(calls, size, options.repeats)
-            rows += found.values()
-            times = {name: statistics.median(row.seconds) for name, row in found.items()}
-            ratios = (
-                times[slow] / times[fast]
-                for slow, fast in (
-                    ("gloo", "fived"),
-                    ("MPI_Allreduce", "fived"),
-                    ("MPI_Allreduce", "our ring"),
-                )
-            )
-            right = "yes" if all(row.correct for row in found.values()) else "NO"
-            cells = [shown(size), *(f"{t * 1e6:,.1f}" for t in times.values()), *(f"{r:.2f}" for r in ratios)]
-            table.add_row(*cells, right)
-    Console(quiet=WORLD.rank != 0, width=110, force_terminal=False).print(table)
+    with groups() as by:
+        for name in options.collectives:
+            table, found = compare(name, comm, by, options)
+            out.print(table)
+            rows += found
     if WORLD.rank == 0:
-        write_records(options.json, [{"benchmark": "all_reduce", **asdict(row)} for row in rows])
+        write_records(options.json, [{"benchmark": "collectives", **asdict(row)} for row in rows])
     return all(row.correct for row in rows)
 
 

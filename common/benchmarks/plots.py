@@ -126,23 +126,33 @@ def _communication(parts: dict[str, dict[str, float]], axes: tuple[Axes, ...]) -
 
 
 def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
-    """Bus bandwidth over message size, a plot for each backend and rank count."""
-    groups: dict[tuple[str, int], Series] = {}
+    """Bus bandwidth over message size, a plot for each backend and rank count.
+
+    Where a primitive is named with who did it ("all-reduce, gloo"), it has its own plot, a line for each of them;
+    "copy" is the limit, in bytes copied a second.
+    """
+    groups: dict[tuple[str, str, int], Series] = {}
+    limits: dict[tuple[str, str, int], dict[int, float]] = {}
     for r in records:
-        series = groups.setdefault((r["backend"], r["ranks"]), {})
-        series.setdefault(r["primitive"], {})[r["bytes"]] = r["bus_bandwidth"] / 1e9
+        primitive, _, who = r["primitive"].partition(", ")
+        key = (primitive if who else "collectives", r["backend"], r["ranks"])
+        if who == "copy":
+            limits.setdefault(key, {})[r["bytes"]] = r["algorithm_bandwidth"] / 1e9
+        else:
+            series = groups.setdefault(key, {})
+            series.setdefault(who or primitive, {})[r["bytes"]] = r["bus_bandwidth"] / 1e9
     return [
         Plot(
-            f"{prefix}-bandwidth-{backend}-{ranks}",
-            f"Bus bandwidth of collectives: {backend}, {ranks} ranks.",
-            partial(_bandwidth, series),
+            f"{prefix}-bandwidth-{primitive}-{backend}-{ranks}",
+            f"Bus bandwidth of {primitive}: {backend}, {ranks} ranks.",
+            partial(_bandwidth, series, limits.get((primitive, backend, ranks))),
         )
-        for (backend, ranks), series in groups.items()
+        for (primitive, backend, ranks), series in groups.items()
     ]
 
 
-def _bandwidth(series: Series, axes: tuple[Axes, ...]) -> None:
-    visualizer.bandwidth_lines(axes[0], series)
+def _bandwidth(series: Series, copy: Mapping[int, float] | None, axes: tuple[Axes, ...]) -> None:
+    visualizer.bandwidth_lines(axes[0], series, limit=("memory copy", copy) if copy else None)
 
 
 def picture(timings: Sequence[Timing], path: Path) -> None:

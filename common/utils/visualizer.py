@@ -174,18 +174,18 @@ def bandwidth_lines(
     axes: Axes,
     bandwidths: Mapping[str, Mapping[int, float]],
     *,
-    limit: tuple[str, float] | None = None,
+    limit: tuple[str, Mapping[int, float]] | None = None,
     title: str = "",
     quantity: str = "bus bandwidth",
 ) -> None:
-    """Bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit to compare it with."""
+    """Bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit by size to compare it with."""
     for place, (name, by_size) in enumerate(bandwidths.items()):
         x, y = zip(*sorted(by_size.items()), strict=True)
         axes.plot(x, y, **_line(place), label=name)
     sizes = sorted({size for by_size in bandwidths.values() for size in by_size})
     if limit:
-        axes.plot([sizes[0], sizes[-1]], [limit[1]] * 2, "--", color=FAINT, linewidth=1.5)
-        axes.annotate(limit[0], (sizes[0], limit[1]), (0, 3), textcoords="offset points", fontsize=9)
+        x, y = zip(*sorted(limit[1].items()), strict=True)
+        axes.plot(x, y, "--", color=FAINT, linewidth=1.5, label=limit[0])
     axes.set_xscale("log", base=2)
     if len(sizes) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(sizes))
@@ -193,7 +193,7 @@ def bandwidth_lines(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="message size", ylabel=f"{quantity} (GB/s)", title=title)
     values = [value for by_size in bandwidths.values() for value in by_size.values()]
-    axes.set_ylim(0, 1.15 * max([*values, limit[1] if limit else 0.0], default=1))
+    axes.set_ylim(0, 1.15 * max([*values, *(limit[1].values() if limit else ())], default=1))
     axes.grid(axis="y")
     _legend(axes)
 

@@ -111,6 +111,10 @@ class Engine {
     }
 
   private:
+    /// Polls in vain before the progress thread sleeps, some milliseconds. A sleep takes its 20 us and the system's
+    /// 50, far more than a round; and whoever waits for a future of torch's (DDP does) has only this thread.
+    static constexpr int patience = 20'000;
+
     void run() {
         using namespace std::chrono_literals;
         std::unique_lock lock(mutex_);
@@ -123,7 +127,7 @@ class Engine {
             }
             lock.unlock();
             idle = poll() ? 0 : idle + 1;
-            if (idle > 200)
+            if (idle > patience)
                 std::this_thread::sleep_for(20us);
             else if (idle > 0)
                 sched_yield();

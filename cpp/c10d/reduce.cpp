@@ -82,11 +82,18 @@ void reduce(std::byte* out, const std::byte* const* in, int inputs, std::size_t 
         for (std::size_t i = 0; i < count; ++i) y[i] = finish(Op::apply(Wide<T>(a[i]), Wide<T>(b[i])));
         return;
     }
-    for (std::size_t i = 0; i < count; ++i) {
-        Wide<T> value(a[i]);
-        for (int r = 1; r < inputs; ++r)
-            value = Op::apply(value, Wide<T>(reinterpret_cast<const T*>(in[r])[i]));
-        y[i] = finish(value);
+    // Blocks that stay in the nearest cache: every input is read from its start to its end.
+    constexpr std::size_t block = 1024;
+    Wide<T> total[block];
+    for (std::size_t begin = 0; begin < count; begin += block) {
+        const std::size_t n = std::min(block, count - begin);
+        for (std::size_t i = 0; i < n; ++i) total[i] = Wide<T>(a[begin + i]);
+        for (int r = 1; r < inputs; ++r) {
+            const T* const b = reinterpret_cast<const T*>(in[r]) + begin;
+#pragma omp simd
+            for (std::size_t i = 0; i < n; ++i) total[i] = Op::apply(total[i], Wide<T>(b[i]));
+        }
+        for (std::size_t i = 0; i < n; ++i) y[begin + i] = finish(total[i]);
     }
 }
 

@@ -32,10 +32,10 @@ auto in_place(std::size_t (*collective)(const Communicator&, std::span<T>)) {
 
 template <class T>
 auto all_reduce() {
-    return [](const Communicator& comm, Array<T>& array) {
+    return [](const Communicator& comm, Array<T>& array, int times) {
         const std::span<T> data = writable(array);
         const py::gil_scoped_release waiting;
-        comm.all_reduce(data);
+        for (int i = 0; i < times; ++i) comm.all_reduce(data);
     };
 }
 
@@ -91,8 +91,8 @@ void bind_mpi(py::module_ module) {
             return "<fived.mpi.Communicator '" + self.name() + "' rank " + std::to_string(self.rank()) +
                    " of " + std::to_string(self.size()) + ">";
         });
-    define(module, "all_reduce", "MPI_Allreduce, the sum in place.", all_reduce<float>(),
-           all_reduce<double>());
+    define(module, "all_reduce", "MPI_Allreduce, the sum in place; several times, to be timed.",
+           all_reduce<float>(), all_reduce<double>(), "times"_a = 1);
     define(module, "send", "Blocking.", send<float>(), send<double>(), "to"_a, "tag"_a = 0);
     define(module, "receive", "Blocking; the length must match.", receive<float>(), receive<double>(),
            "source"_a, "tag"_a = 0);

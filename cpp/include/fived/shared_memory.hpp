@@ -1,30 +1,37 @@
 // Collectives between the ranks of one host, through memory that all of them see.
 //
-// Each rank owns two slots of that memory, used in turn, and a counter that only it changes. A round:
+// Each rank owns four slots of that memory, used in turn, and a counter that only it changes. A round:
 //
-//     write   what the others need, into my slot        a chunk so small that it stays in the cache
+//     write   what the others need, into a slot         a chunk so small that it stays in the cache
 //     raise   my counter by one                         release: the slot was written before
 //     meet    when every counter is as high as mine     acquire
-//     read    what I need, out of all slots
+//     read    what I need, out of the slots
 //
-// Two slots are enough. A rank writes round r + 2 where round r was only after it saw all counters at r + 1, and
-// a rank raises its counter to r + 1 after it has read round r.
+// A rank writes one round ahead of what it reads, so that it has something to do before it waits:
+//
+//     write 0   write 1   meet 0   read 0   write 2   meet 1   read 1   write 3   ...
+//
+// Four slots are enough. A rank writes round r + 4 where round r was, only after it met the others in round r + 2;
+// they raised their counters to r + 2 after they had read round r.
 //
 // A collective is what is written and what is read, n ranks:
 //
 //                       write                               read
 //     broadcast         root: the chunk                     the root's chunk
-//     all-gather        my chunk                            every chunk
-//     reduce-scatter    n pieces, one for each rank         the n pieces for me, and sum them
-//     all-to-all        n pieces, one for each rank         the n pieces for me
-//     all-reduce        my chunk                            every chunk, and sum them     (two ranks, or little data)
-//                       a reduce-scatter of the chunk, then an all-gather of the sums     (otherwise: two rounds)
+//     all-gather        my chunk                            the others' chunks
+//     reduce-scatter    n - 1 pieces, for the others        the n - 1 pieces for me, and sum them with mine
+//     all-to-all        n - 1 pieces, for the others        the n - 1 pieces for me
+//     all-reduce        n - 1 pieces, for the others;       two rounds later, out of my own slot: the sums
+//                       of the chunk two rounds ago:
+//                       my piece's sum, to where its
+//                       terms came from
 //
-// Cost of an all-reduce of S bytes on two ranks: each reads S of its own and writes S into the slot, reads both
-// chunks again, now from the cache, and writes the sum. Only x itself, in and out, passes the main memory.
-//
-// Nothing here blocks: advance() goes as far as the other ranks allow. So any number of collectives can be under
-// way, and whoever has time moves them on.
+// Cost of an all-reduce of S bytes for each of n ranks: S (n-1)/n copied into its slot, as many read out of the
+// others' and summed, as many sums written there, as many copied out of its own slot. All but x itself is in the
+// cache. What takes time is a line of the cache that goes from core to core, and it goes when a core reads what
+// another has written, and again when a core writes what another has read. With the sums written over their
+// terms, four times S (n-1)/n bytes make three such ways; with all chunks read and summed by every rank they
+// would make four, for n = 2, and more for more.
 #pragma once
 
 #include <fcntl.h>
@@ -53,7 +60,7 @@
 namespace fived {
 
 /// out[i] = in[0][i] + in[1][i] + ... for `count` elements, whatever their type and the operation. `out` may be
-/// one of the inputs when there are two.
+/// one of the inputs.
 using Reduce = void (*)(std::byte* out, const std::byte* const* in, int inputs, std::size_t count);
 
 /// What a rank says of the collective that it takes part in; all must say the same. 0 where ranks may differ.
@@ -90,8 +97,7 @@ inline constexpr int max_local_ranks = 512;
 class HostMemory {
   public:
     static constexpr std::size_t slot_bytes = 64 << 10;
-    static constexpr std::size_t large = 8 << 20;   // outputs beyond this go past the cache
-    static constexpr std::size_t little = 4 << 10;  // up to here one round is quicker than two
+    static constexpr std::size_t large = 8 << 20;  // outputs beyond this go past the cache
 
     /// Collective. All ranks of `comm` must be on this host. Throws MpiError where there is no room for it.
     explicit HostMemory(const Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {
@@ -127,12 +133,10 @@ class HostMemory {
 
     int rank() const { return rank_; }
     int size() const { return size_; }
-    /// What `rank` wrote in this round.
-    std::byte* slot(int rank) const { return places_[rank].slots[round_ & 1].data; }
-    /// What `rank` wrote in the round before.
-    std::byte* last_slot(int rank) const { return places_[rank].slots[~round_ & 1].data; }
+    /// What `rank` writes in a round of the collective under way.
+    std::byte* slot(int rank, std::size_t round) const { return slot_of(rank, round).data; }
     /// Whether `rank` has come to the round in which this rank waits.
-    bool is_here(int rank) const { return places_[rank].round.load(std::memory_order_acquire) > round_; }
+    bool is_here(int rank) const { return places_[rank].counter.load(std::memory_order_acquire) > met_; }
 
     /// A collective under way.
     class Rounds {
@@ -145,32 +149,28 @@ class HostMemory {
       private:
         friend class HostMemory;
         Call call_;
-        std::size_t count_, next_ = 0;
-        bool waiting_ = false;
+        std::size_t count_, written_ = 0, done_ = 0;
         Step write_, read_;
     };
 
     /// Goes on as far as the other ranks allow; true when done. Calls mismatch(rank, its Call) where one differs.
     template <class Mismatch>
     bool advance(Rounds& rounds, Mismatch mismatch) {
-        while (rounds.next_ < rounds.count_) {
-            if (!rounds.waiting_) {
-                if (rounds.next_ == 0) places_[rank_].slots[round_ & 1].call = rounds.call_;
-                rounds.write_(rounds.next_);
-                places_[rank_].round.store(round_ + 1, std::memory_order_release);
-                rounds.waiting_ = true;
+        while (rounds.done_ < rounds.count_) {
+            while (rounds.written_ < std::min(rounds.count_, rounds.done_ + 2)) {
+                if (rounds.written_ == 0) slot_of(rank_, 0).call = rounds.call_;
+                rounds.write_(rounds.written_++);
+                places_[rank_].counter.store(start_ + rounds.written_, std::memory_order_release);
             }
             for (int r = 0; r < size_; ++r)
                 if (!is_here(r)) return false;
-            if (rounds.next_ == 0)
-                for (int r = 0; r < size_; ++r) {
-                    const Call& theirs = places_[r].slots[round_ & 1].call;
-                    if (!(theirs == rounds.call_)) mismatch(r, theirs);
-                }
-            rounds.read_(rounds.next_++);
-            rounds.waiting_ = false;
-            ++round_;
+            if (rounds.done_ == 0)
+                for (int r = 0; r < size_; ++r)
+                    if (const Call& theirs = slot_of(r, 0).call; theirs != rounds.call_) mismatch(r, theirs);
+            rounds.read_(rounds.done_++);
+            ++met_;
         }
+        start_ = met_;
         return true;
     }
 
@@ -180,13 +180,14 @@ class HostMemory {
         alignas(64) std::byte data[slot_bytes];
     };
     struct Place {
-        alignas(128) std::atomic<std::uint64_t> round;  // alone in its cache lines
-        alignas(128) Slot slots[2];
+        alignas(128) std::atomic<std::uint64_t> counter;  // of rounds written; alone in its cache lines
+        alignas(128) Slot slots[4];
     };
+    Slot& slot_of(int rank, std::size_t round) const { return places_[rank].slots[(start_ + round) % 4]; }
     static inline std::atomic<int> made_ = 0;
     int rank_, size_;
-    Place* places_ = nullptr;  // one for each rank; zero at first
-    std::uint64_t round_ = 0;
+    Place* places_ = nullptr;            // one for each rank; zero at first
+    std::uint64_t start_ = 0, met_ = 0;  // rounds before this collective; rounds done
 };
 
 using Rounds = HostMemory::Rounds;
@@ -205,35 +206,42 @@ inline std::size_t chunk_of(std::size_t room, std::size_t item) {
 inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::size_t bytes, std::size_t item,
                          Reduce reduce, int root = -1) {
     const std::size_t chunk = chunk_of(HostMemory::slot_bytes, item);
-    const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
-    const bool wanted = root < 0 || root == m.rank();
-    if (m.size() <= 2 || bytes <= HostMemory::little || root >= 0)
-        return {call, rounds_of(bytes, chunk),
-                [=, &m](std::size_t i) { copy_through_cache(m.slot(m.rank()), x + i * chunk, length(i)); },
-                [=, &m](std::size_t i) {
-                    const std::byte* in[max_local_ranks];
-                    for (int r = 0; r < m.size(); ++r) in[r] = m.slot(r);
-                    if (m.size() == 2) in[m.rank()] = x + i * chunk;  // nearer than its copy
-                    if (wanted && length(i)) reduce(x + i * chunk, in, m.size(), length(i) / item);
-                }};
-    // Even rounds: everybody's chunk. Odd rounds: each its part of the sum.
-    const auto part = [=, &m](std::size_t i, int r) { return cut(length(i / 2) / item, m.size(), r) * item; };
-    return {call, 2 * rounds_of(bytes, chunk),
-            [=, &m](std::size_t i) {
-                if (i % 2 == 0) {
-                    copy_through_cache(m.slot(m.rank()), x + i / 2 * chunk, length(i / 2));
-                    return;
-                }
-                const std::size_t begin = part(i, m.rank()), end = part(i, m.rank() + 1);
-                const std::byte* in[max_local_ranks];
-                for (int r = 0; r < m.size(); ++r) in[r] = m.last_slot(r) + begin;
-                reduce(m.slot(m.rank()), in, m.size(), (end - begin) / item);
+    /// Piece r of chunk i, in x and in a slot. Beyond the end there are empty chunks.
+    struct Piece {
+        std::byte* x;
+        std::size_t place, length;
+    };
+    const auto piece = [=, &m](std::size_t i, int r) {
+        const std::size_t begin = std::min(bytes, i * chunk), count = std::min(chunk, bytes - begin) / item;
+        const std::size_t from = cut(count, m.size(), r) * item, to = cut(count, m.size(), r + 1) * item;
+        return Piece{x + begin + from, from, to - from};
+    };
+    const auto share = [=, &m](std::size_t i) {
+        for (int r = 0; r < m.size(); ++r)
+            if (const Piece p = piece(i, r); r != m.rank())
+                copy_through_cache(m.slot(m.rank(), i) + p.place, p.x, p.length);
+    };
+    const auto sum = [=, &m](std::size_t i) {
+        const Piece mine = piece(i, m.rank());
+        const std::byte* terms[max_local_ranks];
+        for (int r = 0; r < m.size(); ++r) terms[r] = r == m.rank() ? mine.x : m.slot(r, i) + mine.place;
+        std::byte* const total = root < 0 || root == m.rank() ? mine.x : m.slot(root, i) + mine.place;
+        reduce(total, terms, m.size(), mine.length / item);
+        for (int r = 0; root < 0 && r < m.size(); ++r)
+            if (r != m.rank()) copy_through_cache(m.slot(r, i) + mine.place, total, mine.length);
+    };
+    const auto take = [=, &m](std::size_t i) {
+        for (int r = 0; r < m.size(); ++r)
+            if (const Piece p = piece(i, r); r != m.rank() && (root < 0 || root == m.rank()))
+                copy_through_cache(p.x, m.slot(m.rank(), i) + p.place, p.length);
+    };
+    return {call, rounds_of(bytes, chunk) + 2,
+            [=](std::size_t i) {
+                share(i);
+                if (i >= 2) sum(i - 2);
             },
-            [=, &m](std::size_t i) {
-                if (i % 2 == 0) return;
-                for (int r = 0; r < m.size(); ++r)
-                    copy_through_cache(x + i / 2 * chunk + part(i, r), m.slot(r),
-                                       part(i, r + 1) - part(i, r));
+            [=](std::size_t i) {
+                if (i >= 2) take(i - 2);
             }};
 }
 
@@ -244,10 +252,10 @@ inline Rounds broadcast(HostMemory& m, const Call& call, std::byte* x, std::size
     const auto copy = bytes > HostMemory::large ? copy_past_cache : copy_through_cache;
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
-                if (m.rank() == root) copy_through_cache(m.slot(root), x + i * chunk, length(i));
+                if (m.rank() == root) copy_through_cache(m.slot(root, i), x + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
-                if (m.rank() != root) copy(x + i * chunk, m.slot(root), length(i));
+                if (m.rank() != root) copy(x + i * chunk, m.slot(root, i), length(i));
             }};
 }
 
@@ -259,10 +267,12 @@ inline Rounds all_gather(HostMemory& m, const Call& call, const std::byte* x, st
     const auto copy = bytes * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
     const bool wanted = root < 0 || root == m.rank();
     return {call, rounds_of(bytes, chunk),
-            [=, &m](std::size_t i) { copy_through_cache(m.slot(m.rank()), x + i * chunk, length(i)); },
+            [=, &m](std::size_t i) {
+                if (root != m.rank()) copy_through_cache(m.slot(m.rank(), i), x + i * chunk, length(i));
+            },
             [=, &m](std::size_t i) {
                 for (int r = 0; wanted && r < m.size(); ++r)
-                    copy(out[r] + i * chunk, r == m.rank() ? x + i * chunk : m.slot(r), length(i));
+                    copy(out[r] + i * chunk, r == m.rank() ? x + i * chunk : m.slot(r, i), length(i));
             }};
 }
 
@@ -274,11 +284,13 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
-                    copy_through_cache(m.slot(m.rank()) + r * chunk, in[r] + i * chunk, length(i));
+                    if (r != m.rank())
+                        copy_through_cache(m.slot(m.rank(), i) + r * chunk, in[r] + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
                 const std::byte* terms[max_local_ranks];
-                for (int r = 0; r < m.size(); ++r) terms[r] = m.slot(r) + m.rank() * chunk;
+                for (int r = 0; r < m.size(); ++r)
+                    terms[r] = r == m.rank() ? in[r] + i * chunk : m.slot(r, i) + m.rank() * chunk;
                 if (length(i)) reduce(out + i * chunk, terms, m.size(), length(i) / item);
             }};
 }
@@ -294,15 +306,16 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<std::span<
     const auto copy = longest * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
     return {call, rounds_of(longest, chunk),
             [=, &m](std::size_t i) {
-                for (int r = 0; r < m.size(); ++r) {
-                    const auto piece = part(in[r], i);
-                    copy_through_cache(m.slot(m.rank()) + r * chunk, piece.data(), piece.size());
-                }
+                for (int r = 0; r < m.size(); ++r)
+                    if (const auto piece = part(in[r], i); r != m.rank())
+                        copy_through_cache(m.slot(m.rank(), i) + r * chunk, piece.data(), piece.size());
             },
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r) {
                     const auto piece = part(out[r], i);
-                    copy(piece.data(), m.slot(r) + m.rank() * chunk, piece.size());
+                    const std::byte* from =
+                        r == m.rank() ? part(in[r], i).data() : m.slot(r, i) + m.rank() * chunk;
+                    copy(piece.data(), from, piece.size());
                 }
             }};
 }
