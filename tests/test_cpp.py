@@ -44,16 +44,21 @@ def test_scatter_gather_and_broadcast(results):
     assert results[1]["threads"]
 
 
-def test_all_reduces_are_timed_beside_one_another(tmp_path):
+def test_collectives_are_timed_beside_one_another(tmp_path):
     script, records = ROOT / "common/benchmarks/all_reduce.py", tmp_path / "records.jsonl"
-    done = mpirun(3, sys.executable, script, "--sizes", "1048576", "--repeats", "5", "--json", records)
+    every = ["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"]
+    sizes = ["--sizes", "1200000", "--repeats", "5"]
+    done = mpirun(3, sys.executable, script, *sizes, "--collectives", *every, "--json", records)
     assert done.returncode == 0, done.stderr
+    assert "gloo / fived" in done.stdout
     found = [json.loads(line) for line in records.read_text().splitlines()]
-    names = ["MPI_Allreduce", "our ring", "fived", "gloo", "copy"]
-    assert [record["primitive"] for record in found] == [f"all-reduce, {name}" for name in names]
+    names = {name: ["MPI", *["our ring"][name != "all-reduce" :], "fived", "gloo", "copy"] for name in every}
+    assert [r["primitive"] for r in found] == [f"{name}, {who}" for name in every for who in names[name]]
     for record in found:
         assert record["correct"]
-        assert (record["ranks"], record["bytes"], len(record["seconds"])) == (3, 2**20, 5)
+        assert (record["ranks"], record["bytes"], len(record["seconds"])) == (3, 1_200_000, 5)
+        sent = {"all-reduce": 4 / 3, "broadcast": 1}.get(record["primitive"].split(",")[0], 2 / 3)
+        assert record["bus_bandwidth"] == pytest.approx(sent * record["algorithm_bandwidth"])
     alone = mpirun(1, sys.executable, script)
     assert alone.returncode == 2
     assert "at least 2 ranks, not 1; start with mpirun -np 2" in alone.stderr
