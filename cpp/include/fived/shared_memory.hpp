@@ -12,7 +12,7 @@
 //     write 0   write 1   meet 0   read 0   write 2   meet 1   read 1   write 3   ...
 //
 // Four slots are enough. A rank writes round r + 4 where round r was, only after it met the others in round r + 2;
-// they raised their counters to r + 2 after they had read round r.
+// and they wrote round r + 2 after they had read round r.
 //
 // A collective is what is written and what is read, n ranks:
 //
@@ -26,12 +26,10 @@
 //                       my piece's sum, to where its
 //                       terms came from
 //
-// Cost of an all-reduce of S bytes for each of n ranks: S (n-1)/n copied into its slot, as many read out of the
-// others' and summed, as many sums written there, as many copied out of its own slot. All but x itself is in the
-// cache. What takes time is a line of the cache that goes from core to core, and it goes when a core reads what
-// another has written, and again when a core writes what another has read. With the sums written over their
-// terms, four times S (n-1)/n bytes make three such ways; with all chunks read and summed by every rank they
-// would make four, for n = 2, and more for more.
+// Cost of an all-reduce of S bytes, for each of n ranks: S (n-1)/n copied into its slot, as many bytes of terms
+// read and summed, as many sums written over them, as many copied out of its slot. All but x itself stays in the
+// cache. Were every rank to read and sum all chunks, it would copy S, and read and sum S (n-1): for n = 2 as many
+// bytes between the cores, but twice the additions and twice the lines of the cache.
 #pragma once
 
 #include <fcntl.h>
@@ -221,14 +219,22 @@ inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::siz
             if (const Piece p = piece(i, r); r != m.rank())
                 copy_through_cache(m.slot(m.rank(), i) + p.place, p.x, p.length);
     };
+    // In blocks that are still in the nearest cache when the sum is copied.
+    const std::size_t block = chunk_of(4096, item);
     const auto sum = [=, &m](std::size_t i) {
         const Piece mine = piece(i, m.rank());
-        const std::byte* terms[max_local_ranks];
-        for (int r = 0; r < m.size(); ++r) terms[r] = r == m.rank() ? mine.x : m.slot(r, i) + mine.place;
-        std::byte* const total = root < 0 || root == m.rank() ? mine.x : m.slot(root, i) + mine.place;
-        reduce(total, terms, m.size(), mine.length / item);
-        for (int r = 0; root < 0 && r < m.size(); ++r)
-            if (r != m.rank()) copy_through_cache(m.slot(r, i) + mine.place, total, mine.length);
+        for (std::size_t at = 0; at < mine.length; at += block) {
+            const std::size_t n = std::min(block, mine.length - at);
+            const auto term = [&](int r) {
+                return (r == m.rank() ? mine.x : m.slot(r, i) + mine.place) + at;
+            };
+            const std::byte* terms[max_local_ranks];
+            for (int r = 0; r < m.size(); ++r) terms[r] = term(r);
+            std::byte* const total = term(root < 0 ? m.rank() : root);
+            reduce(total, terms, m.size(), n / item);
+            for (int r = 0; root < 0 && r < m.size(); ++r)
+                if (r != m.rank()) copy_through_cache(term(r), total, n);
+        }
     };
     const auto take = [=, &m](std::size_t i) {
         for (int r = 0; r < m.size(); ++r)
