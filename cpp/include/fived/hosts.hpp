@@ -90,12 +90,12 @@ inline Rounds combine(HostMemory& m, const Call& call, std::vector<Inputs> in, s
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
                     between(in[r], i * chunk, (i + 1) * chunk, [&](auto part, std::size_t at) {
-                        copy_through_cache(m.slot(m.rank()) + r * chunk + at, part.data(), part.size());
+                        copy_through_cache(m.slot(m.rank(), i) + r * chunk + at, part.data(), part.size());
                     });
             },
             [=, &m](std::size_t i) {
                 const std::byte* terms[max_local_ranks];
-                for (int r = 0; r < m.size(); ++r) terms[r] = m.slot(r) + m.rank() * chunk;
+                for (int r = 0; r < m.size(); ++r) terms[r] = m.slot(r, i) + m.rank() * chunk;
                 const std::size_t bytes = std::min(chunk, mine - std::min(mine, i * chunk));
                 if (bytes) reduce(out + i * chunk, terms, m.size(), bytes / item);
             }};
@@ -109,14 +109,14 @@ inline Rounds share(HostMemory& m, const Call& call, std::vector<Outputs> pieces
     return {call, rounds_of(longest, chunk),
             [=, &m](std::size_t i) {
                 between(pieces[m.rank()], i * chunk, (i + 1) * chunk, [&](auto part, std::size_t at) {
-                    copy_through_cache(m.slot(m.rank()) + at, part.data(), part.size());
+                    copy_through_cache(m.slot(m.rank(), i) + at, part.data(), part.size());
                 });
             },
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
                     if (r != m.rank())
                         between(pieces[r], i * chunk, (i + 1) * chunk, [&](auto part, std::size_t at) {
-                            copy_through_cache(part.data(), m.slot(r) + at, part.size());
+                            copy_through_cache(part.data(), m.slot(r, i) + at, part.size());
                         });
             }};
 }
