@@ -138,6 +138,26 @@ def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
                 torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
+def by_hand(rt: Runtime) -> list[float]:
+    """Two rounds in which the ranks' shares of the targets differ; where the weight is after each."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model.weight.data.fill_(2.0 + rt.rank)  # all start at rank 0's 2
+    local, seen = LocalSGD(model, rt.world, every=2), []
+    for targets in ([3, 1], [1, 7]), ([0, 5], [1, 2]):
+        for count in targets[rt.rank]:
+            model.weight.data += 1.0 + rt.rank
+            local.step(count)
+        seen.append(model.weight.item())
+    return seen
+
+
+def test_each_round_weighs_its_own_targets() -> None:
+    first = 2 + (4 * 2 + 8 * 4) / 12
+    second = first + (5 * 2 + 3 * 4) / 8
+    for seen in spawn(by_hand, 2):
+        assert seen == pytest.approx([first, second], rel=1e-14)
+
+
 def test_h_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="every 0 steps"):
         LocalSGD(nn.Linear(2, 2), ALONE, every=0)

@@ -92,7 +92,7 @@ def make_version(
         dp = DataParallel(model, rt.world, o.bucket_mb, exchange)
         return Version(model, dp.no_sync, dp.finish)
     parameters = list(model.parameters())
-    # torch's hook waits in callbacks of the process group: under gloo several buckets would wait for one another
+    # torch's hook sends Q from a callback, when P has come: several buckets under gloo, and ranks differ in order
     cap = 1e6 if name.startswith("torch") else o.bucket_mb
     ddp = DistributedDataParallel(model, process_group=rt.world.pg, bucket_cap_mb=cap)
     if name.startswith("torch"):
@@ -291,13 +291,9 @@ def main(rt: Runtime, o: CompressionOptions) -> bool:
         raise UsageError(f"--rank {o.rank}: PowerSGD's factors need a rank of at least 1, such as 2")
     if o.curve_steps < 10:
         raise UsageError(f"--curve-steps {o.curve_steps}: at least 10 are needed")
-    # DDP needs a process group. torch's hook waits inside a callback, where our MPI group's one thread is busy
-    cannot = ("ddp", "torch") if rt.world_size == 1 else ("torch",) if rt.backend == "mpi" else ()
-    kept = tuple(name for name in o.versions if not name.startswith(cannot))
-    if kept != o.versions:
-        left_out = ", ".join(name for name in o.versions if name not in kept)
-        console(rt).print(f"left out on {rt.world_size} ranks with {rt.backend}: {left_out}")
-    o = replace(o, versions=kept or ("bucketed",))
+    if rt.world_size == 1:  # DDP needs a process group
+        kept = tuple(name for name in o.versions if not name.startswith(("ddp", "torch")))
+        o = replace(o, versions=kept or ("bucketed",))
     if not o.benchmark:
         return prove(rt, o)
     report(rt, o, timed(rt, o))
