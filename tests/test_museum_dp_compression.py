@@ -173,10 +173,8 @@ def test_the_memory_behind_the_optimizer() -> None:
     for o in (ALL, OPTIONS):
         found = spawn(visit_the_optimizer, 2, o)[0]
         for optimizer, (loss, right, difference, same) in found.items():
-            print(
-                f"\nk = {o.k:g}, {optimizer}: loss {loss:.4f} for {right:.4f}, weights {difference:.1e}",
-                end="",
-            )
+            name = f"BehindTheOptimizer, k = {o.k:g}, {optimizer}"
+            print(f"\n{name}: loss {loss:.4f} for {right:.4f}, weights {difference:.1e}", end="")
             assert same  # comparing ranks does not find it
         assert found["sgd"][2] <= 1e-12
         assert found["adamw"][2] > 1e-3

@@ -83,6 +83,13 @@ def test_equal_loss_curves_all_stay_visible() -> None:
     assert axes.get_ylabel() == "loss (nats a token)"
 
 
+def test_curves_that_differ_are_means_of_steps() -> None:
+    axes = new_axes()
+    visualizer.loss_curves(axes, {"every step": [4.0, 2.0, 3.0], "local": [4.0, 3.0, 3.0]}, mean=2)
+    assert [list(line.get_data()[0]) for line in axes.lines] == [[1, 2], [1, 2]]
+    assert [list(line.get_data()[1]) for line in axes.lines] == [[3.0, 2.5], [3.5, 3.0]]
+
+
 def test_timeline_places_intervals_in_the_order_of_kinds() -> None:
     axes = new_axes()
     rows = {"rank 0": [Interval(0, 1, "forward", "0")], "rank 1": [Interval(2, 4, "backward", "0")]}

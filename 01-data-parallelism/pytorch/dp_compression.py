@@ -277,7 +277,8 @@ def curves(rt: Runtime, o: CompressionOptions) -> None:
     console(rt).print(table)
     if rt.rank == 0 and o.plot:
         with figure(o.plot, width=7.5, height=4.2) as (axes,):
-            loss_curves(axes, losses, title=f"{o.model}, {rt.world_size} ranks, SGD")
+            title = f"{o.model}, {rt.world_size} ranks, SGD, mean of 10 steps"
+            loss_curves(axes, losses, title=title, mean=10)
 
 
 def main(rt: Runtime, o: CompressionOptions) -> bool:

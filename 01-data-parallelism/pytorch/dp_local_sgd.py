@@ -201,11 +201,13 @@ def curves(rt: Runtime, o: LocalOptions) -> None:
     console(rt).print(table)
     if rt.rank == 0 and o.plot:
         with figure(o.plot, columns=2, width=11, height=4.2) as (left, right):
-            loss_curves(left, losses, title=f"{o.model}, {rt.world_size} ranks")
+            loss_curves(left, losses, title=f"{o.model}, {rt.world_size} ranks, mean of 16 steps", mean=16)
             for place, (label, sent, loss) in enumerate(rows):
                 right.plot(float(sent), loss, "o", color=colour(place))
-                right.annotate(label, (float(sent), loss), (5, 3), textcoords="offset points", fontsize=8)
-            right.set(xscale="log", xlabel="bytes a step and rank", ylabel="loss on validation text")
+                right.annotate(label, (float(sent), loss), (5, 4), textcoords="offset points", fontsize=8)
+            right.set(
+                xscale="log", xlabel="bytes a step and rank", xmargin=0.2, ylabel="loss on validation text"
+            )
 
 
 def main(rt: Runtime, o: LocalOptions) -> bool:

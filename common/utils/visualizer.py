@@ -199,10 +199,23 @@ def bandwidth_lines(
 
 
 def loss_curves(
-    axes: Axes, losses: Mapping[str, Sequence[float]], *, unit: str = "nats a token", title: str = ""
+    axes: Axes,
+    losses: Mapping[str, Sequence[float]],
+    *,
+    unit: str = "nats a token",
+    title: str = "",
+    mean: int = 0,
 ) -> None:
-    """Loss over steps: name -> loss of each step. Curves that coincide stay visible: dashes over lines."""
+    """Loss over steps: name -> loss of each step. Curves that coincide stay visible: dashes over lines.
+
+    mean: for curves that differ, plain lines of the mean over so many steps.
+    """
     for place, (name, values) in enumerate(losses.items()):
+        if mean:
+            means = [sum(values[i - mean : i]) / mean for i in range(mean, len(values) + 1)]
+            steps = range(mean - 1, len(values))
+            axes.plot(steps, means, linewidth=1.6, color=colour(place), label=name)
+            continue
         dashes = "-" if place == 0 else (place * 3, (3, 3 * (len(losses) - 1) or 3))
         width = 4.0 if place == 0 and len(losses) > 1 else 2.0
         axes.plot(values, linestyle=dashes, linewidth=width, color=colour(place), label=name)
