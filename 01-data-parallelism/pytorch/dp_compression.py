@@ -292,9 +292,13 @@ def main(rt: Runtime, o: CompressionOptions) -> bool:
         raise UsageError(f"--rank {o.rank}: PowerSGD's factors need a rank of at least 1, such as 2")
     if o.curve_steps < 10:
         raise UsageError(f"--curve-steps {o.curve_steps}: at least 10 are needed")
-    if rt.world_size == 1:  # DDP needs a process group
-        kept = tuple(name for name in o.versions if not name.startswith(("ddp", "torch")))
-        o = replace(o, versions=kept or ("bucketed",))
+    # DDP needs a process group; torch's hook waits in a callback, where the one thread of our MPI group is busy
+    cannot = ("ddp", "torch") if rt.world_size == 1 else ("torch",) if rt.backend == "mpi" else ()
+    kept = tuple(name for name in o.versions if not name.startswith(cannot))
+    if kept != o.versions:
+        left_out = ", ".join(name for name in o.versions if name not in kept)
+        console(rt).print(f"left out on {rt.world_size} ranks with {rt.backend}: {left_out}")
+    o = replace(o, versions=kept or ("bucketed",))
     if not o.benchmark:
         return prove(rt, o)
     report(rt, o, timed(rt, o))
