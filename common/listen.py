@@ -1,4 +1,4 @@
-"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP, DTensor.
+"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP2, ZeroRedundancyOptimizer.
 
     with Listener(group) as ledger:
         ddp(x).sum().backward()
@@ -7,7 +7,8 @@
 torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
 through there on its thread. Bytes are counted as in common/comm.py. Our own calls are heard too, so inside a
 listener a ledger and the listener agree. Integers that a library broadcasts or gathers (DDP checks the shapes of
-parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name.
+parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. Functional collectives,
+which DTensor uses, are not heard. All that is heard is taken to be of the one group.
 """
 
 from __future__ import annotations

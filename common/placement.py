@@ -43,7 +43,12 @@ Split = Shard | Run
 
 
 def place(parameter: Tensor, axis: str, split: Split) -> None:
-    """Say that `parameter` holds one piece along `axis`. Cuts are undone in the reverse order."""
+    """Say that `parameter` holds one piece along `axis`. Cuts are undone in the reverse order.
+
+    Raises ValueError for an axis that is none.
+    """
+    if axis not in (*AXES, "world"):
+        raise ValueError(f"axis {axis!r} is unknown; the axes are {', '.join(AXES)}")
     parameter.placement = {**placement(parameter), axis: split}  # type: ignore[attr-defined]
 
 

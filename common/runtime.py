@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import re
 import socket
@@ -121,7 +122,10 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
             if launch.world_size == launch.local_world_size:
                 path = MPI.COMM_WORLD.bcast(_temporary_file() if serve else None)
                 atexit.register(MPI.COMM_WORLD.Barrier)  # runs before rank 0 removes what others still read
-                return dist.FileStore(path, -1)
+                local = dist.FileStore(path, -1)
+                # Its destructor reads for ever where rank 0 removes the file under it, so it never runs.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(local))
+                return local
             if serve:
                 store = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False)
             host, port = MPI.COMM_WORLD.bcast((socket.gethostname(), store.port) if serve else None)

@@ -203,7 +203,8 @@ def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
     worst = 0.0 if right else math.inf
     if whole is not None:
         expected = torch.from_numpy(factors.expected("C", slice(None), slice(None)))
-        worst = max(worst, ((whole.double().cpu() - expected).abs().max() / expected.abs().max()).item())
+        found = ((whole.double().cpu() - expected).abs().max() / expected.abs().max()).item()
+        worst = max(worst, found) if math.isfinite(found) else math.inf
     over_ranks = torch.tensor(worst, dtype=torch.float64, device=c.device)
     comm.all_reduce(over_ranks, group, "max")
     return over_ranks.item()

@@ -64,6 +64,8 @@ class LocalSGD:
         moved = (self.w - joined(self.parameters)) * self.targets
         moved = torch.cat([moved, moved.new_tensor([self.targets])])  # the sum of the weights rides along
         comm.all_reduce(moved, self.group)
+        if not moved[-1]:
+            return  # nobody has trained since the last meeting
         delta = moved[:-1] / moved[-1]
         self.m = self.momentum * self.m + delta if self.momentum else self.m
         self.w -= self.rate * (delta + self.momentum * self.m)

@@ -66,7 +66,9 @@ class Zero:
     Every module of `layers` is a unit; what lies outside of them is one more, whole from the start of the forward
     pass to the end of the backward pass. All ranks run the same layers in the same order. Losses are scaled as for
     DataParallel. Gradients are those of one step: a second finish() replaces them. The norm of the gradient is
-    common.placement.gradient_norm(pieces), since each rank sees a part. The weights to save are the pieces.
+    common.placement.gradient_norm(pieces, mesh), since each rank sees a part. The weights to save are the pieces, not
+    the model's state_dict; after writing into them by other means than an optimizer, call changed(). All ranks step
+    together and, from stage 2 on, run as many backward passes. Parameters are those that need gradients now.
 
     Raises ValueError for other stages, for a model without parameters to train, for a unit of two types;
     RuntimeError in stage 1 when a second backward pass runs before finish(): accumulate inside no_sync().
@@ -83,17 +85,21 @@ class Zero:
         self.names = list(trained)
         of_layers = [{id(p) for p in layer.parameters()} for layer in layers]
         homes = {name: [i for i, ids in enumerate(of_layers) if id(p) in ids] for name, p in trained.items()}
+        outside = {id(p) for p in parameters_outside(model, {id(layer) for layer in layers})}
         self.units, self.modules = [], []  # type: tuple[list[Unit], list[nn.Module]]
         for i, module in enumerate([model, *layers], -1):
-            # what several layers share, or none has, is whole from the first to the last
-            home = {name: at[0] if len(at) == 1 else -1 for name, at in homes.items()}
+            # what several layers share, or what lies outside of them too, is whole from the first to the last
+            home = {
+                name: at[0] if len(at) == 1 and id(trained[name]) not in outside else -1
+                for name, at in homes.items()
+            }
             inside = {name: p for name, p in trained.items() if home[name] == i}
             if inside:
                 self.units.append(Unit(inside, group, stage))
                 self.modules.append(module)
         self.model = weakref.ref(model)
         self.synchronising, self.in_backward, self.reduced = True, False, False
-        self.gathered = -1
+        self.gathered, self.task = -1, -1
         self.used: set[str] = set()
         self.queue, self.leaving = self.units[::-1], []  # type: tuple[list[Unit], list[Unit]]
         self._hook(model)
@@ -113,7 +119,7 @@ class Zero:
             module.register_forward_pre_hook(call("_before", i))
             module.register_forward_hook(call("_after", i))
             for name, p in unit.parameters.items():
-                p.register_post_accumulate_grad_hook(call("_ready", unit, name))
+                p.register_post_accumulate_grad_hook(call("_ready", i, name))
         weakref.finalize(self, register_optimizer_step_post_hook(call("_stepped")).remove)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -143,6 +149,7 @@ class Zero:
         while not recomputing() and self.gathered < min(i + 1, len(self.units) - 1):
             self.gathered += 1
             self.units[self.gathered].gather()
+        self.units[i].gather()  # a layer that runs once more, by itself, or among others that run again
         self.units[i].wait()
 
     def _after(self, i: int, module: nn.Module, _: Any, output: Any) -> None:
@@ -160,8 +167,12 @@ class Zero:
         self.units[i].wait()
         self.units[max(i - 1, 0)].gather()
 
-    def _ready(self, unit: Unit, name: str, _: Tensor) -> None:
+    def _ready(self, i: int, name: str, _: Tensor) -> None:
         """The hook that autograd calls when p.grad holds this backward's gradient."""
+        unit, task = self.units[i], torch._C._current_graph_task_id()
+        if self.in_backward and task != self.task:
+            raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
+        self.task = task
         if self.reduced and self.stage == 1:
             raise RuntimeError(
                 "backward ran twice before finish(): put all micro-batches but the last in no_sync()"
@@ -196,6 +207,8 @@ class Zero:
 
     def finish(self) -> None:
         """Wait for all sums; then every piece has its gradient, or None where no rank used the parameter."""
+        if self.in_backward:
+            raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
         if not self.reduced:
             self._end_of_backward()
         for unit in self.leaving:
@@ -213,12 +226,24 @@ class Zero:
         self.leaving, self.reduced = [], False
         self.used.clear()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def changed(self) -> None:
         """The pieces of all ranks have changed: what is whole is old."""
+        for unit in self.units:
+            unit.wait()  # gathered ahead and not used: old, too
+            unit.here = False
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         mine = {id(piece) for _, piece in self.named_parameters()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            for unit in self.units:
-                unit.here = False
+            self.changed()
+
+
+def parameters_outside(module: nn.Module, layers: set[int]) -> Iterator[nn.Parameter]:
+    """The parameters that `module` has outside of `layers`, which are named by id()."""
+    if id(module) not in layers:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from parameters_outside(child, layers)
 
 
 def recomputing() -> bool:

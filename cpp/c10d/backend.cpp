@@ -179,8 +179,13 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<
 MpiBackend::~MpiBackend() {
     Engine::get().remove(this);
     const auto error = std::make_exception_ptr(std::runtime_error("group '" + name_ + "' was destroyed"));
-    for (Task& task : collectives_) task.work->done(error);
-    for (Task& task : messages_) task.work->done(error);
+    const auto give_back = [&](Task& task) {
+        // MPI may go on reading or writing what is under way
+        if (task.stage && !task.stage->messages.empty()) keep_for_ever(std::move(task.stages), task.buffers);
+        task.work->done(error);
+    };
+    for (Task& task : collectives_) give_back(task);
+    for (Task& task : messages_) give_back(task);
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> MpiBackend::getBackendOptions() {
@@ -323,9 +328,13 @@ bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
                 keep_for_ever(std::move(task.stages), task.buffers);
         }
         // Holds the tensors until the lock is free: letting go of the last one may wait for Python's lock.
-        afterwards.push_back([work = task.work, buffers = task.buffers, error] {
+        afterwards.push_back([work = task.work, buffers = task.buffers, error]() mutable {
             const auto guard = buffers->here();
-            if (!error) buffers->finish();
+            try {
+                if (!error) buffers->finish();
+            } catch (...) {  // a result that may not be written, such as one of inference mode
+                error = std::current_exception();
+            }
             work->done(error);
         });
         return moved = true;

@@ -96,13 +96,19 @@ class Engine {
     /// Polls until done().
     template <class Done>
     void wait(Done done) {
+        struct Leave {  // done() may throw: a wait that timed out
+            Engine& engine;
+            ~Leave() {
+                if (--engine.waiting_ == 0 && engine.busy_) engine.wake_.notify_one();
+            }
+        };
         ++waiting_;
+        const Leave leave{*this};
         for (int idle = 0; !done(); ++idle)
             if (poll())
                 idle = 0;
             else if (idle > spins_)
                 sched_yield();
-        if (--waiting_ == 0 && busy_) wake_.notify_one();
     }
 
     /// More ranks than cores: whoever spins keeps another from what it waits for.
