@@ -175,7 +175,7 @@ def prove(rt: Runtime, o: TrainingOptions) -> bool:
     out = console(rt)
     out.print(proof.tables(f"{n} rank(s) against one device: {o.model}, {o.dtype}, {o.steps} steps"))
     table = Table(title="by rank, bytes: a step, and logits held at once", title_justify="left")
-    for column in ("rank", "sends", "by formula", "receives", "dp_basic.py sends", "logits", "dp_basic.py's"):
+    for column in ("rank", "sends", "by formula", "receives", "dp_basic.py sends", "logits", "a rank's own"):
         table.add_column(column, justify="right")
     basic = step_bytes("bucketed", one.model, rt.world, o)
     for r, (by_formula, received) in enumerate(bytes_by_rank(one.model, o, n)):
