@@ -266,3 +266,72 @@ def test_the_listener_counts_as_the_ledger_does() -> None:
         assert len(ours) == 5
         assert ours == theirs
         assert "cannot count torch.ops.c10d.alltoall_base_" in said
+
+
+class Tied(nn.Module):
+    """The head is the weight of the last layer: it lies inside a layer and outside of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(3))
+        self.head, self.skip = self.layers[2].weight, False
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        h_BI = x_BI @ self.head
+        for layer in self.layers[: 1 if self.skip else 3]:
+            h_BI = torch.tanh(layer(h_BI))
+        return h_BI.square().sum()
+
+
+def awkward(rt: Runtime, stage: int) -> tuple[float, list[str]]:
+    """A weight both in a layer and outside, layers left out in an evaluation; then what is refused and repaired."""
+    mesh, said = Mesh(rt.world, dp=rt.world_size), []
+    alone, model = Tied(), Tied()
+
+    def one(t: int) -> Tensor:
+        loss = sum((alone(part(t, r, 0)) for r in range(rt.world_size)), torch.zeros(()))
+        loss.backward()
+        return loss.detach()
+
+    reference = follow(alone, "adamw", 3, one)
+    zero = Zero(model, model.layers, mesh.group("dp"), stage)
+
+    def step(t: int) -> Tensor:
+        loss = model(part(t, rt.rank, 0))
+        loss.backward()
+        zero.finish()
+        model.skip = True
+        with torch.no_grad():  # gathers a layer ahead that nobody uses
+            model(part(t, 0, 0))
+        model.skip = False
+        total = loss.detach()
+        comm.all_reduce(total, rt.world)
+        return total
+
+    largest = max(d.value for d in compare(reference, follow(zero, "adamw", 3, step, mesh)).values())
+    with torch.no_grad():
+        for _, piece in zero.named_parameters():
+            piece.fill_(0.25)
+        zero.changed()
+        said.append(f"{model(torch.ones(1, 3, dtype=torch.float64)).item():.12f}")
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("in the middle of a backward pass")
+
+    handle = model.layers[0].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(part(0, rt.rank, 0)).backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="a backward pass ended with an error") as error:
+        zero.finish()
+    said.append(str(error.value))
+    return largest, said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_awkward_models_and_failed_passes(stage: int) -> None:
+    found = spawn(awkward, 2, stage)
+    for largest, said in found:
+        assert largest <= 1e-12
+        assert said == found[0][1]
