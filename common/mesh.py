@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -23,11 +24,21 @@ AXES = ("pp", "dp", "ep", "sp", "tp")
 class Mesh:
     """A world of pp * dp * ep * sp * tp ranks; `at` is this rank's coordinate on each axis.
 
-    Raises UsageError when the product is not the world size.
+    timeout: seconds, for the groups that it makes; without it torch's own, 30 minutes. Raises UsageError when
+    the product is not the world size.
     """
 
-    def __init__(self, world: Group, pp: int = 1, dp: int = 1, ep: int = 1, sp: int = 1, tp: int = 1) -> None:
-        self.world = world
+    def __init__(
+        self,
+        world: Group,
+        pp: int = 1,
+        dp: int = 1,
+        ep: int = 1,
+        sp: int = 1,
+        tp: int = 1,
+        timeout: float | None = None,
+    ) -> None:
+        self.world, self.timeout = world, None if timeout is None else timedelta(seconds=timeout)
         self.shape = dict(zip(AXES, (pp, dp, ep, sp, tp), strict=True))
         given = " ".join(f"{axis}={n}" for axis, n in self.shape.items())
         if min(self.shape.values()) < 1:
@@ -79,7 +90,9 @@ class Mesh:
                 for r in range(self.world.size)
                 if all(self.coordinates(r)[axis] == at for axis, at in here.items())
             )
-            pg = dist.new_group([self.world.ranks[r] for r in ranks])  # every rank makes every group
+            pg = dist.new_group(
+                [self.world.ranks[r] for r in ranks], self.timeout
+            )  # every rank makes every group
             if self.world.rank in ranks:
                 mine = Group("+".join(axes), ranks.index(self.world.rank), len(ranks), ranks, pg)
         assert mine is not None
