@@ -21,6 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common.watchdog import UsageError
+
 NAME = "fived"
 
 
@@ -37,13 +39,20 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
+def _number(name: str, otherwise: int, least: int) -> int:
+    given = os.environ.get(name, str(otherwise))
+    if not given.isdecimal() or int(given) < least:
+        raise UsageError(f"{name}={given}: give a whole number, at least {least}")
+    return int(given)
+
+
 def _create(given: Any, _: object) -> Any:
     from fived_c10d import GroupOptions, MpiBackend
     from mpi4py import MPI  # noqa: F401
 
     options = GroupOptions(given.timeout)
-    options.ranks_per_host = int(os.environ.get("FIVED_RANKS_PER_HOST", 0))
-    options.largest_message = int(os.environ.get("FIVED_LARGEST_MESSAGE", options.largest_message))
+    options.ranks_per_host = _number("FIVED_RANKS_PER_HOST", 0, least=0)
+    options.largest_message = _number("FIVED_LARGEST_MESSAGE", options.largest_message, least=1)
     options.staged = os.environ.get("FIVED_STAGED") == "1"
     return MpiBackend(
         given.group_rank, given.group_size, given.group_id, list(given.global_ranks_in_group), options

@@ -32,6 +32,8 @@ from common.proof import Proof
 from common.runtime import Runtime, UsageError
 from common.utils.visualizer import figure, throughput_bars
 
+LARGEST_BATCH = 2**27  # tokens; more do not fit a machine that runs this
+
 
 @dataclass
 class TrainingOptions(LessonOptions):
@@ -84,6 +86,11 @@ class Batches:
         if min(o.batch, o.sequence, o.micro_batches) < 1:
             raise UsageError(
                 f"--batch {o.batch} --sequence {o.sequence} --micro-batches {o.micro_batches}: each must be at least 1"
+            )
+        if o.batch * o.sequence > LARGEST_BATCH or o.micro_batches > o.batch * o.sequence:
+            raise UsageError(
+                f"--batch {o.batch} --sequence {o.sequence} --micro-batches {o.micro_batches}: give at most "
+                f"{LARGEST_BATCH} tokens, and no more micro-batches than tokens"
             )
         if self.group.size > o.batch:
             raise UsageError(
