@@ -170,12 +170,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     sizes = sizes or [x.shape[dim]] * group.size
     piece = _padded(x, dim, max(sizes))
     out = piece.new_empty(group.size * max(sizes), *piece.shape[1:])
-    _run(
-        lambda: dist.all_gather_single(out, piece, group=group.pg, async_op=True),
-        "all_gather",
-        group,
-        share(out, 1, group),
-    )
+    all_gather_into(out, piece, group)
     pieces = [p[:size] for p, size in zip(out.chunk(group.size), sizes, strict=True)]
     return torch.cat(pieces).movedim(0, dim).contiguous()
 
@@ -191,12 +186,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
     longest = max(sizes)
     pieces = torch.cat([_padded(p, dim, longest) for p in torch.split(x, sizes, dim)])
     out = pieces.new_empty(longest, *pieces.shape[1:])
-    _run(
-        lambda: dist.reduce_scatter_single(out, pieces, group=group.pg, async_op=True),
-        "reduce_scatter",
-        group,
-        share(pieces, 1, group),
-    )
+    reduce_scatter_into(out, pieces, group)
     return out[: sizes[group.rank]].movedim(0, dim).contiguous()
 
 
