@@ -25,11 +25,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from statistics import median
 
 import torch
 from dp_basic import make_version, step_bytes
-from dp_training import Batches, TrainingOptions, Version, check, make_model, report, training_step
+from dp_training import Batches, TrainingOptions, Version, check, make_model, records, report, training_step
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -39,7 +38,7 @@ from common.comm import Group, sizes_of
 from common.equality import KINDS, OPTIMIZERS, Difference, Followed, compare, follow, worst_of_world
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.proof import Proof
@@ -218,27 +217,7 @@ def benchmark(rt: Runtime, o: TrainingOptions) -> list[BenchmarkRecord]:
         "one process": bytes_by_rank(model, o, rt.world_size)[rt.rank][0],
         "bucketed": step_bytes("bucketed", other, rt.world, o),
     }
-    return [
-        BenchmarkRecord(
-            strategy="dp",
-            implementation=name,
-            language="pytorch",
-            ranks=rt.world_size,
-            backend=rt.backend,
-            dtype=o.dtype,
-            model=o.model,
-            parameters=model.parameter_count(),
-            tokens_per_step=o.batch * o.sequence,
-            flop_per_step=o.batch * o.sequence * model.flops_per_token(o.sequence),
-            step_seconds=m.seconds,
-            communication_seconds=median(m.blocked),
-            bytes_counted=median(m.sent),
-            bytes_formula=float(formula[name]),
-            peak_memory_bytes=peak_memory(rt.world),
-            scaling="strong",
-        )
-        for name, m in measured.items()
-    ]
+    return records(rt, replace(o, scaling="strong"), measured, model, formula)
 
 
 def main(rt: Runtime, o: TrainingOptions) -> bool:

@@ -24,7 +24,6 @@ local SGD). Not averaged: the inner optimizer's state and the model's buffers; e
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -47,6 +46,7 @@ from dp_training import (
     bytes_of_step,
     check,
     make_model,
+    records,
     report,
     training_step,
 )
@@ -58,7 +58,7 @@ from common.data.text import lm_batch
 from common.equality import OPTIMIZERS, compare, follow, worst_of_world
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
 from common.models.transformer import cross_entropy_sum
 from common.proof import Proof
@@ -105,9 +105,9 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
             f"{o.model}, {o.dtype}, {o.steps} steps"
         )
     )
-    records = timed(rt, replace(o, steps=5))
-    records = [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records]
-    report(rt, replace(o, plot=None), records)
+    shown = timed(rt, replace(o, steps=5))
+    shown = [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in shown]
+    report(rt, replace(o, plot=None), shown)
     if o.plot:
         curves(rt, o)
     out.print(proof.sentence())
@@ -135,28 +135,9 @@ def timed(rt: Runtime, o: LocalOptions) -> list[BenchmarkRecord]:
         rt.world,
         device=rt.device.type,
     )
-    meeting = bytes_of_meeting(model, rt.world) / o.every
-    return [
-        BenchmarkRecord(
-            strategy="dp",
-            implementation=name,
-            language="pytorch",
-            ranks=rt.world_size,
-            backend=rt.backend,
-            dtype=o.dtype,
-            model=o.model,
-            parameters=model.parameter_count(),
-            tokens_per_step=o.batch * o.sequence,
-            flop_per_step=o.batch * o.sequence * model.flops_per_token(o.sequence),
-            step_seconds=[s / o.every for s in m.seconds],
-            communication_seconds=statistics.median(m.blocked) / o.every,
-            bytes_counted=statistics.median(m.sent) / o.every,
-            bytes_formula=float(bytes_of_step(model, rt.world) if name == "every-step" else meeting),
-            peak_memory_bytes=peak_memory(rt.world),
-            scaling=o.scaling,
-        )
-        for name, m in measured.items()
-    ]
+    formula = dict.fromkeys(measured, bytes_of_meeting(model, rt.world) / o.every)
+    formula["every-step"] = bytes_of_step(model, rt.world)
+    return records(rt, o, measured, model, formula, steps=o.every)
 
 
 def one_round(step: Callable[[int], object], every: int) -> None:

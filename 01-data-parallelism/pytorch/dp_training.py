@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -25,7 +25,7 @@ from common.equality import OPTIMIZERS, Followed, Named, Wrap, compare, follow, 
 from common.ledger import Ledger
 from common.lesson import DTYPES, LessonOptions, console, write_records
 from common.listen import Listener
-from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.mesh import Mesh
 from common.models.transformer import Transformer, config, cross_entropy_sum
 from common.proof import Proof
@@ -185,6 +185,22 @@ def benchmark(
         model = make_model(o, rt.device)
         cases[name] = whole_step(make_version(name, model, rt, o), batches, rt.world)
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
+    formula = {name: step_bytes(name, model, rt.world, o) for name in measured}
+    return records(rt, o, measured, model, formula, unseen)
+
+
+def records(
+    rt: Runtime,
+    o: TrainingOptions,
+    measured: Mapping[str, Measured],
+    model: nn.Module,
+    step_bytes: Mapping[str, Fraction | int],
+    unseen: Collection[str] = (),
+    steps: int = 1,
+) -> list[BenchmarkRecord]:
+    """What was measured, a record a version. A round was `steps` steps; the records are of one."""
+    assert isinstance(model, Transformer)
+    tokens, memory = o.batch * o.sequence, peak_memory(rt.world)
     return [
         BenchmarkRecord(
             strategy="dp",
@@ -195,13 +211,13 @@ def benchmark(
             dtype=o.dtype,
             model=o.model,
             parameters=model.parameter_count(),
-            tokens_per_step=o.batch * o.sequence,
-            flop_per_step=o.batch * o.sequence * model.flops_per_token(o.sequence),
-            step_seconds=m.seconds,
-            communication_seconds=None if name in unseen else statistics.median(m.blocked),
-            bytes_counted=None if name in unseen else statistics.median(m.sent),
-            bytes_formula=float(step_bytes(name, model, rt.world, o)),
-            peak_memory_bytes=peak_memory(rt.world),
+            tokens_per_step=tokens,
+            flop_per_step=tokens * model.flops_per_token(o.sequence),
+            step_seconds=[seconds / steps for seconds in m.seconds],
+            communication_seconds=None if name in unseen else statistics.median(m.blocked) / steps,
+            bytes_counted=None if name in unseen else statistics.median(m.sent) / steps,
+            bytes_formula=float(step_bytes[name]),
+            peak_memory_bytes=memory,
             scaling=o.scaling,
         )
         for name, m in measured.items()
