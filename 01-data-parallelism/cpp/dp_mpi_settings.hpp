@@ -6,18 +6,16 @@
 #include <vector>
 
 #include "dp_mpi_exchange.hpp"
-#include "fived/options.hpp"
-#include "fived/text.hpp"
+#include "fived/training.hpp"
 
 namespace fived {
 
-struct Settings {
-    int steps = 3, batch = 53, context = 16, hidden = 256, layers = 3, micro_batches = 2;
-    std::uint64_t seed = 0;
-    double bucket_mb = 0.25, keep = 0.01;
-    std::string dtype = "float64", optimizer = "both", scaling = "strong", strategy = "all", data, json;
-    bool benchmark = false;
+struct Settings : TrainingSettings {
+    int context = 16, hidden = 256, layers = 3;
+    double keep = 0.01;
+    std::string strategy = "all";
 
+    Settings() { batch = 53, bucket_mb = 0.25; }
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
         steps = 10, batch = 4096, hidden = 1024, layers = 4, micro_batches = 1, bucket_mb = 2;
@@ -25,23 +23,12 @@ struct Settings {
     }
     Options options() {
         Options options("Data parallelism by MPI, an MLP on bytes of text. Run it under mpirun.");
-        options.add("steps", steps, 1, "steps of training");
-        options.add("seed", seed, std::uint64_t{0}, "of weights and samples");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
-        options.add("batch", batch, 1, "samples a step: of all ranks, with weak scaling of each");
+        add_to(options);
         options.add("context", context, 1, "bytes before the one to predict");
         options.add("hidden", hidden, 1, "width of the hidden layers");
         options.add("layers", layers, 1, "linear layers");
-        options.add("micro-batches", micro_batches, 1, "parts in which a rank works off its samples");
-        options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
         options.add("strategy", strategy, {"all", "all-reduce", "zero1", "topk"}, "how gradients are summed");
         options.add("keep", keep, 1e-9, "share of the gradients that topk sends", 1.0);
-        options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
-        options.add("data", data, "a file or folder of text instead of Python's standard library");
-        options.add("json", json, "append a record of the run to this file");
-        options.flag("benchmark", benchmark,
-                     "time the steps, compare nothing; with --help: its own defaults");
-        options.add("scaling", scaling, {"strong", "weak"}, "what --batch means");
         return options;
     }
     std::vector<int> sizes() const {
@@ -60,14 +47,8 @@ struct Settings {
         std::erase_if(chosen, [&](const auto& s) { return strategy != "all" && strategy != s.first; });
         return chosen;
     }
-    std::size_t global_batch(int ranks) const { return std::size_t(batch) * (scaling == "weak" ? ranks : 1); }
     void check(int ranks, const Text& text) const {
-        const std::size_t least = std::size_t(ranks) * micro_batches;
-        if (global_batch(ranks) < least)
-            throw UsageError("--batch " + std::to_string(batch) + " is too small for " +
-                             std::to_string(ranks) + " ranks x " + std::to_string(micro_batches) +
-                             " micro-batches; at least " +
-                             std::to_string(scaling == "weak" ? std::size_t(micro_batches) : least));
+        check_batch(ranks);
         if (std::size_t(context) >= text.train.size())
             throw UsageError("--context " + std::to_string(context) + " is longer than the text; at most " +
                              std::to_string(text.train.size() - 1));

@@ -8,7 +8,6 @@
 #include "dp_mpi.hpp"
 #include "dp_mpi_settings.hpp"
 #include "fived/equality.hpp"
-#include "fived/lesson.hpp"
 
 namespace {
 
@@ -302,16 +301,7 @@ int main(int argc, char** argv) {
     fived::Environment mpi(argc, argv);
     const Communicator world = Communicator::world();
     Settings settings;
-    for (int i = 1; i < argc; ++i)
-        if (std::string(argv[i]) == "--benchmark") settings.prefer_benchmark();
-    const Options options = settings.options();
-    Text text;
-    const auto prepare = [&] {
-        text = load_text(settings.data);
-        settings.check(world.size(), text);
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, "dp_mpi", argc, argv, options, prepare, [&] {
+    return run_training_lesson(world, "dp_mpi", argc, argv, settings, [&](const Text& text) {
         return settings.dtype == "float64" ? Lesson<double>(world, settings, text).run()
                                            : Lesson<float>(world, settings, text).run();
     });

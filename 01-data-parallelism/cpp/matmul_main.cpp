@@ -324,8 +324,7 @@ int main(int argc, char** argv) {
     fived::Environment mpi(argc, argv);
     const Communicator world = Communicator::world();
     Settings settings;
-    for (int i = 1; i < argc; ++i)
-        if (std::string(argv[i]) == "--benchmark") settings.prefer_benchmark();
+    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
     const Options options = settings.options();
     const auto prepare = [&] {
         if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);

@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "fived/equality.hpp"
-#include "fived/lesson.hpp"
-#include "fived/record.hpp"
 #include "process_group.hpp"
 #include "settings.hpp"
 #include "trainer.hpp"
@@ -271,16 +269,7 @@ int main(int argc, char** argv) {
     if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);
     const Communicator world = Communicator::world();
     Settings settings;
-    for (int i = 1; i < argc; ++i)
-        if (std::string(argv[i]) == "--benchmark") settings.prefer_benchmark();
-    const Options options = settings.options();
-    Text text;
-    const auto prepare = [&] {
-        text = load_text(settings.data);
-        settings.check(world.size(), text);
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, "dp_libtorch", argc, argv, options, prepare, [&] {
+    return run_training_lesson(world, "dp_libtorch", argc, argv, settings, [&](const Text& text) {
         const Group group = world_process_group();
         return Lesson(world, group, settings, text).run();
     });

@@ -1,6 +1,7 @@
 // What every lesson's main() does: agree on the options, run, turn errors into one line and an exit code.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -15,14 +16,17 @@
 
 namespace fived {
 
+inline bool given(int argc, char** argv, std::string_view option) {
+    return std::find(argv + 1, argv + argc, option) != argv + argc;
+}
+
 /// Runs `prepare` (parse, read, check: no communication) on every rank, then `body`, which returns whether
 /// all was right. Exit codes: 0 right; 1 wrong, or an error that ends all ranks; 2 unusable input, said once,
 /// before any rank communicates. --help prints the options.
 template <class Prepare, class Body>
 int run_lesson(const Communicator& world, const std::string& name, int argc, char** argv,
                const Options& options, Prepare prepare, Body body) {
-    for (int i = 1; i < argc; ++i) {
-        if (std::string_view(argv[i]) != "--help") continue;
+    if (given(argc, argv, "--help")) {
         if (world.rank() == 0) std::fputs(options.help().c_str(), stdout);
         return 0;
     }
