@@ -52,3 +52,11 @@ class Branches(nn.Module):
         h_BI = self.twice(torch.tanh(self.twice(x_BI)))
         branch = self.often if x_BI.sum() > 0 else self.rarely
         return branch(h_BI).square().sum()
+
+
+# For Branches, dealt out to 3 ranks in turn.
+UNEVEN_SAMPLES = [
+    [1.0, -2.0, 3.0, 4.0, 0.5],  # `rarely` on one rank only, whose hooks run in another order
+    [-1.0, 1.0, 2.0, 1.5, 2.5],  # on rank 0 in an early micro-batch only: the last one does not see it
+    [1.0, 2.0],  # rank 2 of 3 has nothing at all
+]

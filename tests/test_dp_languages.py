@@ -14,7 +14,7 @@ import pytest
 import torch
 from dp_mlp import VERSIONS
 from mpi.launch import ROOT, mpirun, need_module, run, run_worker
-from small_models import Branches
+from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -88,14 +88,7 @@ def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> list[dict[
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [1.0, -2.0, 3.0, 4.0, 0.5],  # `rarely` on one rank only, whose hooks run in another order
-        [-1.0, 1.0, 2.0, 1.5, 2.5],  # on rank 0 in an early micro-batch only: the last one does not see it
-        [1.0, 2.0],  # rank 2 of 3 has nothing at all
-    ],
-)
+@pytest.mark.parametrize("samples", UNEVEN_SAMPLES)
 def test_unused_and_shared_parameters(samples: list[float], set_to_none: bool) -> None:
     model = Branches()
     for s in samples:

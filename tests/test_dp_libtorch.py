@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, run
-from small_models import Branches
+from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 
 from common.data.text import lm_batch, load_text, mlp_batch
@@ -183,14 +183,7 @@ def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> tuple[Any,
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [1.0, -2.0, 3.0, 4.0, 0.5],  # `rarely` on one rank only, whose hooks run in another order
-        [-1.0, 1.0, 2.0, 1.5, 2.5],  # on rank 0 in an early micro-batch only: the last one does not see it
-        [1.0, 2.0],  # rank 2 of 3 has nothing at all
-    ],
-)
+@pytest.mark.parametrize("samples", UNEVEN_SAMPLES)
 def test_zero1_equals_one_device(samples: list[float], set_to_none: bool) -> None:
     need_module("dp_libtorch")
     model = Branches()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from dp_basic import DataParallel, all_reduce_gradients, broadcast_model
 from dp_training import Batches, TrainingOptions, make_model
+from museum import show
 from torch import Tensor, nn
 
 from common import comm
@@ -129,12 +130,6 @@ def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
         parallel = follow(model, optimizer, OPTIONS.steps, step, Mesh(rt.world, dp=rt.world_size))
         found[optimizer] = compare(reference, parallel)
     return found
-
-
-def show(name: str, found: dict[str, dict[str, Difference]]) -> None:
-    for optimizer, differences in found.items():
-        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
-        print(f"\n{name}, {optimizer}: {values}", end="")
 
 
 @pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])

@@ -14,6 +14,7 @@ from dp_compression import CompressionOptions, same_on_all_ranks
 from dp_compression_simulated import Simulation, simulated_step, top_k
 from dp_compressors import Message, TopK
 from dp_training import Batches, Version, make_model, training_step
+from museum import show
 
 from common import comm
 from common.equality import OPTIMIZERS, Difference, Followed, compare, follow
@@ -140,17 +141,15 @@ def visit_the_optimizer(rt: Runtime, o: CompressionOptions) -> dict[str, tuple[f
     return found
 
 
-def show(name: str, found: Found) -> None:
-    for optimizer, differences in found[0].items():
-        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
-        print(f"\n{name}, {optimizer}: {values}  ranks {'the same' if found[1] else 'DIFFER'}", end="")
+def show_ranks(name: str, found: Found) -> None:
+    show(name, found[0], f"  ranks {'the same' if found[1] else 'DIFFER'}")
 
 
 @pytest.mark.parametrize("compressor", [OfTheBucket, OfThePlace, BehindTheSum])
 def test_caught(compressor: type[TopK]) -> None:
     for o in (OPTIONS, ALL):
         found, same = spawn(visit, 2, compressor, o)[0]
-        show(f"{compressor.__name__}, k = {o.k:g}", (found, same))
+        show_ranks(f"{compressor.__name__}, k = {o.k:g}", (found, same))
         for differences in found.values():
             if o is ALL:  # no test that sends everything can see them
                 assert max(d.value for d in differences.values()) <= 1e-12
@@ -162,7 +161,7 @@ def test_caught(compressor: type[TopK]) -> None:
 
 def test_right() -> None:
     found, same = spawn(visit, 2, TopK, OPTIONS)[0]
-    show("TopK", (found, same))
+    show_ranks("TopK", (found, same))
     assert same
     for differences in found.values():
         assert max(d.value for d in differences.values()) <= 1e-12

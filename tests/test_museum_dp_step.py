@@ -28,6 +28,7 @@ from dp_loss_scaling import HALF, LossScaler, ScalingOptions, TorchScaler, alone
 from dp_mixed_precision import Trainer
 from dp_training import Batches, Version, make_model, training_step
 from dp_zero import make_version
+from museum import show
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -143,12 +144,6 @@ def visit(rt: Runtime, name: str) -> dict[str, Found]:
         followed = follow(model, optimizer, OPTIONS.steps, step, mesh, exhibit.wrap)
         found[optimizer] = compare(one_device(exhibit.like, optimizer), followed)
     return found
-
-
-def show(name: str, found: dict[str, Found]) -> None:
-    for optimizer, differences in found.items():
-        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
-        print(f"\n{name}, {optimizer}: {values}", end="")
 
 
 @pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])

@@ -13,6 +13,7 @@ import torch
 from dp_training import Batches, TrainingOptions, Version, make_model, training_step
 from dp_unit import Unit
 from dp_zero import Zero
+from museum import show
 from torch import Tensor
 
 from common.comm import Group
@@ -86,12 +87,6 @@ def visit(rt: Runtime, name: str, stage: int) -> dict[str, dict[str, Difference]
         step = clipped_step(version, rt.world, norm_of_all, mesh)
         found[optimizer] = compare(reference, follow(zero, optimizer, OPTIONS.steps, step, mesh))
     return found
-
-
-def show(name: str, found: dict[str, dict[str, Difference]]) -> None:
-    for optimizer, differences in found.items():
-        values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
-        print(f"\n{name}, {optimizer}: {values}", end="")
 
 
 @pytest.mark.parametrize(

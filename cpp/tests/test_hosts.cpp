@@ -5,6 +5,7 @@
 #include "check.hpp"
 #include "fived/environment.hpp"
 #include "fived/hosts.hpp"
+#include "numbers.hpp"
 
 using namespace fived;
 
@@ -20,26 +21,6 @@ extern "C" int MPI_Isend(const void* data, int count, MPI_Datatype type, int to,
 }
 
 namespace {
-
-using Numbers = std::vector<std::int32_t>;
-
-Numbers numbers(std::size_t n, int rank, int to = 0) {
-    Numbers values(n);
-    for (std::size_t i = 0; i < n; ++i) values[i] = int((i * 7 + rank * 13 + to * 5) % 97);
-    return values;
-}
-
-std::byte* bytes(Numbers& x) {
-    return reinterpret_cast<std::byte*>(x.data());
-}
-
-void sum(std::byte* out, const std::byte* const* in, int inputs, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) {
-        std::int32_t total = 0;
-        for (int r = 0; r < inputs; ++r) total += reinterpret_cast<const std::int32_t*>(in[r])[i];
-        reinterpret_cast<std::int32_t*>(out)[i] = total;
-    }
-}
 
 void run(Hosts& hosts, const Stages& stages) {
     for (const auto& next : stages) {

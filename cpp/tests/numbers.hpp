@@ -1,0 +1,26 @@
+// What the tests of shared memory and of several hosts send: numbers that say whose they are, and their sum.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+using Numbers = std::vector<std::int32_t>;
+
+inline Numbers numbers(std::size_t n, int rank, int to = 0) {
+    Numbers values(n);
+    for (std::size_t i = 0; i < n; ++i) values[i] = int((i * 7 + rank * 13 + to * 5) % 97);
+    return values;
+}
+
+inline std::byte* bytes(Numbers& x) {
+    return reinterpret_cast<std::byte*>(x.data());
+}
+
+inline void sum(std::byte* out, const std::byte* const* in, int inputs, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+        std::int32_t total = 0;
+        for (int r = 0; r < inputs; ++r) total += reinterpret_cast<const std::int32_t*>(in[r])[i];
+        reinterpret_cast<std::int32_t*>(out)[i] = total;
+    }
+}
