@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dp_basic import DataParallel, all_reduce_gradients, broadcast_model, make_version
-from dp_training import Batches, TrainingOptions, Version, bytes_of_run, make_model, training_step
+from dp_training import DataParallelOptions, bytes_of_run
 from small_models import Branches
 from torch import Tensor, nn
 
@@ -17,12 +17,13 @@ from common.ledger import Ledger
 from common.mesh import Mesh
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
 
 ALONE = Group("one", 0, 1, (0,))
 Found = dict[str, Difference]
 
 
-def against_one_device(rt: Runtime, o: TrainingOptions, name: str) -> list[Found]:
+def against_one_device(rt: Runtime, o: DataParallelOptions, name: str) -> list[Found]:
     """Differences of SGD and AdamW; the ledger's bytes are checked on the way."""
     found = []
     for optimizer in OPTIMIZERS:
@@ -53,7 +54,7 @@ def test_equal_to_one_device(world: int, name: str) -> None:
     ):
         if model == "llama-tiny" and name == "ddp":
             continue
-        o = TrainingOptions(
+        o = DataParallelOptions(
             model=model, batch=batch, micro_batches=micro_batches, bucket_mb=bucket_mb, sequence=12, steps=2
         )
         for found in spawn(against_one_device, world, o, name):

@@ -26,7 +26,6 @@ from dp_accumulation import (
     scheduled_by_torch,
     step_bytes,
 )
-from dp_training import make_model, training_step
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -36,6 +35,7 @@ from common.ledger import Ledger
 from common.mesh import Mesh
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.training import make_model, training_step
 
 OPTIONS = StepOptions(batch=9, samples=13, sequence=8, steps=4, micro_batches=3, clip=0.5, warm_up=2)
 

@@ -17,7 +17,7 @@ from dp_checkpointing import (
     measure,
     on_one_device,
 )
-from dp_training import Batches, Version, bytes_of_run, make_model, training_step
+from dp_training import bytes_of_run
 from small_models import SHAPES, ours, tokens
 from torch import nn
 
@@ -28,6 +28,7 @@ from common.mesh import Mesh
 from common.models.transformer import Transformer, config, cross_entropy_sum
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
 from common.utils.memory import LiveBytes, saved_bytes
 
 OPTIONS = CheckpointOptions(batch=9, sequence=8, steps=2, micro_batches=2)

@@ -21,7 +21,6 @@ from dp_compression import (
 )
 from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
 from dp_compressors import Compressor, PowerSGD, largest, pack, unpack
-from dp_training import make_model
 from small_models import Branches
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from common.equality import KINDS, OPTIMIZERS, compare, follow
 from common.models.configs import CONFIGS, gpt2, llama
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.training import make_model
 
 CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)  # small_models' are not known by name
 CONFIGS["llama-nano"] = llama(layers=1, width=24, heads=4, kv_heads=2, mlp_width=35, sequence=12)

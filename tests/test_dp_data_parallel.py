@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 from dp_data_parallel import alone, bytes_by_rank, train
-from dp_training import TrainingOptions, make_model
+from dp_training import DataParallelOptions
 from mpi.launch import ROOT, run
 
 from common.comm import sizes_of
 from common.equality import OPTIMIZERS, compare
 from common.runtime import Runtime
 from common.spawn import spawn
+from common.training import make_model
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_data_parallel.py"
 STEPS = 2
 
 
-def options(batch: int) -> TrainingOptions:
-    return TrainingOptions(model="gpt2-tiny", batch=batch, sequence=12, steps=STEPS, micro_batches=1)
+def options(batch: int) -> DataParallelOptions:
+    return DataParallelOptions(model="gpt2-tiny", batch=batch, sequence=12, steps=STEPS, micro_batches=1)
 
 
 def visit(rt: Runtime, batch: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from dp_replicas import (
     on_ranks,
     simulated,
 )
-from dp_training import Batches, Version, make_model, training_step
 from torch import nn
 
 from common import comm
@@ -26,6 +25,7 @@ from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
 from common.models.configs import CONFIGS, gpt2
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
 
 CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3

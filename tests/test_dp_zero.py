@@ -10,7 +10,7 @@ import pytest
 import torch
 from dp_basic import DataParallel
 from dp_memory import bytes_of
-from dp_training import Batches, TrainingOptions, make_model, whole_step
+from dp_training import DataParallelOptions
 from dp_zero import Zero, ZeroOptions
 from small_models import Branches
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from common.listen import Listener
 from common.mesh import Mesh
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
+from common.training import Batches, make_model, whole_step
 from common.utils.memory import peak_allocated
 
 STAGES = (1, 2, 3)
@@ -128,7 +129,7 @@ def test_branches_shared_parameters_and_recomputation(stage: int, recompute: boo
 
 def evaluate(rt: Runtime, stage: int) -> tuple[list[bool], int]:
     """Logits before training and after a step, against plain weights; and what stage 3 holds when it rests."""
-    o = TrainingOptions(batch=4, sequence=8)
+    o = DataParallelOptions(batch=4, sequence=8)
     model = make_model(o, rt.device)
     zero = Zero(model, model.layers, Mesh(rt.world, dp=rt.world_size).group("dp"), stage)
     plain, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from dp_basic import DataParallel, all_reduce_gradients, broadcast_model
-from dp_training import Batches, TrainingOptions, make_model
+from dp_training import DataParallelOptions
 from museum import show
 from torch import Tensor, nn
 
@@ -24,10 +24,11 @@ from common.mesh import Mesh
 from common.models.transformer import cross_entropy_sum
 from common.runtime import Runtime
 from common.spawn import spawn
+from common.training import Batches, make_model
 
 ALONE = Group("one", 0, 1, (0,))
 # 7 samples on 2 ranks: 3 and 4
-OPTIONS = TrainingOptions(model="gpt2-tiny", batch=7, micro_batches=2, sequence=12, steps=3)
+OPTIONS = DataParallelOptions(model="gpt2-tiny", batch=7, micro_batches=2, sequence=12, steps=3)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from dp_basic import Bucket, DataParallel
 from dp_compression import CompressionOptions, same_on_all_ranks
 from dp_compression_simulated import Simulation, simulated_step, top_k
 from dp_compressors import Message, TopK
-from dp_training import Batches, Version, make_model, training_step
 from museum import show
 
 from common import comm
@@ -23,6 +22,7 @@ from common.models.configs import CONFIGS, gpt2
 from common.models.transformer import cross_entropy_sum
 from common.runtime import Runtime
 from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
 
 CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
 # 7 samples on 2 ranks: 3 and 4

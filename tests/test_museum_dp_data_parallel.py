@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 from dp_data_parallel import OneProcess, alone
-from dp_training import TrainingOptions, make_model
+from dp_training import DataParallelOptions
 from torch import Tensor
 
 from common.equality import OPTIMIZERS, compare, follow
 from common.runtime import Runtime
 from common.spawn import spawn
+from common.training import make_model
 
 # 7 samples on 2 ranks: 4 and 3
-OPTIONS = TrainingOptions(model="gpt2-tiny", batch=7, sequence=12, steps=3, micro_batches=1)
+OPTIONS = DataParallelOptions(model="gpt2-tiny", batch=7, sequence=12, steps=3, micro_batches=1)
 
 
 class ReplicatesOnce(OneProcess):

@@ -26,7 +26,6 @@ from dp_accumulation import (
 from dp_basic import DataParallel
 from dp_loss_scaling import HALF, LossScaler, ScalingOptions, TorchScaler, alone, overflow_in, with_scaler
 from dp_mixed_precision import Trainer
-from dp_training import Batches, Version, make_model, training_step
 from dp_zero import make_version
 from museum import show
 from torch import Tensor, nn
@@ -41,6 +40,7 @@ from common.equality import OPTIMIZERS, Difference, Followed, Wrap, compare, fol
 from common.mesh import Mesh
 from common.runtime import Runtime
 from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
 
 ALONE = Group("one", 0, 1, (0,))
 Found = dict[str, Difference]

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from dp_training import Batches, TrainingOptions, Version, make_model, training_step
+from dp_training import DataParallelOptions
 from dp_unit import Unit
 from dp_zero import Zero
 from museum import show
@@ -22,8 +22,9 @@ from common.mesh import Mesh
 from common.placement import gradient_norm
 from common.runtime import Runtime
 from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
 
-OPTIONS = TrainingOptions(model="gpt2-tiny", batch=6, micro_batches=2, sequence=12, steps=3)
+OPTIONS = DataParallelOptions(model="gpt2-tiny", batch=6, micro_batches=2, sequence=12, steps=3)
 LARGEST_NORM = 0.05
 
 

@@ -40,17 +40,7 @@ import torch
 from dp_basic import DataParallel
 from dp_basic import make_version as make_basic_version
 from dp_checkpointing import checkpoint_layers
-from dp_training import (
-    Batches,
-    TrainingOptions,
-    Version,
-    benchmark,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    prove,
-    report,
-)
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,6 +48,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.comm import Group
+from common.comparison import benchmark, prove, report
 from common.data.sampler import Indices, samples_at
 from common.data.text import lm_samples, rank_slice
 from common.equality import MakeOptimizer, plain
@@ -66,6 +57,7 @@ from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.placement import gradient_norm
 from common.runtime import Runtime, UsageError
+from common.training import Batches, Version
 
 LOWEST = 0.1  # where the cosine ends, as a part of the full rate
 
@@ -92,7 +84,7 @@ RECIPES = {
 
 
 @dataclass
-class StepOptions(TrainingOptions):
+class StepOptions(DataParallelOptions):
     """The data set, and the numbers of what is added."""
 
     steps: int = 5

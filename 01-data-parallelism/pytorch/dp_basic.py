@@ -31,23 +31,16 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from dp_training import (
-    TrainingOptions,
-    Version,
-    benchmark,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    prove,
-    report,
-)
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group
+from common.comparison import benchmark, prove, report
 from common.lesson import run
 from common.runtime import Runtime
+from common.training import Version
 
 VERSIONS = ("naive", "bucketed", "ddp")
 
@@ -246,7 +239,7 @@ class DataParallel:
         self._reset()
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -> Version:
+def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
     """One of the three versions around `model`."""
     if name == "naive":
         broadcast_model(model, rt.world)
@@ -260,17 +253,17 @@ def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -
     return Version(ddp, ddp.no_sync, averages=True)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in a step."""
     return bytes_of_step(model, group, flags=name != "ddp")
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in `o.steps` steps, the start included."""
     return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
 
 
-def main(rt: Runtime, o: TrainingOptions) -> bool:
+def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
     if not o.benchmark:
@@ -280,4 +273,4 @@ def main(rt: Runtime, o: TrainingOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, TrainingOptions)
+    run(main, DataParallelOptions)

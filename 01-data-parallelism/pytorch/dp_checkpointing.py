@@ -29,35 +29,26 @@ from typing import Any
 
 import torch
 from dp_basic import DataParallel
-from dp_training import (
-    Batches,
-    TrainingOptions,
-    Version,
-    benchmark,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    make_model,
-    prove,
-    report,
-)
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.comm import Group
+from common.comparison import benchmark, prove, report
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
 from common.models.configs import TransformerConfig, config
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.runtime import Runtime
+from common.training import Batches, Version, make_model
 from common.utils.memory import LiveBytes, saved_bytes
 
 VERSIONS = ("none", "by-hand", "library")
 
 
 @dataclass
-class CheckpointOptions(TrainingOptions):
+class CheckpointOptions(DataParallelOptions):
     """Which versions."""
 
     versions: tuple[str, ...] = VERSIONS
@@ -162,12 +153,12 @@ def make_version(name: str, model: Transformer, rt: Runtime, o: CheckpointOption
     return Version(model, dp.no_sync, dp.finish)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in a step: checkpointing sends nothing."""
     return bytes_of_step(model, group)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in `o.steps` steps, the start included."""
     return bytes_of_run(model, group, o.steps, order=True)
 

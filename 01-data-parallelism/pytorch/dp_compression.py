@@ -31,24 +31,14 @@ import torch
 from dp_basic import DataParallel
 from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
 from dp_compressors import Compressor, PowerSGD, Sign, TopK, ddp_hook, joined, torch_hook
-from dp_training import (
-    Batches,
-    TrainingOptions,
-    Version,
-    benchmark,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    make_model,
-    report,
-    training_step,
-)
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group, share
+from common.comparison import benchmark, report
 from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
@@ -56,6 +46,7 @@ from common.measure import BenchmarkRecord
 from common.mesh import Mesh
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
+from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import figure, loss_curves
 
 COMPRESSORS = ("top-k", "powersgd", "sign")
@@ -63,7 +54,7 @@ VERSIONS = ("bucketed", *COMPRESSORS, "ddp-top-k", "ddp-powersgd", "ddp-sign", "
 
 
 @dataclass
-class CompressionOptions(TrainingOptions):
+class CompressionOptions(DataParallelOptions):
     """What is sent."""
 
     k: float = 0.05

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from dp_training import Batches, TrainingOptions
+from dp_training import DataParallelOptions
 from torch import Tensor, nn
 
 from common.comm import Group
 from common.models.transformer import cross_entropy_sum
+from common.training import Batches
 
 # part by part: what the message of each part says of parameter i, given gradient plus memory of each
 Compression = Callable[[int, list[Tensor]], list[Tensor]]
@@ -75,9 +76,9 @@ class Simulation:
 
 
 def simulated_step(
-    model: nn.Module, simulation: Simulation, o: TrainingOptions, parts: int, device: torch.device
+    model: nn.Module, simulation: Simulation, o: DataParallelOptions, parts: int, device: torch.device
 ) -> Callable[[int], Tensor]:
-    """dp_training.training_step for `parts` parts on one device: leaves gradients, returns the global loss."""
+    """The training step of common/training.py for `parts` parts on one device: leaves gradients, returns the global loss."""
     groups = [Group("part", r, parts, tuple(range(parts))) for r in range(parts)]
     batches = Batches(o, groups[0], device)
     parameters = [p for p in model.parameters() if p.requires_grad]

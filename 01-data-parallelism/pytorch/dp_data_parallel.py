@@ -28,13 +28,14 @@ from fractions import Fraction
 
 import torch
 from dp_basic import make_version, step_bytes
-from dp_training import Batches, TrainingOptions, Version, check, make_model, records, report, training_step
+from dp_training import DataParallelOptions, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import comm
 from common.comm import Group, sizes_of
+from common.comparison import records, report
 from common.equality import KINDS, OPTIMIZERS, Difference, Followed, compare, follow, worst_of_world
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
@@ -43,6 +44,7 @@ from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.proof import Proof
 from common.runtime import Runtime
+from common.training import Batches, Version, make_model, training_step
 
 
 def scatter(pieces: Sequence[Tensor], mine: Tensor, group: Group) -> Tensor:
@@ -68,7 +70,9 @@ def gather(mine: Tensor, rooms: Sequence[Tensor], group: Group) -> list[Tensor]:
 class OneProcess:
     """A training step as nn.DataParallel makes it: rank 0 owns model, batch, loss and gradients; others help."""
 
-    def __init__(self, model: Transformer, o: TrainingOptions, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, model: Transformer, o: DataParallelOptions, group: Group, device: torch.device
+    ) -> None:
         self.model, self.group, self.owner = model, group, group.rank == 0
         self.batches = Batches(replace(o, micro_batches=1), Group("one", 0, 1, (0,)), device)
         self.samples = sizes_of(o.batch, group.size)
@@ -123,7 +127,7 @@ class OneProcess:
             self.model.zero_grad()
 
 
-def bytes_by_rank(model: Transformer, o: TrainingOptions, n: int) -> list[tuple[int, int]]:
+def bytes_by_rank(model: Transformer, o: DataParallelOptions, n: int) -> list[tuple[int, int]]:
     """(sent, received) of each rank in a step. A token takes 8 bytes, a weight and a logit those of the type."""
     item, samples = DTYPES[o.dtype].itemsize, sizes_of(o.batch, n)
     weights = item * sum(p.numel() for p in model.parameters())
@@ -134,7 +138,7 @@ def bytes_by_rank(model: Transformer, o: TrainingOptions, n: int) -> list[tuple[
 
 
 def alone(
-    rt: Runtime, o: TrainingOptions, optimizer: str, wrap: Callable[[nn.Module], nn.Module]
+    rt: Runtime, o: DataParallelOptions, optimizer: str, wrap: Callable[[nn.Module], nn.Module]
 ) -> Followed:
     """The same steps on one device."""
     model, group = make_model(o, rt.device), Group("one", 0, 1, (rt.rank,))
@@ -142,7 +146,7 @@ def alone(
     return follow(model, optimizer, o.steps, training_step(Version(wrap(model)), batches, group))
 
 
-def train(rt: Runtime, o: TrainingOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
+def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
     """What training leaves on rank 0; the others have neither optimizer nor gradients."""
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # replicating must mend this
     with Ledger() as ledger:
@@ -154,7 +158,7 @@ def train(rt: Runtime, o: TrainingOptions, optimizer: str) -> tuple[Followed | N
     return None, one, ledger
 
 
-def prove(rt: Runtime, o: TrainingOptions) -> bool:
+def prove(rt: Runtime, o: DataParallelOptions) -> bool:
     """Equal to one device, with bytes and logits by rank; then the time beside dp_basic.py's ranks."""
     n, mesh, proof = rt.world_size, Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
     agree, nothing = True, {kind: Difference(0.0, "") for kind in KINDS}
@@ -188,7 +192,7 @@ def prove(rt: Runtime, o: TrainingOptions) -> bool:
     return proof.holds and agree
 
 
-def benchmark(rt: Runtime, o: TrainingOptions) -> list[BenchmarkRecord]:
+def benchmark(rt: Runtime, o: DataParallelOptions) -> list[BenchmarkRecord]:
     """Whole steps with AdamW in turn: everything through rank 0, and dp_basic.py's buckets."""
     model = make_model(o, rt.device)
     one = OneProcess(model, o, rt.world, rt.device)
@@ -220,7 +224,7 @@ def benchmark(rt: Runtime, o: TrainingOptions) -> list[BenchmarkRecord]:
     return records(rt, replace(o, scaling="strong"), measured, model, formula)
 
 
-def main(rt: Runtime, o: TrainingOptions) -> bool:
+def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, ("naive", "bucketed", "ddp"), o)
     Batches(o, rt.world, rt.device)  # refuses a batch with fewer samples than ranks
@@ -231,4 +235,4 @@ def main(rt: Runtime, o: TrainingOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, TrainingOptions)
+    run(main, DataParallelOptions)

@@ -27,16 +27,18 @@ import dp_zero
 import torch
 from dp_basic import broadcast_model
 from dp_memory import MemoryTable
-from dp_training import TrainingOptions, Version, benchmark, check, prove, report
+from dp_training import DataParallelOptions, check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from common.comm import Group
+from common.comparison import benchmark, prove, report
 from common.equality import MakeOptimizer
 from common.lesson import console, run
 from common.runtime import Runtime
+from common.training import Version
 
 LIBRARY = ("ddp", "zero-redundancy", "fsdp-keep", "fsdp")
 VERSIONS = (*LIBRARY, *dp_zero.VERSIONS)
@@ -52,7 +54,7 @@ def shard(model: nn.Module, group: Group, device: str, keep: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -> Version:
+def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
     """A library's version around `model`, or one of dp_zero.py; plain torch on one rank."""
     if name not in LIBRARY or rt.world_size == 1:
         return dp_zero.make_version("ddp" if name in LIBRARY else name, model, rt, o)
@@ -88,7 +90,7 @@ def fsdp_bytes(model: nn.Module, group: Group, micro_batches: int, keep: bool) -
     return micro_batches * (2 * padded(model) + (0 if keep else layers))
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in a step."""
     if not name.startswith("fsdp"):
         zero = dp_zero.step_bytes(name if name not in LIBRARY else "ddp", model, group, o)
@@ -99,7 +101,7 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) ->
     return Fraction((group.size - 1) * (moved + loss_and_targets), group.size)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in `o.steps` steps: the model at the start, then each step and its gradient norm."""
     if name not in LIBRARY or group.size == 1:
         return dp_zero.run_bytes("ddp" if name in LIBRARY else name, model, group, o)
@@ -110,7 +112,7 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> 
     )
 
 
-def main(rt: Runtime, o: TrainingOptions) -> bool:
+def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
     o = dp_zero.even(rt, o)
@@ -125,7 +127,7 @@ def main(rt: Runtime, o: TrainingOptions) -> bool:
 
 
 @dataclass
-class FsdpOptions(TrainingOptions):
+class FsdpOptions(DataParallelOptions):
     """The training of chapter 01, by the library and by hand."""
 
     versions: tuple[str, ...] = (*LIBRARY, "zero2", "zero3")

@@ -41,10 +41,11 @@ from dp_mlp import (
     torch_version,
     train,
 )
-from dp_training import bytes_of_run, check, timing_table, training_step
+from dp_training import bytes_of_run, check
 from rich.table import Table
 
 from common.comm import Group
+from common.comparison import timing_table
 from common.equality import OPTIMIZERS, TOLERANCE, Followed, compare, worst_of_world
 from common.lesson import DTYPES, console, run, write_records
 from common.measure import BenchmarkRecord, in_turn, peak_memory
@@ -52,6 +53,7 @@ from common.mesh import Mesh
 from common.models.mlp import sizes
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
+from common.training import training_step
 
 LANGUAGES = {
     "dp_libtorch": "libtorch",

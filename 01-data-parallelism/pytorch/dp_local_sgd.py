@@ -40,20 +40,12 @@ from dp_replicas import (
     replica,
     simulated,
 )
-from dp_training import (
-    Batches,
-    Version,
-    bytes_of_step,
-    check,
-    make_model,
-    records,
-    report,
-    training_step,
-)
+from dp_training import bytes_of_step, check
 from rich.table import Table
 from torch import nn
 
 from common.comm import Group, share
+from common.comparison import records, report
 from common.data.text import lm_batch
 from common.equality import OPTIMIZERS, compare, follow, worst_of_world
 from common.ledger import show_bytes
@@ -63,6 +55,7 @@ from common.mesh import Mesh
 from common.models.transformer import cross_entropy_sum
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
+from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import colour, figure, loss_curves
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from dp_mixed_precision import Comparison, PrecisionOptions, Trainer, at_first, check_precision, one_device
-from dp_training import Batches, check, make_model
+from dp_training import check
 from dp_zero import make_version
 from dp_zero import run_bytes as plain_run_bytes
 from rich.table import Table
@@ -46,6 +46,7 @@ from common.lesson import console, run
 from common.listen import Listener
 from common.mesh import Mesh
 from common.runtime import Runtime, UsageError
+from common.training import Batches, make_model
 
 VERSIONS = ("bucketed", "zero2", "ddp")
 HALF = torch.float16

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from dp_training import Batches, TrainingOptions, Version, make_model, whole_step
+from dp_training import DataParallelOptions
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.placement import local
 from common.runtime import Runtime
+from common.training import Batches, Version, make_model, whole_step
 from common.utils.memory import peak_allocated
 
 KINDS = ("weights", "gradients", "state")
@@ -77,7 +78,7 @@ class MemoryTable:
         pairs = [pair for _, _, *both in rows for pair in zip(*both, strict=True)]
         return max(float(abs(a - b) / (b or 1.0)) for a, b in pairs)
 
-    def peaks(self, o: TrainingOptions, make_version: Callable[..., Version]) -> Table:
+    def peaks(self, o: DataParallelOptions, make_version: Callable[..., Version]) -> Table:
         """The most that lives at once, activations and all, from an empty rank to the end of a second step."""
         table = Table(title="the most at once in two steps of AdamW", title_justify="left")
         table.add_column("version")

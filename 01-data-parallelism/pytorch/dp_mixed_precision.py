@@ -35,7 +35,7 @@ from typing import Literal
 
 import torch
 from dp_basic import make_version, run_bytes
-from dp_training import Batches, TrainingOptions, Version, check, make_model
+from dp_training import DataParallelOptions, check
 from rich.table import Table
 from torch import Tensor
 
@@ -58,6 +58,7 @@ from common.listen import Listener
 from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.runtime import Runtime, UsageError
+from common.training import Batches, Version, make_model
 from common.utils.memory import saved_bytes
 
 VERSIONS = ("bucketed", "ddp")
@@ -73,7 +74,7 @@ SAME_CUT = 1e-5  # sums of float32 in another order
 
 
 @dataclass
-class PrecisionOptions(TrainingOptions):
+class PrecisionOptions(DataParallelOptions):
     """A training in 16 bits."""
 
     dtype: Literal["float64", "float32"] = "float32"
@@ -106,7 +107,7 @@ class Trainer:
         return cross_entropy_sum(logits_BSV, targets_BS)[0]
 
     def step(self, t: int) -> Tensor:
-        """The training step of dp_training.py; the backward pass runs in the precisions of the forward pass."""
+        """The training step of common/training.py; the backward pass runs in the precisions of the forward pass."""
         parts = self.parts(t)
         targets = torch.stack([y.ne(-100).sum() for _, y in parts]).sum()
         comm.all_reduce(targets, self.group)

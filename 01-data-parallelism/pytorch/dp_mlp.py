@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 from dp_basic import make_version
-from dp_training import Batches, TrainingOptions, Version, bytes_of_step, training_step
+from dp_training import DataParallelOptions, bytes_of_step
 from torch import Tensor, nn
 
 from common import ledger
@@ -35,6 +35,7 @@ from common.mesh import Mesh
 from common.models.mlp import MLP, sizes
 from common.placement import Run, place
 from common.runtime import Runtime
+from common.training import Batches, Version, training_step
 
 VERSIONS = (
     "pytorch-mlp",
@@ -48,7 +49,7 @@ VERSIONS = (
 
 
 @dataclass
-class MLPOptions(TrainingOptions):
+class MLPOptions(DataParallelOptions):
     """The MLP and its batch; a sample is one target."""
 
     model: Annotated[str, tyro.conf.Suppress] = "mlp"

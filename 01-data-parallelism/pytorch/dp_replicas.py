@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import torch
 from dp_basic import broadcast_model
-from dp_training import Batches, TrainingOptions, make_model
+from dp_training import DataParallelOptions
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -22,6 +22,7 @@ from common.ledger import Ledger
 from common.listen import Listener
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.runtime import Runtime
+from common.training import Batches, make_model
 
 VERSIONS = ("local-sgd", "diloco", "torch")
 Parts = list[tuple[Tensor, Tensor]]
@@ -105,7 +106,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass
-class LocalOptions(TrainingOptions):
+class LocalOptions(DataParallelOptions):
     """How often the ranks meet."""
 
     steps: int = 5

@@ -38,7 +38,7 @@ from dp_basic import make_version as make_basic
 from dp_basic import run_bytes as basic_run_bytes
 from dp_basic import step_bytes as basic_step_bytes
 from dp_memory import MemoryTable
-from dp_training import TrainingOptions, Version, benchmark, check, prove, report
+from dp_training import DataParallelOptions, check
 from dp_unit import Unit
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -47,9 +47,11 @@ from torch.utils._pytree import tree_leaves
 
 from common import comm
 from common.comm import Group
+from common.comparison import benchmark, prove, report
 from common.lesson import console, run
 from common.mesh import Mesh
 from common.runtime import Runtime
+from common.training import Version
 
 VERSIONS = ("bucketed", "zero1", "zero2", "zero3")
 
@@ -251,7 +253,7 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: TrainingOptions) -> Version:
+def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
     """A stage of ZeRO around `model`, or a version of dp_basic.py."""
     if not name.startswith("zero"):
         return make_basic(name, model, rt, o)
@@ -271,7 +273,7 @@ def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: 
     return (micro_batches if stage == 2 else 1) * sum(padded), sum(padded)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in a step: reduce-scatter, all-gather; flags, loss and targets as everywhere."""
     if not name.startswith("zero"):
         return basic_step_bytes(name, model, group, o)
@@ -281,7 +283,7 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) ->
     return Fraction((group.size - 1) * (moved + rest), group.size)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
     """Bytes a rank sends in `o.steps` steps: the model at the start, then each step and its gradient norm."""
     if not name.startswith("zero"):
         return basic_run_bytes(name, model, group, o)
@@ -293,12 +295,12 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> 
     return steps + Fraction((n - 1) * (start - whole_at_first), n)
 
 
-def even(rt: Runtime, o: TrainingOptions) -> TrainingOptions:
+def even(rt: Runtime, o: DataParallelOptions) -> DataParallelOptions:
     """As many micro-batches on all ranks, since each is communicated."""
     return replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size)))
 
 
-def main(rt: Runtime, o: TrainingOptions) -> bool:
+def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
     o = even(rt, o)
@@ -312,7 +314,7 @@ def main(rt: Runtime, o: TrainingOptions) -> bool:
 
 
 @dataclass
-class ZeroOptions(TrainingOptions):
+class ZeroOptions(DataParallelOptions):
     """The training of chapter 01, in the stages of ZeRO."""
 
     versions: tuple[str, ...] = VERSIONS

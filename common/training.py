@@ -1,0 +1,145 @@
+"""One training step: a global batch, cut over ranks and micro-batches, whatever strategy the model is under.
+
+B samples of the global batch  S sequence
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import Group
+from common.data.text import Text, lm_batch, load_text, rank_slice
+from common.equality import Named, Wrap, plain
+from common.lesson import DTYPES, LessonOptions
+from common.models.transformer import Transformer, config, cross_entropy_sum
+from common.runtime import UsageError
+
+LARGEST_BATCH = 2**27  # tokens; more do not fit a machine that runs this
+
+
+@dataclass
+class TrainingOptions(LessonOptions):
+    """Model and batch of the lessons that train."""
+
+    model: str = "gpt2-tiny"
+    """A name of common/models/configs.py."""
+    batch: int = 10
+    """Samples of the global batch; ranks take parts that differ by one sample at the most."""
+    sequence: int = 32
+    """Tokens of a sample."""
+    micro_batches: int = 2
+    """Parts into which each rank cuts its samples to accumulate gradients."""
+    benchmark: bool = False
+    """Time steps in turn instead of proving equality."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """With --benchmark: is --batch the batch of all ranks together, or of each?"""
+    versions: tuple[str, ...] = ()
+    """Which versions to run."""
+
+
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Version:
+    """What a synchroniser of gradients offers to the training step."""
+
+    model: nn.Module
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    finish: Callable[[], None] = lambda: None
+    averages: bool = False  # DDP divides the sum by the number of ranks
+    owner: Named | None = None  # has what the optimizer steps on, where that is not the model
+    wrap: Wrap = plain
+    loss: Loss = cross_entropy_sum
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for _, p in (self.owner or self.model).named_parameters()]
+
+
+@dataclass
+class Batches:
+    """This rank's part of every global batch."""
+
+    options: TrainingOptions
+    group: Group
+    device: torch.device
+    text: Text = field(init=False)
+
+    def __post_init__(self) -> None:
+        o = self.options
+        if min(o.batch, o.sequence, o.micro_batches) < 1:
+            raise UsageError(
+                f"--batch {o.batch} --sequence {o.sequence} --micro-batches {o.micro_batches}: each must be at least 1"
+            )
+        if o.batch * o.sequence > LARGEST_BATCH or o.micro_batches > o.batch * o.sequence:
+            raise UsageError(
+                f"--batch {o.batch} --sequence {o.sequence} --micro-batches {o.micro_batches}: give at most "
+                f"{LARGEST_BATCH} tokens, and no more micro-batches than tokens"
+            )
+        if self.group.size > o.batch:
+            raise UsageError(
+                f"--batch {o.batch} is too small for {self.group.size} ranks; "
+                f"give at least {self.group.size}, so that each rank has a sample"
+            )
+        self.text = load_text(o.data)
+
+    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """(tokens_BS, targets_BS) of each micro-batch; none of them is empty."""
+        o = self.options
+        lo, hi = rank_slice(o.batch, self.group.rank, self.group.size)
+        cuts = min(o.micro_batches, hi - lo)
+        slices = [rank_slice(hi - lo, i, cuts) for i in range(cuts)]
+        batches = [
+            lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo + a, lo + b) for a, b in slices
+        ]
+        return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
+
+
+def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
+    """The plain model, the same on every rank for the same seed."""
+    return Transformer(config(o.model), o.seed, DTYPES[o.dtype]).to(device)
+
+
+def training_step(version: Version, batches: Batches, group: Group) -> Callable[[int], Tensor]:
+    """step(t): forward and backward of global step t; leaves summed gradients, returns the global loss.
+
+    group: the ranks that see different tokens.
+    """
+
+    def step(t: int) -> Tensor:
+        parts = batches.parts(t)
+        targets = torch.stack([y.ne(-100).sum() for *_, y in parts]).sum()
+        comm.all_reduce(targets, group)
+        scale = (group.size if version.averages else 1) / targets.item()
+        loss = torch.zeros((), dtype=version.parameters[0].dtype, device=batches.device)
+        for i, (*inputs, targets_BS) in enumerate(parts):
+            with version.no_sync() if i < len(parts) - 1 else nullcontext():
+                total, _ = version.loss(version.model(*inputs), targets_BS)
+                (total * scale).backward()
+                loss += total.detach()
+        version.finish()
+        comm.all_reduce(loss, group)
+        return loss / targets.item()
+
+    return step
+
+
+def whole_step(version: Version, batches: Batches, group: Group) -> Callable[[], None]:
+    """step(): zero_grad, forward, backward, AdamW, on the next batch."""
+    optimizer = version.wrap(lambda tensors: torch.optim.AdamW(tensors, lr=1e-3), version.parameters)
+    step, at = training_step(version, batches, group), itertools.count()
+
+    def whole() -> None:
+        optimizer.zero_grad()
+        step(next(at))
+        optimizer.step()
+
+    return whole
