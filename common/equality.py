@@ -81,7 +81,7 @@ def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
             if isinstance(split, Run):
                 x = comm.all_gather(x, mesh.group(axis), 0, split.sizes).view(split.shape)
             else:
-                x = comm.all_gather(x, mesh.group(axis), split.dim)
+                x = comm.all_gather(x, mesh.group(axis), split.dim, split.sizes)
     return x
 
 

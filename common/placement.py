@@ -23,9 +23,10 @@ TOKEN_AXES = ("dp", "ep", "sp")  # axes along which each rank sees other tokens
 
 @dataclass(frozen=True)
 class Shard:
-    """Split on dimension `dim`, in the order of the ranks."""
+    """Split on dimension `dim`, in the order of the ranks; `sizes` are the lengths of the pieces where they differ."""
 
     dim: int
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,35 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+def split_tokens_along(parameter: Tensor, axis: str) -> None:
+    """Say that along `axis`, too, each rank sees other tokens where it uses `parameter`."""
+    parameter.token_axes = (*getattr(parameter, "token_axes", ()), axis)  # type: ignore[attr-defined]
+
+
 def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
     """The axes over which the gradient of `parameter` is summed."""
-    return tuple(axis for axis in TOKEN_AXES if axis not in placement(parameter))
+    token_axes = (*TOKEN_AXES, *getattr(parameter, "token_axes", ()))
+    return tuple(axis for axis in AXES if axis in token_axes and axis not in placement(parameter))
+
+
+def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
+    """The rule: every gradient summed over its axes, in place, one message for all that share axes and type.
+
+    A parameter without a gradient takes part with zeros, since another rank may have one. Sends 2(n-1)/n of the
+    gradients' bytes, n the ranks along the axes.
+    """
+    together: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+    for p in parameters:
+        together.setdefault((gradient_axes(p), p.dtype), []).append(p)
+    for (axes, _), members in together.items():
+        group = mesh.group(*axes)
+        if group.size > 1:
+            flat = torch.cat(
+                [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in members]
+            )
+            comm.all_reduce(flat, group)
+            for p, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
+                p.grad = piece.view_as(p)
 
 
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:

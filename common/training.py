@@ -19,6 +19,7 @@ from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
 from common.equality import Named, Wrap, plain
 from common.lesson import DTYPES, LessonOptions
+from common.models.dropout import Dropout
 from common.models.transformer import Transformer, config, cross_entropy_sum
 from common.runtime import UsageError
 
@@ -62,6 +63,7 @@ class Version:
 
     def __post_init__(self) -> None:
         self.parameters = [p for _, p in (self.owner or self.model).named_parameters()]
+        self.dropouts = [module for module in self.model.modules() if isinstance(module, Dropout)]
 
 
 @dataclass
@@ -91,14 +93,18 @@ class Batches:
             )
         self.text = load_text(o.data)
 
-    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """(tokens_BS, targets_BS) of each micro-batch; none of them is empty."""
-        o = self.options
-        lo, hi = rank_slice(o.batch, self.group.rank, self.group.size)
-        cuts = min(o.micro_batches, hi - lo)
+    def samples(self) -> list[tuple[int, int]]:
+        """The samples [lo, hi) of the global batch that are in each micro-batch; none of them is empty."""
+        lo, hi = rank_slice(self.options.batch, self.group.rank, self.group.size)
+        cuts = min(self.options.micro_batches, hi - lo)
         slices = [rank_slice(hi - lo, i, cuts) for i in range(cuts)]
+        return [(lo + a, lo + b) for a, b in slices]
+
+    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
+        """(tokens_BS, targets_BS) of each micro-batch."""
+        o = self.options
         batches = [
-            lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo + a, lo + b) for a, b in slices
+            lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo, hi) for lo, hi in self.samples()
         ]
         return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
 
@@ -121,6 +127,8 @@ def training_step(version: Version, batches: Batches, group: Group) -> Callable[
         scale = (group.size if version.averages else 1) / targets.item()
         loss = torch.zeros((), dtype=version.parameters[0].dtype, device=batches.device)
         for i, (*inputs, targets_BS) in enumerate(parts):
+            for dropout in version.dropouts:
+                dropout.step, dropout.first_sample = t, batches.samples()[i][0]
             with version.no_sync() if i < len(parts) - 1 else nullcontext():
                 total, _ = version.loss(version.model(*inputs), targets_BS)
                 (total * scale).backward()

@@ -115,7 +115,7 @@ class EpochBatches(Batches):
                 f"--samples {o.samples}: {self.text.name} has 1 to {held} samples of --sequence {o.sequence}"
             )
 
-    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
         """(tokens_BS, targets_BS) of each micro-batch."""
         o = self.options
         lo, hi = (step * o.batch + at for at in rank_slice(o.batch, self.group.rank, self.group.size))

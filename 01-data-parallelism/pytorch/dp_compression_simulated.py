@@ -78,7 +78,7 @@ class Simulation:
 def simulated_step(
     model: nn.Module, simulation: Simulation, o: DataParallelOptions, parts: int, device: torch.device
 ) -> Callable[[int], Tensor]:
-    """The training step of common/training.py for `parts` parts on one device: leaves gradients, returns the global loss."""
+    """common/training.py's step for `parts` parts on one device: leaves gradients, returns the global loss."""
     groups = [Group("part", r, parts, tuple(range(parts))) for r in range(parts)]
     batches = Batches(o, groups[0], device)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -92,7 +92,7 @@ class Trainer:
     model: Transformer
     version: Version
     group: Group
-    parts: Callable[[int], list[tuple[Tensor, Tensor]]]
+    parts: Callable[[int], list[tuple[Tensor, ...]]]
     precision: torch.dtype
     mesh: Mesh | None = None
     scale: Callable[[Tensor], Tensor] = lambda loss: loss

@@ -69,9 +69,9 @@ class Samples(Batches):
     """This rank's part of every global batch, cut from the text once: no language's time holds the cutting."""
 
     options: MLPOptions
-    cut: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    cut: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
-    def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
         """(x_BI, y_B) of each micro-batch; none of them is empty."""
         if step not in self.cut:
             o = self.options

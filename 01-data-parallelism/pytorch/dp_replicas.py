@@ -25,7 +25,7 @@ from common.runtime import Runtime
 from common.training import Batches, make_model
 
 VERSIONS = ("local-sgd", "diloco", "torch")
-Parts = list[tuple[Tensor, Tensor]]
+Parts = list[tuple[Tensor, ...]]
 
 
 class LocalSGD:

@@ -34,11 +34,16 @@ class TransformerConfig:
     tied: bool = True
     """The head is the embedding."""
     causal: bool = True
+    dropout: float = 0.0
+    """Share of numbers that training sets to zero: of the embeddings, of the attention weights, and of what a
+    layer's two halves add. GPT-2 trained with 0.1, LLaMA with none."""
 
     def __post_init__(self) -> None:
         for size in ("layers", "width", "heads", "kv_heads", "mlp_width", "sequence", "vocabulary"):
             if getattr(self, size) < 1:
                 raise UsageError(f"a Transformer needs {size} of at least 1, not {getattr(self, size)}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout {self.dropout:g}: a share of at least 0 and below 1, such as 0.1")
         if self.width % self.heads:
             below = self.width // self.heads * self.heads
             fits = " or ".join(str(w) for w in (below, below + self.heads) if w)

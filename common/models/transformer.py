@@ -5,10 +5,11 @@
     loss_sum, targets = cross_entropy_sum(logits_BSV, targets_BS)
 
 GPT-2 and LLaMA are configurations of the same modules under the same names, so a strategy is written once,
-for `layer.attention` (q_proj, k_proj, v_proj, o_proj), `attention.attend` (the core, between the projections)
-and `layer.mlp` (up_proj, down_proj, and gate_proj in SwiGLU). The queries, keys and values of GPT-2 are three
-matrices here, where Hugging Face fuses them, because three split by heads and one does not. Linear weights
-are [out, in]. `huggingface.py` holds the table between these names and Hugging Face's; the numbers are equal.
+for `layer.attention` (q_proj, k_proj, v_proj, o_proj), `attention.attend` (the core, between the projections),
+`layer.mlp` (up_proj, down_proj, and gate_proj in SwiGLU), `unembed` (the head's product) and `loss`. The queries,
+keys and values of GPT-2 are three matrices here, where Hugging Face fuses them, because three split by heads and
+one does not. Linear weights are [out, in]. `huggingface.py` holds the table between these names and Hugging
+Face's; the numbers are equal.
 
 Initial values are a function of (seed, parameter name, position): whatever part of the model a rank builds,
 it is the same part. A tied head is not a parameter: it is the embedding, used twice.
@@ -19,6 +20,8 @@ it is the same part. A tied head is not a parameter: it is the embedding, used t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 
 from common import random
 from common.models.configs import TransformerConfig, config
+from common.models.dropout import Dropout
 from common.runtime import UsageError
 
 __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
@@ -51,6 +55,19 @@ def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tens
     return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=causal, enable_gqa=grouped)
 
 
+def attend_and_drop(
+    q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool, drop: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`attend` with `drop` on the weights, which therefore exist: B H S S numbers."""
+    times = q_BHSK.shape[1] // k_BGSK.shape[1]
+    k_BHSK, v_BHSK = k_BGSK.repeat_interleave(times, 1), v_BGSK.repeat_interleave(times, 1)
+    scores_BHST = q_BHSK @ k_BHSK.transpose(-1, -2) / math.sqrt(q_BHSK.shape[-1])
+    if causal:
+        later_ST = torch.ones(scores_BHST.shape[-2:], dtype=torch.bool, device=q_BHSK.device).triu(1)
+        scores_BHST = scores_BHST.masked_fill(later_ST, -math.inf)
+    return drop(scores_BHST.softmax(-1)) @ v_BHSK
+
+
 class Attention(nn.Module):
     """Projections around `attend`; strategies replace the ones or the other."""
 
@@ -64,6 +81,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, config.kv_heads * K, bias)
         self.o_proj = nn.Linear(config.heads * K, D, bias)
         self.attend = attend
+        self.weights_dropout, self.dropout = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
         def heads(x: Tensor) -> Tensor:  # as many as the projection gives: all, or a rank's share
@@ -76,8 +94,12 @@ class Attention(nn.Module):
         if self.rotary_base is not None:
             q_BHSK = rotate(q_BHSK, positions_S, self.rotary_base)
             k_BGSK = rotate(k_BGSK, positions_S, self.rotary_base)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, self.causal)
-        y_BSD: Tensor = self.o_proj(y_BHSK.transpose(1, 2).flatten(2))
+        if self.weights_dropout.active:
+            drop = partial(self.weights_dropout, positions_S=positions_S)
+            y_BHSK = attend_and_drop(q_BHSK, k_BGSK, v_BGSK, self.causal, drop)
+        else:
+            y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, self.causal)
+        y_BSD: Tensor = self.dropout(self.o_proj(y_BHSK.transpose(1, 2).flatten(2)), positions_S)
         return y_BSD
 
 
@@ -129,10 +151,11 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_S)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)), positions_S)
         return x_BSD
 
 
@@ -154,6 +177,11 @@ class Transformer(nn.Module):
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
             self.norm = make_norm(config)
             self.lm_head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+        self.dropout = Dropout(config.dropout)
+        self.unembed, self.loss = F.linear, cross_entropy_sum
+        for name, module in self.named_modules():
+            if isinstance(module, Dropout):
+                module.name, module.seed = name, seed
         self.to(dtype)
         if device.type != "meta":
             self.to_empty(device=device)
@@ -173,19 +201,19 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
         x_BSD: Tensor = self.embed_tokens(tokens_BS)
-        if self.embed_positions is None:
-            return x_BSD
-        if tokens_BS.shape[1] > self.config.sequence:
-            raise UsageError(
-                f"a sequence of {tokens_BS.shape[1]} tokens is too long for a model with "
-                f"{self.config.sequence} learned positions"
-            )
-        x_BSD = x_BSD + self.embed_positions(positions_S)
+        if self.embed_positions is not None:
+            if tokens_BS.shape[1] > self.config.sequence:
+                raise UsageError(
+                    f"a sequence of {tokens_BS.shape[1]} tokens is too long for a model with "
+                    f"{self.config.sequence} learned positions"
+                )
+            x_BSD = x_BSD + self.embed_positions(positions_S)
+        x_BSD = self.dropout(x_BSD, positions_S)
         return x_BSD
 
     def head(self, x_BSD: Tensor) -> Tensor:
         matrix = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits_BSV: Tensor = F.linear(self.norm(x_BSD), matrix.weight)
+        logits_BSV: Tensor = self.unembed(self.norm(x_BSD), matrix.weight)
         return logits_BSV
 
     def parameter_count(self) -> int:
