@@ -26,7 +26,7 @@ from common.models.transformer import Transformer
 from common.placement import TOKEN_AXES
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
-from common.training import Batches, TrainingOptions, Version, make_model, training_step, whole_step
+from common.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step, whole_step
 from common.utils.visualizer import figure, throughput_bars
 
 Formula = Callable[[str, nn.Module, Group, Any], Fraction]  # version, model, group, the lesson's options
@@ -65,8 +65,9 @@ def benchmark(
         model = make_model(o, rt.device)
         cases[name] = whole_step(make_version(name, model, rt, o), batches, tokens)
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
-    formula = {name: step_bytes(name, model, rt.world, o) for name in measured}
-    return records(rt, o, measured, model, formula, unseen, axis=axis)
+    plain = shape_of(o)
+    formula = {name: step_bytes(name, plain, rt.world, o) for name in measured}
+    return records(rt, o, measured, plain, formula, unseen, axis=axis)
 
 
 def records(
@@ -181,7 +182,7 @@ def prove(
                 owner = version.owner or model
                 followed = follow(owner, optimizer, o.steps, step, mesh, version.wrap)
                 found = compare(references[compared], followed)
-            formula = run_bytes(name, model, rt.world, o)
+            formula = run_bytes(name, shape_of(o), rt.world, o)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
             proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
             ledgers[name] = ledger

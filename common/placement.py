@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import comm
+from common.comm import Group, sizes_of
 from common.mesh import AXES, Mesh
+from common.watchdog import UsageError
 
 TOKEN_AXES = ("dp", "ep", "sp")  # axes along which each rank sees other tokens
 
@@ -67,6 +69,23 @@ def placement(parameter: Tensor) -> dict[str, Split]:
 def local(x: Tensor) -> Tensor:
     """This rank's piece of a DTensor; any other tensor is one."""
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+def shard(parameter: Tensor, group: Group, dim: int) -> nn.Parameter:
+    """This rank's piece of a whole parameter that all ranks have, placed: lengths along `dim` as `sizes_of` cuts.
+
+    Raises UsageError where a rank would get nothing.
+    """
+    sizes = sizes_of(parameter.shape[dim], group.size)
+    if sizes[-1] == 0:
+        raise UsageError(f"{parameter.shape[dim]} rows or columns cannot be split over {group.size} ranks")
+    begin = sum(sizes[: group.rank])
+    piece = (
+        parameter.detach().narrow(dim, begin, sizes[group.rank]).clone(memory_format=torch.contiguous_format)
+    )
+    cut = nn.Parameter(piece, parameter.requires_grad)
+    place(cut, group.axis, Shard(dim, tuple(sizes)))
+    return cut
 
 
 def split_tokens_along(parameter: Tensor, axis: str) -> None:

@@ -114,6 +114,12 @@ def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
     return Transformer(config(o.model), o.seed, DTYPES[o.dtype]).to(device)
 
 
+def shape_of(o: TrainingOptions) -> Transformer:
+    """The plain model without numbers: for formulas of bytes and operations."""
+    with torch.device("meta"):
+        return Transformer(config(o.model), o.seed, DTYPES[o.dtype])
+
+
 def training_step(version: Version, batches: Batches, group: Group) -> Callable[[int], Tensor]:
     """step(t): forward and backward of global step t; leaves summed gradients, returns the global loss.
 

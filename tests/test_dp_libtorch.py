@@ -15,6 +15,7 @@ from mpi.launch import mpirun, need_binary, need_module, run
 from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 
+from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text, mlp_batch
 from common.equality import OPTIMIZERS
 from common.models.mlp import MLP, sizes
@@ -56,6 +57,7 @@ def test_gpt2_trains_as_in_python(ranks: int, tmp_path: Path) -> None:
         assert found == pytest.approx(losses(model, optimizer, batches), abs=1e-9)
     for line, name in zip(record.read_text().splitlines(), SHAPES.values(), strict=True):
         values = json.loads(line)
+        assert not problem(values)
         assert (values["implementation"], values["language"]) == (name, "libtorch")
         assert (values["ranks"], values["tokens_per_step"], values["parameters"]) == (ranks, 9 * 12, 120576)
         assert values["bytes_counted"] == values["bytes_formula"]
@@ -96,6 +98,7 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
     ]
     assert mpirun(2, need_binary("dp_libtorch"), *arguments).returncode == 0
     values = json.loads(record.read_text())
+    assert not problem(values)
     assert (values["tokens_per_step"], values["scaling"], values["equal"]) == (8, "weak", None)
     assert min(values["step_seconds"]) > 0
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from mpi.launch import mpirun, need_binary, need_module, run, run_worker
 
+from common.benchmarks.measures import problem
+
 # uneven on 2, 3 and 4 ranks; even on all; less than 3 rows, columns, inner; one number
 SHAPES = [(13, 7, 11), (24, 12, 36), (2, 5, 9), (9, 2, 2), (1, 1, 1)]
 CASES = [
@@ -72,6 +74,7 @@ def test_bytes_by_hand_and_record(tmp_path):
     assert rows["inner"][3:] == [str(3 * 10 * 6 * 8)] * 4
     assert rows["broadcast"][1:] == [str(3 * 8 * 6 * 8)] * 2
     lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert not any(map(problem, lines))
     assert [line["implementation"] for line in lines] == [
         f"dp_matmul_mpi, {name}" for name in ("rows", "columns", "inner")
     ]

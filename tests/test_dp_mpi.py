@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, run, run_worker
 
+from common.benchmarks.measures import problem
 from common.data.text import load_text, mlp_batch, rank_slice
 from common.models.mlp import MLP
 
@@ -185,6 +186,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Proved: training on 3 rank(s) equals training on one." in done.stdout
     records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert not any(map(problem, records))
     parameters = sum(o * (i + 1) for i, o in itertools.pairwise([128, 40, 40, 256]))
     sent = {
         "dp_mpi": 2 * 2 / 3 * 8 * parameters,
@@ -208,6 +210,7 @@ def test_benchmark_writes_what_it_timed(tmp_path):
     sizes = ["--batch", "8", "--hidden", "32", "--steps", "3", "--scaling", "weak", "--strategy", "zero1"]
     assert mpirun(2, need_binary("dp_mpi"), "--benchmark", *sizes, "--json", record).returncode == 0
     values = json.loads(record.read_text())
+    assert not problem(values)
     assert (values["implementation"], values["scaling"], values["equal"]) == ("dp_mpi-zero1", "weak", None)
     assert values["tokens_per_step"] == 16
     assert min(values["step_seconds"]) > 0

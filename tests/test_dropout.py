@@ -1,4 +1,4 @@
-"""Dropout by place: the same bits as random.py's, whoever draws them, and equal to one device under data parallelism."""
+"""Dropout by place: the bits of random.py, the same whoever draws them."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class Lesson {
         line.add("tokens_per_step", std::int64_t(targets())).add("flop_per_step", flop());
         line.add("steps", settings_.steps)
             .add("step_seconds", m.seconds)
-            .add("communication_seconds", m.blocked);
+            .add("communication_seconds", median(m.blocked));
         line.add("bytes_counted", double(m.counted) / world_.size());
         line.add("bytes_formula", double(m.formula) / world_.size());
         line.add("peak_memory_bytes", memory_).add("scaling", settings_.scaling);

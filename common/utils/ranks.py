@@ -1,0 +1,40 @@
+"""What each rank holds, side by side: for examples small enough to print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from common import comm, ledger
+from common.comm import Group
+
+
+def table_of_ranks(title: str, group: Group, tensors: Mapping[str, Tensor]) -> Table:
+    """A row for each rank, a column for each tensor: matrices of at most two dimensions, shapes may differ.
+
+    All ranks call it; the table is right on rank 0.
+    """
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for name in ("rank", *tensors):
+        table.add_column(name)
+    columns = [_of_all(x.detach().double().cpu(), group) for x in tensors.values()]
+    for rank in range(group.size):
+        table.add_row(str(rank), *(_text(column[rank]) for column in columns))
+    return table
+
+
+def _of_all(x: Tensor, group: Group) -> list[Tensor]:
+    with ledger.uncounted():
+        shape = torch.tensor([0, 0, *x.shape][-2:], dtype=torch.float64)
+        shapes = comm.all_gather(shape, group).view(-1, 2).int().tolist()
+        longest = max(max(r, 1) * c for r, c in shapes)
+        padded = torch.cat([x.flatten(), x.new_zeros(longest - x.numel())])
+        numbers = comm.all_gather(padded, group).view(group.size, longest)
+    return [row[: max(r, 1) * c].view(max(r, 1), c) for row, (r, c) in zip(numbers, shapes, strict=True)]
+
+
+def _text(x: Tensor) -> str:
+    return "\n".join(" ".join(f"{value:.4g}" for value in row) for row in x.tolist())
