@@ -152,6 +152,11 @@ def sizes_of(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
+def padded(total: int, parts: int) -> int:
+    """What `parts` pieces of `total` take when all are as long as the longest: so uneven pieces are gathered."""
+    return parts * max(sizes_of(total, parts))
+
+
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     """x with dimension `dim` first, filled with zeros to `size`: collectives want equal pieces."""
     x = x.movedim(dim, 0)

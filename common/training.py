@@ -20,7 +20,7 @@ from common.data.text import Text, lm_batch, load_text, rank_slice
 from common.equality import Named, Wrap, plain
 from common.lesson import DTYPES, LessonOptions
 from common.models.dropout import Dropout
-from common.models.transformer import Transformer, config, cross_entropy_sum
+from common.models.transformer import Transformer, TransformerConfig, config, cross_entropy_sum
 from common.runtime import UsageError
 
 LARGEST_BATCH = 2**27  # tokens; more do not fit a machine that runs this
@@ -44,6 +44,10 @@ class TrainingOptions(LessonOptions):
     """With --benchmark: is --batch the batch of all ranks together, or of each?"""
     versions: tuple[str, ...] = ()
     """Which versions to run."""
+
+    def shape(self) -> TransformerConfig:
+        """The model's shape. Raises UsageError when no model has that name."""
+        return config(self.model)
 
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -111,13 +115,13 @@ class Batches:
 
 def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
     """The plain model, the same on every rank for the same seed."""
-    return Transformer(config(o.model), o.seed, DTYPES[o.dtype]).to(device)
+    return Transformer(o.shape(), o.seed, DTYPES[o.dtype]).to(device)
 
 
 def shape_of(o: TrainingOptions) -> Transformer:
     """The plain model without numbers: for formulas of bytes and operations."""
     with torch.device("meta"):
-        return Transformer(config(o.model), o.seed, DTYPES[o.dtype])
+        return Transformer(o.shape(), o.seed, DTYPES[o.dtype])
 
 
 def training_step(version: Version, batches: Batches, group: Group) -> Callable[[int], Tensor]:

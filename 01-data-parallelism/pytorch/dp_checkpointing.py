@@ -38,7 +38,7 @@ from common.comm import Group
 from common.comparison import benchmark, prove, report
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
-from common.models.configs import TransformerConfig, config
+from common.models.configs import TransformerConfig
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.runtime import Runtime
 from common.training import Batches, Version, make_model
@@ -117,7 +117,7 @@ def measure(model: Transformer, x_BS: Tensor, y_BS: Tensor) -> tuple[int, int]:
 
 def on_one_device(o: CheckpointOptions) -> tuple[Table, bool]:
     """Every version on the whole batch and on a micro-batch, on the CPU: its bytes; are all gradients the same bits?"""
-    c, size, cpu = config(o.model), DTYPES[o.dtype].itemsize, torch.device("cpu")
+    c, size, cpu = o.shape(), DTYPES[o.dtype].itemsize, torch.device("cpu")
     table = Table(
         title=f"bytes of activations: {o.model}, {o.dtype}, {o.batch} samples", title_justify="left"
     )

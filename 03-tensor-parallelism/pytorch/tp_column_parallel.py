@@ -33,16 +33,15 @@ from fractions import Fraction
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tp_training import TensorOptions, lesson, tp_group
 
 from common import collectives
-from common.comm import Group, sizes_of
-from common.comparison import benchmark, check, prove, report
+from common.comm import Group, padded, sizes_of
 from common.lesson import console, run
-from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.placement import shard
 from common.runtime import Runtime
-from common.training import TrainingOptions, Version
+from common.training import Version
 from common.utils.ranks import table_of_ranks
 
 VERSIONS = ("gathered",)
@@ -115,11 +114,9 @@ def column_parallel(model: Transformer, group: Group) -> Transformer:
 
 
 @dataclass
-class ColumnOptions(TrainingOptions):
+class ColumnOptions(TensorOptions):
     """Model and batch of this lesson."""
 
-    micro_batches: int = 1
-    """Parts into which the samples are cut to accumulate gradients."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
 
@@ -127,7 +124,7 @@ class ColumnOptions(TrainingOptions):
 def make_version(name: str, model: nn.Module, rt: Runtime, o: ColumnOptions) -> Version:
     """The model with its layers split along all ranks."""
     assert isinstance(model, Transformer)
-    return Version(column_parallel(model, Mesh(rt.world, tp=rt.world_size).group("tp")))
+    return Version(column_parallel(model, tp_group(rt)))
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: ColumnOptions) -> Fraction:
@@ -136,23 +133,15 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: ColumnOptions) -> F
     c, size = model.config, next(model.parameters()).element_size()
     columns = [c.heads * c.head_width, *[c.kv_heads * c.head_width] * 2, c.mlp_width]
     columns += [c.mlp_width] if c.mlp == "swiglu" else []
-    numbers = c.layers * (sum(columns) + 2 * len(columns) * c.width)
+    gathered = sum(padded(number, group.size) for number in columns)
+    numbers = c.layers * (gathered + 2 * len(columns) * c.width)
     return Fraction((group.size - 1) * o.batch * o.sequence * numbers * size, group.size)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: ColumnOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps, each with the 8 bytes of its gradient norm, all-reduced."""
-    return o.steps * (step_bytes(name, model, group, o) + Fraction(2 * (group.size - 1) * 8, group.size))
-
-
 def main(rt: Runtime, o: ColumnOptions) -> bool:
-    """The toy, then a Transformer; with --benchmark its time alone."""
-    check(rt, VERSIONS, o)
-    if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes, (), axis="tp"))
-        return True
-    right = toy(rt, Mesh(rt.world, tp=rt.world_size).group("tp"))
-    return prove(rt, o, make_version, run_bytes, step_bytes, (), axis="tp") and right
+    """What comes first, then a Transformer; with --benchmark its time alone."""
+    group = tp_group(rt)
+    return lesson(rt, o, VERSIONS, make_version, step_bytes, lambda: toy(rt, group))
 
 
 if __name__ == "__main__":

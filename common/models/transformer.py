@@ -80,7 +80,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(D, config.kv_heads * K, bias)
         self.v_proj = nn.Linear(D, config.kv_heads * K, bias)
         self.o_proj = nn.Linear(config.heads * K, D, bias)
-        self.attend = attend
+        self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
         self.weights_dropout, self.dropout = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
@@ -178,7 +178,8 @@ class Transformer(nn.Module):
             self.norm = make_norm(config)
             self.lm_head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.dropout = Dropout(config.dropout)
-        self.unembed, self.loss = F.linear, cross_entropy_sum
+        self.unembed: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy_sum
         for name, module in self.named_modules():
             if isinstance(module, Dropout):
                 module.name, module.seed = name, seed

@@ -1,0 +1,254 @@
+"""Megatron's tensor parallelism: a whole Transformer split inside its layers, two messages a layer each way.
+
+                 attention                                        MLP
+    x  R --enter--> q k v by columns, that is by heads --> o --leave--> R --enter--> up --gelu--> down --leave--> R
+                    each rank attends with its own heads  rows                       columns      rows
+
+                            enter                      leave
+    plain                   copy       R -> R          reduce          P -> R     norms and residuals: on all ranks
+    sequence_parallel       gather     S(1) -> R       reduce_scatter  P -> S(1)  norms and residuals: a slice each
+
+A region is what lies between `enter` and `leave`: column parallel, then anything that works on single numbers or single
+heads, then row parallel. An all-reduce is a reduce-scatter and an all-gather; Megatron's sequence parallelism moves the
+norms, residuals and dropouts in between the two. It sends the same bytes, and what was on all ranks is now on one
+(Korthikanti et al., "Reducing activation recomputation", 2022, arXiv:2205.05198, section 4.2.2). There each rank sees
+other tokens, so by the rule of placement.py the gradients of what is replicated (norms, the biases after `leave`,
+positions) are partial over tp, too; `sum_gradients` sums them.
+
+    tensor_parallel(model, mesh.group("tp"), sequence_parallel=True)
+    total, targets = model.loss(model(tokens_BS), targets_BS)            # logits stay split: model.loss knows
+
+Cost, x of |x| = B S D numbers: 2 x 2 all-reduces of |x| a layer, 2 more for embedding and head, 3 numbers a token for
+the loss. Memory: weights, their states, and the activations inside of regions take 1/n; those outside all, or 1/n with
+sequence_parallel. Heads must divide by n; n may exceed the key-value heads: then each rank computes those that its
+query heads read, from weights that are replicated.
+
+    python tp_megatron.py --nproc 4 --model llama-tiny      torchrun --nproc_per_node=4 tp_megatron.py --dropout 0.1
+    mpirun -np 4 python tp_megatron.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tp_column_parallel import ColumnParallelLinear
+from tp_row_parallel import RowParallelLinear
+from tp_training import TensorOptions, lesson
+from tp_vocabulary import split_vocabulary
+
+from common import collectives
+from common.comm import Group, padded, sizes_of
+from common.lesson import run
+from common.mesh import Mesh
+from common.models.dropout import Dropout
+from common.models.transformer import Attention, Layer, Transformer, TransformerConfig
+from common.placement import split_tokens_along, sum_gradients
+from common.runtime import Runtime, UsageError
+from common.training import Version
+
+VERSIONS = ("plain", "sequence-parallel")
+
+
+class Region:
+    """How activations x_BSD enter what is split over the group, and how they leave it.
+
+    With sequence_parallel they come and go as slices of the sequence.
+    """
+
+    def __init__(self, group: Group, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel, self.length = group, sequence_parallel, 0
+
+    def note(self, positions_S: Tensor) -> None:
+        """The sequence that these positions are of is what `enter` will gather."""
+        self.length = positions_S.shape[-1]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """R or S(1) to R."""
+        if not self.sequence_parallel:
+            return collectives.copy(x, self.group)
+        return collectives.gather(x, self.group, 1, "partial", sizes_of(self.length, self.group.size))
+
+    def leave(self, x: Tensor) -> Tensor:
+        """P to R or S(1)."""
+        if not self.sequence_parallel:
+            return collectives.reduce(x, self.group)
+        return collectives.reduce_scatter(x, self.group, 1)
+
+    def slice(self, positions_S: Tensor) -> Tensor:
+        """The positions outside of the region."""
+        if not self.sequence_parallel:
+            return positions_S
+        sizes = sizes_of(positions_S.shape[-1], self.group.size)
+        begin = sum(sizes[: self.group.rank])
+        return positions_S.narrow(-1, begin, sizes[self.group.rank])
+
+
+class SharedRows(nn.Module):
+    """A projection to heads that several ranks share: the weight on all ranks, each computes the `rows` it needs.
+
+    Every rank adds to the gradient, so the weight passes `copy`, whose adjoint sums.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: Tensor, group: Group) -> None:
+        super().__init__()
+        self.weight, self.bias, self.rows, self.group = linear.weight, linear.bias, rows, group
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        weight_fD = collectives.copy(self.weight, self.group)[self.rows]
+        bias_f = None if self.bias is None else collectives.copy(self.bias, self.group)[self.rows]
+        return F.linear(x_BSD, weight_fD, bias_f)
+
+
+def split_attention(attention: Attention, config: TransformerConfig, region: Region) -> None:
+    """Heads over ranks; a rank has the key-value heads that its query heads read."""
+    group, heads, kv_heads = region.group, config.heads, config.kv_heads
+    projections: list[tuple[str, nn.Module]] = [
+        ("q_proj", ColumnParallelLinear(attention.q_proj, group, enter=_as_it_is)),
+        ("o_proj", _leaving(attention.o_proj, region)),
+    ]
+    mine = range(group.rank * heads // group.size, (group.rank + 1) * heads // group.size)
+    for name in ("k_proj", "v_proj"):
+        linear = getattr(attention, name)
+        if kv_heads % group.size == 0:
+            projections.append((name, ColumnParallelLinear(linear, group, enter=_as_it_is)))
+        else:
+            read = [head * kv_heads // heads for head in mine]
+            once = sorted(set(read))
+            # as few as may be, where all of them are read equally often
+            read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
+            width = config.head_width
+            rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
+            projections.append((name, SharedRows(linear, rows.to(linear.weight.device), group)))
+    for name, projection in projections:
+        setattr(attention, name, projection)
+    attention.weights_dropout.first_head = mine.start
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
+    layer = RowParallelLinear(linear, region.group, leave=region.leave)
+    if layer.bias is not None and region.sequence_parallel:
+        split_tokens_along(layer.bias, region.group.axis)
+    return layer
+
+
+def split_layer(layer: Layer, config: TransformerConfig, region: Region) -> None:
+    """Attention and MLP become regions; what is around them stays."""
+    split_attention(layer.attention, config, region)
+    mlp: Any = layer.mlp
+    for name in ("up_proj", "gate_proj"):
+        if hasattr(mlp, name):
+            setattr(mlp, name, ColumnParallelLinear(getattr(mlp, name), region.group, enter=_as_it_is))
+    mlp.down_proj = _leaving(mlp.down_proj, region)
+    layer.register_forward_pre_hook(lambda _, given: region.note(given[1]))
+    for part in (layer.attention, mlp):  # once for all projections of the region
+        part.register_forward_pre_hook(lambda _, given: (region.enter(given[0]), *given[1:]))
+
+
+class PositionsOutside(nn.Module):
+    """Learned positions of the rank's slice of the sequence."""
+
+    def __init__(self, embedding: nn.Embedding, region: Region) -> None:
+        super().__init__()
+        self.weight, self.region = embedding.weight, region
+
+    def forward(self, positions_S: Tensor) -> Tensor:
+        return F.embedding(self.region.slice(positions_S), self.weight)
+
+
+def tensor_parallel(model: Transformer, group: Group, sequence_parallel: bool = False) -> Transformer:
+    """Split the model over the ranks of `group`, in place; the same whole model must be on all of them.
+
+    model(tokens_BS) takes the same tokens on all ranks and returns logits_BSv, this rank's part of the vocabulary;
+    `model.loss` sums their cross-entropies. Call `placement.sum_gradients` after the backward pass: with
+    sequence_parallel some gradients are partial. Raises UsageError where heads do not divide by the ranks.
+    """
+    config, region = model.config, Region(group, sequence_parallel)
+    check_split(config, group.size)
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        split_layer(layer, config, region)
+    split_vocabulary(model, group, region.enter, region.leave)
+    if sequence_parallel:
+        if model.embed_positions is not None:
+            outside = PositionsOutside(model.embed_positions, region)
+            model.embed_positions = outside  # type: ignore[assignment]
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.startswith("embed_positions"):
+                split_tokens_along(parameter, group.axis)
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.slice = region.slice
+    return model
+
+
+def check_split(config: TransformerConfig, n: int) -> None:
+    """Raises UsageError where n ranks cannot hold whole heads, or some of the vocabulary and the MLP."""
+    if config.heads % n:
+        fits = ", ".join(str(k) for k in range(1, config.heads + 1) if config.heads % k == 0)
+        raise UsageError(f"{config.heads} heads do not divide over {n} ranks along tp; {fits} would do")
+    if n > min(config.vocabulary, config.mlp_width):
+        raise UsageError(
+            f"{n} ranks along tp are more than the MLP's width {config.mlp_width} or the vocabulary "
+            f"{config.vocabulary}; at most {min(config.vocabulary, config.mlp_width)} would do"
+        )
+
+
+@dataclass
+class MegatronOptions(TensorOptions):
+    """Model and batch of this lesson."""
+
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+    dropout: float = 0.0
+    """Share of numbers that training sets to zero: the same ones on every mesh."""
+
+    def shape(self) -> TransformerConfig:
+        """The model's shape, with dropout."""
+        return replace(super().shape(), dropout=self.dropout)
+
+
+def make_version(name: str, model: nn.Module, rt: Runtime, o: MegatronOptions) -> Version:
+    """The model split over all ranks, without and with sequence parallelism."""
+    assert isinstance(model, Transformer)
+    mesh = Mesh(rt.world, tp=rt.world_size)
+    tensor_parallel(model, mesh.group("tp"), sequence_parallel=name == "sequence-parallel")
+    finish = partial(sum_gradients, list(model.parameters()), mesh)
+    return Version(model, finish=finish, loss=model.loss)
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: MegatronOptions) -> Fraction:
+    """Bytes a rank sends in a step."""
+    assert isinstance(model, Transformer)
+    c, n, size = model.config, group.size, next(model.parameters()).element_size()
+    outside = name == "sequence-parallel"
+    length = padded(o.sequence, n) if outside else o.sequence
+    numbers = o.batch * length * c.width * (4 * c.layers + 2)
+    numbers += 3 * o.batch * o.sequence  # the loss
+    if c.kv_heads % n:  # the gradients of weights that ranks share
+        times = min(o.micro_batches, o.batch)
+        numbers += times * c.layers * 2 * c.kv_heads * c.head_width * (c.width + c.bias)
+    if outside:  # the gradients that are partial
+        norm = c.width * (2 if c.norm == "layernorm" else 1)
+        numbers += (2 * c.layers + 1) * norm + 2 * c.layers * c.width * c.bias
+        numbers += c.sequence * c.width * (c.positions == "learned")
+    return Fraction(2 * (n - 1) * numbers * size, n)
+
+
+def main(rt: Runtime, o: MegatronOptions) -> bool:
+    """A Transformer, split; with --benchmark its time alone."""
+    check_split(o.shape(), rt.world_size)
+    return lesson(rt, o, VERSIONS, make_version, step_bytes)
+
+
+if __name__ == "__main__":
+    run(main, MegatronOptions)

@@ -1,0 +1,202 @@
+"""Row parallelism: each rank holds some rows of the matrix and computes a part of every number of the result.
+
+    y = x A + b,   A = [A0; A1; ...]  by rows,   x = [x0 | x1 | ...]      so      y = x0 A0 + x1 A1 + ... + b
+
+                 rank 0                     rank 1
+    x            1                          2                      S: the columns that meet the rank's rows
+                 3                          4
+    A, by rows   1 0                        2 1
+    x A          1 0                        4 2                    P: all-reduced, then b is added, once
+                 3 0                        8 4
+    y            5 2                        5 2                    R
+                 11 4                       11 4
+    dx           dy A0^T                    dy A1^T                S: complete, and nothing is sent
+    dA           x0^T dy                    x1^T dy                S: complete
+
+This is column parallelism's mirror image: the forward pass needs one message, the backward pass none. `reduce`, the
+all-reduce whose adjoint is the identity, is Megatron-LM's g (arXiv:1909.08053, section 3). Rows want an input that is
+split already, and columns leave one: columns then rows is a whole MLP with one all-reduce each way,
+
+    x  R --copy--> x A0, x A1  S --gelu--> S --x B0, x B1--> P --reduce--> R
+
+because gelu works on one number at a time, and each rank has whole numbers. The other way round it has parts of them,
+and gelu(p0 + p1) is not gelu(p0) + gelu(p1): rows then columns must all-reduce before the gelu and once more after it.
+`gelu_of_parts` shows both.
+
+Cost of a layer, y of |y| bytes: 2(n-1)/n |y| a rank in the forward pass; (n-1)/n |x| more in the backward pass where x
+is not split already. Memory: A, its gradient and states and x take 1/n; y takes all.
+
+    python tp_row_parallel.py --nproc 4     torchrun --nproc_per_node=4 tp_row_parallel.py
+    mpirun -np 4 python tp_row_parallel.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor, nn
+from tp_column_parallel import ColumnParallelLinear
+from tp_training import TensorOptions, lesson, tp_group
+
+from common import collectives
+from common.comm import Group, padded
+from common.ledger import Ledger, show_bytes
+from common.lesson import console, run
+from common.models.transformer import Transformer
+from common.placement import shard
+from common.runtime import Runtime
+from common.training import Version
+from common.utils.ranks import table_of_ranks
+
+VERSIONS = ("scattered", "column-row")
+
+
+class RowParallelLinear(nn.Module):
+    """x_BSf, the features of this rank, to y_BSD, which is whole on all ranks.
+
+    linear: the whole layer, the same on all ranks; this one keeps its columns of the weight, and all of the bias, which
+    is added after the sum, once. input_is_parallel: False where x_BSF is whole on all ranks and must be cut first.
+    leave: what the partial result passes; the sum over ranks when absent.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: Group,
+        input_is_parallel: bool = True,
+        leave: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.input_is_parallel = group, input_is_parallel
+        self.weight = shard(linear.weight, group, 1)
+        self.bias = linear.bias
+        self.leave = leave or (lambda y: collectives.reduce(y, group))
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x_BSf = collectives.scatter(x_BSf, self.group, -1)
+        y_BSD = self.leave(F.linear(x_BSf, self.weight))
+        return y_BSD if self.bias is None else y_BSD + self.bias
+
+
+def toy(rt: Runtime, group: Group) -> bool:
+    """The picture of the docstring with a column of x and a row of A on each rank, against the product on one rank."""
+    n = group.size
+    whole_x = torch.arange(1.0, 2 * n + 1).view(2, n)
+    whole = nn.Linear(n, 2)
+    with torch.no_grad():
+        whole.weight.copy_(torch.arange(2.0 * n).view(2, n) % 3)
+        whole.bias.copy_(torch.tensor([0.5, 0.25]))
+    x = whole_x[:, group.rank : group.rank + 1].clone().requires_grad_()
+    layer = RowParallelLinear(whole, group)
+    y = layer(x)
+    y.sum().backward()
+    assert x.grad is not None
+    shown = {"x, its column": x, "A, its row": layer.weight.T, "x A": x @ layer.weight.T}
+    shown |= {"y, with b = 0.5 0.25": y, "dx for dy = 1": x.grad}
+    console(rt).print(table_of_ranks("row parallel: the parts are summed, then b is added", group, shown))
+    return torch.equal(y, whole(whole_x)) and torch.equal(x.grad, layer.weight.sum(0).expand(2, 1))
+
+
+def gelu_of_parts(rt: Runtime, group: Group) -> bool:
+    """A GELU between two layers: what each order of the splits gives, and sends forward."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 8, dtype=torch.float64, generator=generator)
+    first, second = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for layer in (first, second):
+            layer.weight.copy_(torch.randn(8, 8, dtype=torch.float64, generator=generator))
+    right = second(F.gelu(first(x)))
+    n = group.size
+
+    def columns_rows() -> Tensor:
+        y: Tensor = RowParallelLinear(second, group)(F.gelu(ColumnParallelLinear(first, group)(x)))
+        return y
+
+    def rows_columns(early: bool) -> Tensor:
+        part = RowParallelLinear(first, group, False, leave=lambda y: y)(x)
+        # the sum must come before the gelu; here it may come too late
+        h = F.gelu(collectives.reduce(part, group)) if early else collectives.reduce(F.gelu(part), group)
+        y: Tensor = ColumnParallelLinear(second, group, gather_output=True)(h)
+        return y
+
+    sum_bytes = Fraction(2 * (n - 1) * 3 * 8 * 8, n)
+    both = sum_bytes + Fraction((n - 1) * 3 * padded(8, n) * 8, n)
+    cases: dict[str, tuple[Callable[[], Tensor], Fraction]] = {
+        "columns, gelu, rows": (columns_rows, sum_bytes),
+        "rows, sum, gelu, columns": (lambda: rows_columns(True), both),
+        "rows, gelu, sum, columns": (lambda: rows_columns(False), both),
+    }
+    table = Table(title="a GELU between two split layers", title_justify="left")
+    for column in ("order", "bytes sent forward", "largest difference to one device"):
+        table.add_column(column, justify="left" if column == "order" else "right")
+    wrong, agree = {}, True
+    for name, (call, formula) in cases.items():
+        with Ledger() as ledger:
+            difference = ((call() - right).abs().max() / right.abs().max()).item()
+        wrong[name] = difference > 1e-12
+        agree &= ledger.bytes() == formula
+        table.add_row(name, show_bytes(ledger.bytes()), f"{difference:.1e}")
+    console(rt).print(table)
+    expected = [False, False, n > 1]
+    return list(wrong.values()) == expected and agree
+
+
+def row_parallel(model: Transformer, group: Group, version: str) -> Transformer:
+    """scattered: the layers' last projections by rows, each input cut first. column-row: the MLPs whole."""
+    scattered = version == "scattered"
+    for module in list(model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if name == "down_proj" or (scattered and name == "o_proj"):
+                assert isinstance(child, nn.Linear)
+                setattr(module, name, RowParallelLinear(child, group, input_is_parallel=not scattered))
+            elif name in ("up_proj", "gate_proj") and not scattered:
+                assert isinstance(child, nn.Linear)
+                setattr(module, name, ColumnParallelLinear(child, group))
+    return model
+
+
+@dataclass
+class RowOptions(TensorOptions):
+    """Model and batch of this lesson."""
+
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+
+
+def make_version(name: str, model: nn.Module, rt: Runtime, o: RowOptions) -> Version:
+    """The model with its layers split along all ranks."""
+    assert isinstance(model, Transformer)
+    return Version(row_parallel(model, tp_group(rt), name))
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: RowOptions) -> Fraction:
+    """Bytes a rank sends in a step.
+
+    scattered: two sums forward, the gradients of two inputs gathered. column-row: one sum each way, one more
+    backward for SwiGLU's second first layer.
+    """
+    assert isinstance(model, Transformer)
+    c, size = model.config, next(model.parameters()).element_size()
+    if name == "scattered":
+        numbers = 2 * 2 * c.width + padded(c.width, group.size) + padded(c.mlp_width, group.size)
+    else:
+        numbers = 2 * c.width * (3 if c.mlp == "swiglu" else 2)
+    return Fraction((group.size - 1) * c.layers * o.batch * o.sequence * numbers * size, group.size)
+
+
+def main(rt: Runtime, o: RowOptions) -> bool:
+    """What comes first, then a Transformer; with --benchmark its time alone."""
+    group = tp_group(rt)
+    return lesson(
+        rt, o, VERSIONS, make_version, step_bytes, lambda: toy(rt, group) and gelu_of_parts(rt, group)
+    )
+
+
+if __name__ == "__main__":
+    run(main, RowOptions)
