@@ -16,6 +16,7 @@ from types import TracebackType
 from rich.table import Table
 
 _open: list[Ledger] = []
+paused = False  # inside of `uncounted`
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,19 @@ class Ledger:
 @contextmanager
 def uncounted() -> Iterator[None]:
     """What happens inside adds no rows: a proof that gathers whole tensors is not part of the run's cost."""
-    counting, _open[:] = _open[:], []
+    global paused
+    before, paused = paused, True
     try:
         yield
     finally:
-        _open[:] = counting
+        paused = before
 
 
 def record(op: str, axis: str, sent: Fraction | int, seconds: float) -> None:
     """Add a row to every open ledger; `sent` is in bytes."""
-    for ledger in _open:
-        ledger.rows.append(Row(op, axis, Fraction(sent), seconds))
+    if not paused:
+        for ledger in _open:
+            ledger.rows.append(Row(op, axis, Fraction(sent), seconds))
 
 
 def show_bytes(sent: Fraction | int) -> str:

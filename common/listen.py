@@ -1,4 +1,4 @@
-"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP2, ZeroRedundancyOptimizer.
+"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP2, DTensor.
 
     with Listener(group) as ledger:
         ddp(x).sum().backward()
@@ -7,8 +7,8 @@
 torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
 through there on its thread. Bytes are counted as in common/comm.py. Our own calls are heard too, so inside a
 listener a ledger and the listener agree. Integers that a library broadcasts or gathers (DDP checks the shapes of
-parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. Functional collectives,
-which DTensor uses, are not heard. All that is heard is taken to be of the one group.
+parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. All that is heard is
+taken to be of the one group.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common import ledger
 from common.comm import Group
 from common.ledger import Ledger, Row
 
@@ -37,7 +38,14 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "_reduce_scatter_base_": ("reduce_scatter", 1, 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 1),
 }
-SILENT = ("barrier", "monitored_barrier_")
+# the same of functional collectives; does their argument have the whole tensor, or a piece?
+FUNCTIONAL: dict[str, tuple[str, int, bool]] = {
+    "all_reduce": ("all_reduce", 2, True),
+    "all_reduce_": ("all_reduce", 2, True),
+    "all_gather_into_tensor": ("all_gather", 1, False),
+    "reduce_scatter_tensor": ("reduce_scatter", 1, True),
+}
+SILENT = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd")
 
 
 class Listener(TorchDispatchMode):
@@ -54,16 +62,24 @@ class Listener(TorchDispatchMode):
     def __torch_dispatch__(
         self, call: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "device_mesh") for kind in types):
+            return NotImplemented  # a DTensor: it takes itself apart, and calls what its pieces need
         packet = getattr(call, "overloadpacket", call)
         namespace, _, name = str(packet).rpartition(".")
-        if namespace == "c10d" and name not in SILENT:
-            if name not in COLLECTIVES:
-                raise NotImplementedError(f"the listener cannot count torch.ops.c10d.{name}")
-            op, times, whole = COLLECTIVES[name]
-            tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]
-            size = sum(x.numel() * x.element_size() for x in tensors)
-            if times == 1 and not any(x.is_floating_point() for x in tensors):
-                op = "bookkeeping"
-            sent = Fraction(times * (self.group.size - 1) * size, self.group.size)
-            self.ledger.rows.append(Row(op, self.group.axis, sent, 0.0))
+        if namespace in ("c10d", "_c10d_functional") and name not in SILENT and not ledger.paused:
+            self.ledger.rows.append(self._row(namespace, name, args))
         return call(*args, **(kwargs or {}))
+
+    def _row(self, namespace: str, name: str, args: Any) -> Row:
+        n, known = self.group.size, COLLECTIVES if namespace == "c10d" else FUNCTIONAL
+        if name not in known:
+            raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
+        op, times, _ = known[name]
+        whole = COLLECTIVES[name][2] if namespace == "c10d" else 0
+        tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]
+        size = sum(x.numel() * x.element_size() for x in tensors)
+        if namespace != "c10d" and not FUNCTIONAL[name][2]:
+            size *= n
+        if times == 1 and not any(x.is_floating_point() for x in tensors):
+            op = "bookkeeping"
+        return Row(op, self.group.axis, Fraction(times * (n - 1) * size, n), 0.0)

@@ -130,8 +130,10 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
         if p.grad is not None:
             total = total.to(p.device)
             copies = 1
+            # a DTensor's gradient may lie otherwise than the parameter itself
+            lies = placement(p.grad if hasattr(p.grad, "device_mesh") else p)
             for axis in AXES:
-                if axis != "pp" and axis not in placement(p):
+                if axis != "pp" and axis not in lies:
                     copies *= mesh.shape[axis]
             total += local(p.grad).double().square().sum() / copies
     comm.all_reduce(total, mesh.group(*AXES))
