@@ -202,9 +202,9 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     """
     _check_pieces("all_gather_into", out, x, group)
     if group.size == 1:
-        out.copy_(x)
+        out.copy_(x.view_as(out))
     return _run(
-        lambda: dist.all_gather_single(out, x, group=group.pg, async_op=True),
+        lambda: dist.all_gather_single(out.view(-1), x.view(-1), group=group.pg, async_op=True),
         "all_gather",
         group,
         share(out, 1, group),
@@ -219,9 +219,9 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
     """
     _check_pieces("reduce_scatter_into", x, out, group)
     if group.size == 1:
-        out.copy_(x)
+        out.copy_(x.view_as(out))
     return _run(
-        lambda: dist.reduce_scatter_single(out, x, group=group.pg, async_op=True),
+        lambda: dist.reduce_scatter_single(out.view(-1), x.view(-1), group=group.pg, async_op=True),
         "reduce_scatter",
         group,
         share(x, 1, group),
