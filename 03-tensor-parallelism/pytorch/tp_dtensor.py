@@ -117,11 +117,15 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: DTensorOptions) -> 
 def main(rt: Runtime, o: DTensorOptions) -> bool:
     """Both on one Transformer; with --benchmark their times alone."""
     check_split(o.shape(), rt.world_size)
-    if o.shape().kv_heads % rt.world_size:
-        raise UsageError(
-            f"{o.shape().kv_heads} key-value heads do not divide over {rt.world_size} ranks, which this plan "
-            f"needs; tp_megatron.py does without"
-        )
+    for what, number in (
+        ("key-value heads", o.shape().kv_heads),
+        ("columns of the MLP", o.shape().mlp_width),
+    ):
+        if number % rt.world_size:
+            raise UsageError(
+                f"{number} {what} do not divide over {rt.world_size} ranks, which this plan needs; "
+                f"tp_megatron.py does without"
+            )
     if o.dropout:
         raise UsageError("--dropout is for tp_megatron.py; here it must be 0")
     return lesson(rt, o, VERSIONS, make_version, step_bytes, unseen=("dtensor",))

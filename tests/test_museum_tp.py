@@ -1,0 +1,161 @@
+"""Museum of silent bugs, tensor parallelism: each trains, none crashes, and all have been shipped.
+
+For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+equality with one device in every gradient and weight; `pytest -s tests/test_museum_tp.py` prints the numbers.
+The loss of the first step is right in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from museum import show
+from torch import Tensor
+from tp_megatron import MegatronOptions, SharedRows, tensor_parallel
+
+from common import collectives, comm
+from common.comm import Group
+from common.equality import KINDS, OPTIMIZERS, Difference, compare, follow
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, llama
+from common.models.transformer import Transformer
+from common.placement import gradient_norm, sum_gradients
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
+
+CONFIGS["museum-llama"] = llama(layers=2, width=32, heads=4, kv_heads=1, mlp_width=44, sequence=16)
+OPTIONS = MegatronOptions(model="gpt2-tiny", batch=3, sequence=8, steps=3)
+MAX_NORM = 0.05
+Finish = Callable[[Transformer, Mesh], None]
+
+
+def rule(model: Transformer, mesh: Mesh) -> None:
+    """What the right version does after the backward pass."""
+    sum_gradients(model.parameters(), mesh)
+
+
+def clip(model: Transformer, norm: float) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad *= min(1.0, MAX_NORM / norm)
+
+
+def clip_by_the_norm(model: Transformer, mesh: Mesh) -> None:
+    rule(model, mesh)
+    clip(model, gradient_norm(model.parameters(), mesh).item())
+
+
+def clip_by_all_squares(model: Transformer, mesh: Mesh) -> None:
+    """Sums the squares of every rank, those of the norms and biases that all ranks have as well."""
+    rule(model, mesh)
+    squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
+    total = squares.sum()
+    comm.all_reduce(total, mesh.group("tp"))
+    clip(model, total.sqrt().item())
+
+
+def nothing(model: Transformer, mesh: Mesh) -> None: ...
+
+
+@contextmanager
+def averaged_activations() -> Iterator[None]:
+    """The mean of an activation over ranks, for a plot, is taken in place once the layer has used it."""
+    plain = F.gelu
+
+    def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+        y = plain(x, approximate=approximate)
+        comm.all_reduce(x.data, current["group"], "avg")  # gelu saved x for its backward pass
+        return y
+
+    with patch.object(F, "gelu", gelu):
+        yield
+
+
+def unsummed_heads(self: SharedRows, x_BSD: Tensor) -> Tensor:
+    """The rows of the shared weight, without the sum over those who share it."""
+    return F.linear(x_BSD, self.weight[self.rows])
+
+
+def summed_again(x: Tensor, group: Group) -> Tensor:
+    """An all-reduce whose adjoint is an all-reduce: right where each rank has its own loss, n times too much here."""
+    return collectives._linear(
+        x, lambda x: collectives._summed(x, group), lambda dy: collectives._summed(dy, group)
+    )
+
+
+current: dict[str, Group] = {}
+
+
+@dataclass
+class Recipe:
+    """What is broken while the model runs, and what happens after the backward pass."""
+
+    broken: Callable[[], AbstractContextManager[object]] = nullcontext
+    finish: Finish = rule
+    sequence_parallel: bool = False
+    model: str = "gpt2-tiny"
+    clipped: bool = False
+
+
+EXHIBITS = {
+    "the missing f": Recipe(partial(patch.object, collectives, "copy", lambda x, group: x)),
+    "the sum that is summed again": Recipe(partial(patch.object, collectives, "reduce", summed_again)),
+    "the all-reduce on what autograd saved": Recipe(averaged_activations),
+    "norms that drift apart": Recipe(finish=nothing, sequence_parallel=True),
+    "the norm that counts norms n times": Recipe(finish=clip_by_all_squares, clipped=True),
+    "shared heads, not summed": Recipe(
+        partial(patch.object, SharedRows, "forward", unsummed_heads), model="museum-llama"
+    ),
+    "right": Recipe(),
+    "right, sequence parallel": Recipe(sequence_parallel=True),
+    "right, clipped": Recipe(finish=clip_by_the_norm, clipped=True),
+    "right, shared heads": Recipe(model="museum-llama"),
+}
+
+
+def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
+    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    recipe, mesh = EXHIBITS[name], Mesh(rt.world, tp=rt.world_size)
+    alone = Mesh(Group("one", 0, 1, (rt.rank,)))
+    current["group"] = mesh.group("tp")
+    o, found = replace(OPTIONS, model=recipe.model), {}
+    batches = Batches(o, alone.world, rt.device)
+    for optimizer in OPTIMIZERS:
+        one = make_model(o, rt.device)
+        finish = partial(clip_by_the_norm, one, alone) if recipe.clipped else lambda: None
+        reference = follow(
+            one, optimizer, o.steps, training_step(Version(one, finish=finish), batches, alone.world)
+        )
+        model = make_model(o, rt.device)
+        tensor_parallel(model, mesh.group("tp"), recipe.sequence_parallel)
+        version = Version(model, finish=partial(recipe.finish, model, mesh), loss=model.loss)
+        with recipe.broken():
+            followed = follow(model, optimizer, o.steps, training_step(version, batches, alone.world), mesh)
+        found[optimizer] = compare(reference, followed)
+        assert abs(reference.losses[0] - followed.losses[0]) < 1e-12
+    return found
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_exhibit(name: str) -> None:
+    ranks = spawn(visit, 2, name)
+    worst = {
+        optimizer: {
+            kind: max((found[optimizer][kind] for found in ranks), key=lambda d: d.value) for kind in KINDS
+        }
+        for optimizer in OPTIMIZERS
+    }
+    show(name, worst)
+    values = [difference.value for found in worst.values() for difference in found.values()]
+    if name.startswith("right"):
+        assert max(values) <= 1e-12
+    else:
+        assert all(found["weights"].value > 1e-4 for found in worst.values())

@@ -1,0 +1,260 @@
+"""Tensor parallelism in PyTorch: every split equal to one device at every world size, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import tp_column_parallel
+import tp_dtensor
+import tp_megatron
+import tp_overlap
+import tp_row_parallel
+import tp_vocabulary
+from torch import nn
+from tp_column_parallel import ColumnParallelLinear
+from tp_megatron import MegatronOptions, tensor_parallel
+from tp_row_parallel import RowParallelLinear
+from tp_training import run_bytes, tp_group
+from tp_vocabulary import VocabularyParallelEmbedding, cross_entropy_sum_parallel
+
+from common.comm import Group, sizes_of
+from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
+from common.ledger import Ledger
+from common.listen import Listener
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, gpt2, llama
+from common.models.transformer import cross_entropy_sum
+from common.placement import Shard, placement
+from common.runtime import Runtime, UsageError
+from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
+from common.utils.memory import peak_allocated
+
+# 24 heads divide by 2, 3, 4 and 8; nothing else does by all: 259 tokens, an MLP of 51, 6 key-value heads
+CONFIGS["tp-gpt2"] = replace(gpt2(layers=2, width=48, heads=24, sequence=48, vocabulary=259), mlp_width=51)
+CONFIGS["tp-llama"] = llama(
+    layers=2, width=48, heads=24, kv_heads=6, mlp_width=35, sequence=48, vocabulary=259
+)
+CONFIGS["tp-even"] = replace(CONFIGS["tp-gpt2"], mlp_width=52, vocabulary=260)
+CONFIGS["tp-even-llama"] = replace(CONFIGS["tp-llama"], mlp_width=36)
+CONFIGS["tp-untied"] = replace(CONFIGS["tp-gpt2"], tied=False, bias=False, layers=1)
+
+LESSONS = {
+    "column": tp_column_parallel,
+    "row": tp_row_parallel,
+    "vocabulary": tp_vocabulary,
+    "megatron": tp_megatron,
+    "overlap": tp_overlap,
+    "dtensor": tp_dtensor,
+}
+OPTIONS = {
+    "column": tp_column_parallel.ColumnOptions,
+    "row": tp_row_parallel.RowOptions,
+    "vocabulary": tp_vocabulary.VocabularyOptions,
+    "megatron": tp_megatron.MegatronOptions,
+    "overlap": tp_overlap.OverlapOptions,
+    "dtensor": tp_dtensor.DTensorOptions,
+}
+CASES = [
+    ("column", "gathered", "tp-gpt2", {}),
+    ("column", "gathered", "tp-llama", {}),
+    ("row", "scattered", "tp-gpt2", {}),
+    ("row", "column-row", "tp-llama", {}),
+    ("vocabulary", "gathered", "tp-gpt2", {}),
+    ("vocabulary", "parallel", "tp-llama", {}),
+    ("megatron", "plain", "tp-gpt2", {}),
+    ("megatron", "plain", "tp-llama", {"micro_batches": 2}),
+    ("megatron", "plain", "tp-untied", {"dropout": 0.3}),
+    ("megatron", "sequence-parallel", "tp-gpt2", {"sequence": 13, "micro_batches": 3}),
+    ("megatron", "sequence-parallel", "tp-llama", {}),
+    ("megatron", "sequence-parallel", "tp-gpt2", {"dropout": 0.3, "sequence": 11, "micro_batches": 2}),
+    ("overlap", "pieces", "tp-gpt2", {"sequence": 48, "pieces": 3}),
+]
+
+
+def against_one_device(rt: Runtime, cases: list[tuple[str, str, str, dict]]) -> list[dict[str, float]]:
+    """The largest differences of SGD and AdamW in each case; bytes counted are the formula's."""
+    results = []
+    mesh, alone = Mesh(rt.world, tp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    references: dict[str, Followed] = {}
+    for lesson, version, model_name, more in cases:
+        o = OPTIONS[lesson](model=model_name, batch=4, steps=2, **{"sequence": 12, **more})
+        module = LESSONS[lesson]
+        for optimizer in OPTIMIZERS:
+            key = f"{model_name} {more} {optimizer}"
+            if key not in references:
+                model = make_model(o, rt.device)
+                step = training_step(
+                    Version(model), Batches(replace(o, micro_batches=1), alone, rt.device), alone
+                )
+                references[key] = follow(model, optimizer, o.steps, step)
+            model = make_model(o, rt.device)
+            with Listener(rt.world) if lesson == "dtensor" else Ledger() as ledger:
+                made = module.make_version(version, model, rt, o)
+                step = training_step(made, Batches(o, alone, rt.device), alone)
+                found = compare(references[key], follow(model, optimizer, o.steps, step, mesh))
+            plain = make_model(o, rt.device)
+            formula = run_bytes(module.step_bytes)(version, plain, rt.world, o)
+            assert ledger.bytes() == formula, (lesson, version, model_name)
+            results.append({kind: found[kind].value for kind in KINDS})
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equal_to_one_device(world: int) -> None:
+    cases = CASES if world < 8 else [CASES[7], CASES[9]]  # eight ranks on two cores take their time
+    for found in spawn(against_one_device, world, cases, timeout=120):
+        for case, differences in zip([c for c in cases for _ in OPTIMIZERS], found, strict=True):
+            assert max(differences.values()) <= 1e-12, (case, differences)
+
+
+def test_dtensor_is_equal_and_sends_the_same() -> None:
+    cases = [("dtensor", "dtensor", "tp-even", {}), ("dtensor", "dtensor", "tp-even-llama", {})]
+    for found in spawn(against_one_device, 2, cases, timeout=120):
+        assert max(max(differences.values()) for differences in found) <= 1e-12
+
+
+def place(total: int, group: Group) -> slice:
+    """Where this rank's piece lies."""
+    sizes = sizes_of(total, group.size)
+    return slice(sum(sizes[: group.rank]), sum(sizes[: group.rank + 1]))
+
+
+def layers_alone(rt: Runtime) -> None:
+    """Every option of the two linear layers, on sizes that divide by nothing, forward and backward."""
+    group = tp_group(rt)
+    for bias in (False, True):
+        torch.manual_seed(3)
+        plain = nn.Linear(11, 13, bias, dtype=torch.float64)
+        x, dy = (torch.randn(2, 5, d, dtype=torch.float64) for d in (11, 13))
+        x_one = x.clone().requires_grad_()
+        y_one = plain(x_one)
+        y_one.backward(dy)
+        rows = range(
+            sum(sizes_of(13, group.size)[: group.rank]), sum(sizes_of(13, group.size)[: group.rank + 1])
+        )
+        inner = range(
+            sum(sizes_of(11, group.size)[: group.rank]), sum(sizes_of(11, group.size)[: group.rank + 1])
+        )
+        for gather_output in (False, True):
+            column = ColumnParallelLinear(plain, group, gather_output)
+            x_many = x.clone().requires_grad_()
+            y = column(x_many)
+            mine = slice(None) if gather_output else rows
+            y.backward(dy[..., mine])
+            torch.testing.assert_close(y, y_one[..., mine], rtol=0, atol=1e-14)
+            torch.testing.assert_close(x_many.grad, x_one.grad, rtol=0, atol=1e-14)
+            torch.testing.assert_close(column.weight.grad, plain.weight.grad[rows], rtol=0, atol=1e-13)
+            if bias:
+                torch.testing.assert_close(column.bias.grad, plain.bias.grad[rows], rtol=0, atol=1e-13)
+                assert placement(column.bias)["tp"] == Shard(0, tuple(sizes_of(13, group.size)))
+        for input_is_parallel in (False, True):
+            row = RowParallelLinear(plain, group, input_is_parallel)
+            if bias:
+                row.bias.grad = None
+            part = inner if input_is_parallel else slice(None)
+            x_many = x[..., part].clone().requires_grad_()
+            y = row(x_many)
+            y.backward(dy)
+            torch.testing.assert_close(y, y_one, rtol=0, atol=1e-14)
+            torch.testing.assert_close(x_many.grad, x_one.grad[..., part], rtol=0, atol=1e-14)
+            torch.testing.assert_close(row.weight.grad, plain.weight.grad[:, inner], rtol=0, atol=1e-13)
+            if bias:
+                torch.testing.assert_close(row.bias.grad, dy.sum((0, 1)), rtol=0, atol=1e-13)
+
+
+def vocabulary_alone(rt: Runtime) -> None:
+    """Embedding and loss on 13 tokens, ignored targets and large logits among them, forward and backward."""
+    group, V = tp_group(rt), 13
+    mine = place(V, group)
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(V, (3, 7), generator=generator)
+    targets[0, 2:5] = -100
+    logits = 300 * torch.randn(3, 7, V, dtype=torch.float64, generator=generator)
+    one = logits.clone().requires_grad_()
+    many = logits[..., mine].clone().requires_grad_()
+    expected, count = cross_entropy_sum(one, targets)
+    found, same = cross_entropy_sum_parallel(many, targets, group, V)
+    assert count == same == 18
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    (2.5 * expected).backward()
+    (2.5 * found).backward()
+    torch.testing.assert_close(many.grad, one.grad[..., mine], rtol=0, atol=1e-14)
+
+    table = nn.Embedding(V, 5, dtype=torch.float64)
+    with torch.no_grad():
+        table.weight.copy_(torch.randn(V, 5, dtype=torch.float64, generator=generator))
+    pieces = VocabularyParallelEmbedding(table, group)
+    tokens = torch.randint(V, (4, 6), generator=generator)
+    x, y = table(tokens), pieces(tokens)
+    assert torch.equal(x, y)
+    x.square().sum().backward()
+    y.square().sum().backward()
+    torch.testing.assert_close(pieces.weight.grad, table.weight.grad[mine], rtol=0, atol=1e-14)
+
+
+def loss_memory(rt: Runtime) -> tuple[int, int]:
+    """(peak bytes of the loss forward and backward, bytes of the whole logits)."""
+    group, N, V = tp_group(rt), 64, 4096
+    logits = torch.randn(N, V // group.size).requires_grad_()
+    call = partial(cross_entropy_sum_parallel, logits, torch.arange(N), group, V)
+    call()[0].backward()
+    logits.grad = None
+    return peak_allocated(lambda: call()[0].backward()), N * V * 4
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_parts_alone(world: int) -> None:
+    spawn(layers_alone, world)
+    spawn(vocabulary_alone, world)
+
+
+def test_the_loss_holds_no_whole_logits() -> None:
+    for peak, whole in spawn(loss_memory, 4):
+        assert whole / 2 <= peak < 0.55 * whole  # softmax and gradient, a quarter each
+
+
+def logits_of(rt: Runtime, sequence_parallel: bool) -> None:
+    """Logits are this rank's part of the plain model's, in evaluation as well."""
+    o = MegatronOptions(model="tp-gpt2", dropout=0.5)
+    plain, split = (make_model(o, rt.device).eval() for _ in range(2))
+    group = tp_group(rt)
+    tensor_parallel(split, group, sequence_parallel)
+    tokens = torch.arange(22).view(2, 11)
+    expected = plain(tokens)[..., place(259, group)]
+    torch.testing.assert_close(split(tokens), expected, rtol=0, atol=1e-13)
+    assert sum(p.numel() for p in split.parameters()) < sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_logits_in_evaluation(sequence_parallel: bool) -> None:
+    spawn(logits_of, 3, sequence_parallel)
+
+
+def refused(rt: Runtime, model: str) -> None:
+    tensor_parallel(make_model(MegatronOptions(model=model), rt.device), tp_group(rt))
+
+
+def test_what_does_not_divide_is_refused_in_one_line() -> None:
+    with pytest.raises(RankError, match="4 heads do not divide over 3 ranks along tp; 1, 2, 4 would do"):
+        spawn(refused, 3, "gpt2-tiny")
+
+
+@pytest.mark.parametrize(
+    ("lesson", "options", "message"),
+    [
+        ("overlap", {"model": "llama-tiny"}, "MLPs with one first layer"),
+        ("overlap", {"pieces": 0}, "at least 1 piece"),
+        ("dtensor", {"dropout": 0.1}, "--dropout is for tp_megatron.py"),
+        ("megatron", {"versions": ("fast",)}, "--versions 'fast' is unknown; choose from plain"),
+        ("megatron", {"dropout": 1.5}, "dropout 1.5: a share of at least 0 and below 1"),
+    ],
+)
+def test_bad_options(lesson: str, options: dict, message: str) -> None:
+    world = Group("world", 0, 1, (0,))
+    rt = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, world)
+    with pytest.raises(UsageError, match=message):
+        LESSONS[lesson].main(rt, OPTIONS[lesson](**options))
