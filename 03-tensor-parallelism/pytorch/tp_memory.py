@@ -1,0 +1,93 @@
+"""What a layer keeps for its backward pass under tensor parallelism, by formula and counted.
+
+Numbers a token and layer of GPT-2 keeps, D wide, M in the MLP, H heads, over n ranks:
+
+                          one device       plain, n ranks           sequence parallel, n ranks
+    norms: their inputs   2 D + 4          2 D + 4                  2 D / n + 4 / n
+    regions: inputs       2 D              2 D                      2 D
+    regions: inside       4 D + 2 M + H    (4 D + 2 M + H) / n      (4 D + 2 M + H) / n
+
+Inside are q, k, v, the result of attention and H log-sums of its softmax, up before and after its GELU. What lies
+outside of the regions is on all ranks until sequence parallelism cuts it (Korthikanti et al., 2022, arXiv:2205.05198,
+section 4.2). The gathered inputs of the regions stay whole here; Megatron-LM keeps their slices and gathers them once more in
+the backward pass: (n-1)/n of 2 D numbers sent, for 2 D (n-1)/n kept less.
+
+    python tp_memory.py --nproc 4     torchrun --nproc_per_node=4 tp_memory.py     mpirun -np 4 python tp_memory.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from rich.table import Table
+from tp_megatron import MegatronOptions, check_split, tensor_parallel
+from tp_training import tp_group
+
+from common.comm import Group
+from common.ledger import show_bytes
+from common.lesson import DTYPES, console, run
+from common.models.transformer import Transformer, TransformerConfig
+from common.runtime import Runtime, UsageError
+from common.utils.memory import saved_bytes
+
+VERSIONS = ("one device", "plain", "sequence-parallel")
+
+
+def by_formula(name: str, c: TransformerConfig, tokens: int, size: int, n: int) -> Fraction:
+    """Bytes that a layer of GPT-2 keeps of so many tokens, numbers of `size` bytes."""
+    inside, outside = 4 * c.width + 2 * c.mlp_width + c.heads, 2 * c.width + 4
+    if name == "one device":
+        n = 1
+    cut = n if name == "sequence-parallel" else 1
+    return tokens * size * (Fraction(outside, cut) + 2 * c.width + Fraction(inside, n))
+
+
+def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -> int:
+    """Bytes that a layer keeps: those that two layers keep, less those that one keeps."""
+    tokens_BS = torch.zeros(o.batch, o.sequence, dtype=torch.long, device=device)
+    kept = []
+    for layers in (1, 2):
+        model = Transformer(replace(o.shape(), layers=layers), o.seed, DTYPES[o.dtype]).to(device)
+        if name != "one device":
+            tensor_parallel(model, group, name == "sequence-parallel")
+        kept.append(saved_bytes(lambda model=model: model.loss(model(tokens_BS), tokens_BS)[0], model))  # type: ignore[misc]
+    return kept[1] - kept[0]
+
+
+@dataclass
+class MemoryOptions(MegatronOptions):
+    """Model and batch of this lesson."""
+
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+
+
+def main(rt: Runtime, o: MemoryOptions) -> bool:
+    """The table; True where what is counted is the formula, to the byte."""
+    c, n = o.shape(), rt.world_size
+    check_split(c, n)
+    if c.mlp != "gelu" or c.dropout or o.sequence % n or c.mlp_width % n:
+        raise UsageError(
+            f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2 without dropout, its MLP and the "
+            f"sequence divided by {n} ranks; gpt2-tiny with 32 tokens would do on 1, 2 and 4"
+        )
+    title = f"bytes that a layer keeps on a rank: {o.model}, {o.dtype}, {o.batch} x {o.sequence} tokens, {n} ranks"
+    table = Table(title=title, title_justify="left")
+    for column in ("version", "counted", "formula", "of one device"):
+        table.add_column(column, justify="left" if column == "version" else "right")
+    one = by_formula("one device", c, o.batch * o.sequence, DTYPES[o.dtype].itemsize, n)
+    right = True
+    for name in o.versions:
+        formula = by_formula(name, c, o.batch * o.sequence, DTYPES[o.dtype].itemsize, n)
+        found = counted(name, o, tp_group(rt), rt.device)
+        right &= found == formula
+        table.add_row(name, show_bytes(found), show_bytes(formula), f"{float(formula / one):.0%}")
+    console(rt).print(table)
+    console(rt).print("counted = formula" if right else "what is counted is NOT the formula")
+    return right
+
+
+if __name__ == "__main__":
+    run(main, MemoryOptions)
