@@ -1,0 +1,96 @@
+// The ranks of a torch process group, as what is written against c10d sees them: every message is counted.
+#pragma once
+
+#include <torch/types.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fived/record.hpp"
+
+namespace fived {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Tensors = std::vector<at::Tensor>;
+
+/// One message of a group of n ranks: this rank sent n_bytes / n bytes and was blocked for `seconds`. Collectives count
+/// as the ring's.
+struct Message {
+    std::string op;
+    std::int64_t n_bytes;
+    double seconds;
+};
+
+/// Starts messages and waits for them. S: bytes of the tensor, which is contiguous and stays as it is until wait(). An
+/// object of torch's kind, so that autograd's nodes can hold it.
+class Ranks final : public torch::CustomClassHolder {
+  public:
+    /// `group` is null for one rank, which sends nothing.
+    explicit Ranks(const Group& group) : group_(group && group->getSize() > 1 ? group : Group()) {}
+    int rank() const { return group_ ? group_->getRank() : 0; }
+    int size() const { return group_ ? group_->getSize() : 1; }
+
+    struct Pending {
+        c10::intrusive_ptr<c10d::Work> work;
+        Message message;
+    };
+    /// In place: P to R. Sends 2 (n-1)/n S.
+    [[nodiscard]] Pending all_reduce(const at::Tensor& x,
+                                     c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const {
+        return start("all_reduce", 2 * (size() - 1) * std::int64_t(x.nbytes()), [&] {
+            Tensors list{x};
+            c10d::AllreduceOptions options;
+            options.reduceOp = op;
+            return group_->allreduce(list, options);
+        });
+    }
+    /// x to rank `to`. Sends S.
+    [[nodiscard]] Pending send(const at::Tensor& x, int to, int tag) const {
+        return start("send", size() * std::int64_t(x.nbytes()), [&] {
+            Tensors list{x};
+            return group_->send(list, to, tag);
+        });
+    }
+    /// Into x, from rank `from`.
+    [[nodiscard]] Pending receive(const at::Tensor& x, int from, int tag) const {
+        return start("receive", 0, [&] {
+            Tensors list{x};
+            return group_->recv(list, from, tag);
+        });
+    }
+    void wait(Pending& pending) {
+        if (!pending.work) return;
+        const Timer timer;
+        pending.work->wait();
+        pending.work.reset();
+        pending.message.seconds += timer.seconds();
+        const std::lock_guard lock(mutex_);
+        sent_.push_back(pending.message);
+    }
+    /// What was sent since the last call.
+    std::vector<Message> take_messages() {
+        const std::lock_guard lock(mutex_);
+        return std::exchange(sent_, {});
+    }
+
+  private:
+    template <class Start>
+    Pending start(const char* op, std::int64_t n_bytes, Start call) const {
+        if (!group_) return {};
+        const Timer timer;  // some backends block already here
+        auto work = call();
+        return {std::move(work), {op, n_bytes, timer.seconds()}};
+    }
+
+    Group group_;
+    std::mutex mutex_;  // autograd has a thread for each device
+    std::vector<Message> sent_;
+};
+
+using RanksPtr = c10::intrusive_ptr<Ranks>;
+
+}  // namespace fived

@@ -1,0 +1,177 @@
+"""The module tp_libtorch against the plain Transformer, on every size of group up to the ranks of one mpirun.
+
+python tp_libtorch_worker.py RESULT, under mpirun; rank 0 writes what the ranks of each group found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tp_libtorch
+from torch import Tensor, nn
+
+from common.models.configs import gpt2
+from common.models.transformer import Layer, cross_entropy_sum
+
+HEADS, VOCABULARY = 24, 11
+CONFIG = gpt2(layers=1, width=48, heads=HEADS, sequence=8)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def apart(a: Tensor, b: Tensor | None) -> float:
+    """max |a - b| / max |a|"""
+    return float("inf") if b is None else ((a - b).abs().max() / a.abs().max()).item()
+
+
+def piece(whole: Tensor, dim: int, ranks: Any) -> Tensor:
+    if dim < 0:
+        return whole
+    begin, end = (whole.shape[dim] * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
+    return whole.narrow(dim, begin, end - begin)
+
+
+def sent(ranks: Any, numbers_: int) -> list[int]:
+    """(counted, by formula) bytes times ranks: 2 (n-1) for each number of 8 bytes."""
+    return [sum(n_bytes for _, n_bytes, _ in ranks.take_messages()), 2 * (ranks.size - 1) * numbers_ * 8]
+
+
+def layers(ranks: Any) -> dict[str, Any]:
+    """Our layer and the plain one: the result, the gradient of x and of every parameter, what is sent each way."""
+    plain = Layer(CONFIG).double()
+    for i, p in enumerate(plain.parameters()):
+        p.data = 0.3 * numbers(*p.shape, seed=i)
+    whole = dict(plain.named_parameters())
+    mine = tp_libtorch.split(whole, ranks)
+    x, w = numbers(2, 8, 48, seed=100), numbers(2, 8, 48, seed=101)
+    their_x, our_x = (x.clone().requires_grad_() for _ in range(2))
+    theirs = plain(their_x, torch.arange(8))
+    (theirs * w).sum().backward()
+    ours = tp_libtorch.layer(our_x, mine, HEADS, ranks)
+    found: dict[str, Any] = {"forward bytes": sent(ranks, 2 * x.numel())}
+    (ours * w).sum().backward()
+    found["backward bytes"] = sent(ranks, 2 * x.numel())
+    found |= {"y": apart(theirs, ours), "x": apart(their_x.grad, our_x.grad)}
+    for name, p in whole.items():
+        if name != "attention.k_proj.bias":  # softmax does not see it: its gradient is 0
+            found[name] = apart(
+                piece(p.grad, tp_libtorch.split_dimension(name), ranks) / p.grad.abs().max(),
+                mine[name].grad / p.grad.abs().max(),
+            )
+    return found
+
+
+def ends(ranks: Any) -> dict[str, Any]:
+    """Embedding, head and loss split along the vocabulary, some targets not counted, against the plain ones."""
+    plain = nn.Embedding(VOCABULARY, 6, dtype=torch.float64)
+    plain.weight.data = numbers(VOCABULARY, 6)
+    (mine,) = tp_libtorch.split({"embed_tokens.weight": plain.weight}, ranks).values()
+    tokens = torch.arange(15).view(3, 5) % VOCABULARY
+    targets = torch.where(tokens == 4, -100, (tokens * 7 + 3) % VOCABULARY)
+    x = plain(tokens)
+    logits = F.linear(x + 1, plain.weight) * 100  # exp overflows where the largest is not subtracted
+    theirs, count = cross_entropy_sum(logits, targets)
+    theirs.backward()
+    our_x = tp_libtorch.embedding(tokens, mine, VOCABULARY, ranks)
+    (our_logits,) = tp_libtorch.column_parallel(our_x + 1, [mine], [], ranks)
+    ours, our_count = tp_libtorch.cross_entropy_sum(our_logits * 100, targets, VOCABULARY, ranks)
+    ours.backward()
+    return {
+        "embedding": apart(x, our_x),
+        "loss": apart(theirs, ours),
+        "count": abs(count.item() - our_count.item()),
+        "tied weight": apart(piece(plain.weight.grad, 0, ranks), mine.grad),
+        "bytes": sent(ranks, 2 * x.numel() + 3 * targets.numel()),
+    }
+
+
+def pair(ranks: Any) -> dict[str, Any]:
+    """copy and reduce, alone and around a product by columns and rows; what it gives without copy."""
+    n = ranks.size
+    first, second = numbers(12, 5), numbers(4, 12, seed=1)
+    x, w = numbers(3, 5, seed=2), numbers(3, 4, seed=3)
+    their_x = x.clone().requires_grad_()
+    (F.linear(F.linear(their_x, first), second) * w).sum().backward()
+    a, b = piece(first, 0, ranks), piece(second, 1, ranks)
+    found: dict[str, Any] = {}
+    for name, enter in {"with copy": tp_libtorch.copy, "without": lambda x, _: x}.items():
+        our_x = x.clone().requires_grad_()
+        (tp_libtorch.reduce(F.linear(F.linear(enter(our_x, ranks), a), b), ranks) * w).sum().backward()
+        found[name] = apart(their_x.grad, our_x.grad)
+    our_x = x.clone().requires_grad_()
+    (h,) = tp_libtorch.column_parallel(our_x, [a], [], ranks)
+    (tp_libtorch.row_parallel(h, b, None, ranks) * w).sum().backward()
+    found["column, row"] = apart(their_x.grad, our_x.grad)
+    frozen = x.clone()  # nobody wants its gradient: it is not sent
+    ranks.take_messages()
+    weight = a.clone().requires_grad_()
+    tp_libtorch.column_parallel(frozen, [weight], [], ranks)[0].sum().backward()
+    found["bytes"] = sent(ranks, 0)
+    total = tp_libtorch.reduce(torch.ones(2, dtype=torch.float64), ranks)
+    found["ones"] = apart(torch.full((2,), float(n), dtype=torch.float64), total)
+    return found
+
+
+def refused(ranks: Any) -> list[str]:
+    """What is said of what does not fit, before any message."""
+    x = torch.ones(1, 2, 48)
+    mine = tp_libtorch.split(dict(Layer(CONFIG).named_parameters()), ranks)
+    row = torch.ones(1, 4, requires_grad=True)
+    mine_of_12 = piece(torch.ones(12, 2), 0, ranks)
+
+    def twice() -> None:
+        y = tp_libtorch.reduce(tp_libtorch.copy(row, ranks), ranks)
+        torch.autograd.grad(y.sum(), row, create_graph=True)
+
+    calls = [
+        lambda: tp_libtorch.layer(x, mine, 25, ranks),
+        lambda: tp_libtorch.layer(x, {"mlp.up_proj.weight": x}, HEADS, ranks),
+        lambda: tp_libtorch.split({"embed_tokens.weight": torch.ones(1, 4)}, ranks),
+        lambda: tp_libtorch.embedding(torch.zeros(1, 2).long(), torch.ones(9, 2), 12, ranks),
+        lambda: tp_libtorch.cross_entropy_sum(mine_of_12.T, torch.tensor([3, 12]), 12, ranks),
+        lambda: tp_libtorch.column_parallel(row, [row], [row, row], ranks),
+        twice,
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """All of it on one group."""
+    ranks = tp_libtorch.Ranks(group)
+    return {
+        "layer": layers(ranks),
+        "ends": ends(ranks),
+        "pair": pair(ranks),
+        "refused": refused(ranks) if ranks.size > 1 else [],
+    }
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    from common.runtime import runtime
+
+    with runtime() as rt:
+        everything: dict[int, Any] = {}
+        for size in range(1, rt.world_size + 1):
+            members = dist.new_group(list(range(size)))
+            mine = outcomes(members if size > 1 else None) if rt.rank < size else None
+            everything[size] = [each for each in MPI.COMM_WORLD.allgather(mine) if each]
+        if rt.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(everything))

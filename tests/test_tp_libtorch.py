@@ -1,0 +1,162 @@
+"""tp_libtorch: the Python module against the plain Transformer, on gloo and on MPI; the program; bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+
+from common.benchmarks.measures import problem
+from common.data.text import lm_batch, load_text
+from common.equality import OPTIMIZERS
+from common.models.transformer import Transformer, config
+from common.runtime import Runtime
+from common.spawn import spawn
+
+
+def on_gloo(rt: Runtime) -> dict[str, Any]:
+    from mpi.tp_libtorch_worker import outcomes
+
+    return outcomes(rt.world.pg)
+
+
+@pytest.fixture(scope="module")
+def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What groups of 1 to 4 ranks found under one mpirun."""
+    need_module("tp_libtorch")
+    found: dict[str, Any] = run_worker(4, "tp_libtorch_worker.py", tmp_path_factory.mktemp("tp_libtorch"))
+    return found
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    """Every rank's outcomes."""
+    n = len(found)
+    for rank in found:
+        without_copy = rank["pair"].pop("without")
+        assert (without_copy > 0.1) == (n > 1)  # the gradient behind is a part of the right one
+        for part in ("layer", "ends", "pair"):
+            for name, value in rank[part].items():
+                if "bytes" in name:
+                    counted, formula = value
+                    assert counted == formula, (part, name)
+                else:
+                    assert value < 1e-12, (part, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_module_equals_one_device_on_gloo(ranks: int) -> None:
+    need_module("tp_libtorch")
+    check(spawn(on_gloo, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_module_equals_one_device_on_mpi(ranks: int, on_mpi: dict[str, Any]) -> None:
+    found = on_mpi[str(ranks)]
+    assert len(found) == ranks
+    check(found)
+
+
+def test_what_does_not_fit_is_said(on_mpi: dict[str, Any]) -> None:
+    heads = "25 heads do not divide over 2 ranks along tp; 1, 5, 25 would do"
+    for rank, found in enumerate(on_mpi["2"]):
+        missing = found["refused"].pop(1)
+        assert re.fullmatch(r"ValueError: no parameter attention\S+ among the 1 given", missing)
+        assert found["refused"] == [
+            f"ValueError: {heads}",
+            "ValueError: embed_tokens.weight has 1 rows or columns to split over 2 ranks; at most 1 would do",
+            f"ValueError: rank {rank} of 2 has 9 entries of a vocabulary of 12; 6 are its piece",
+            "ValueError: target 12 is not in a vocabulary of 12; 0 to 11 are, and -100 does not count",
+            "ValueError: 2 biases for 1 weights; give none or one a weight",
+            "RuntimeError: the backward pass of tp_libtorch has no derivative: leave create_graph out",
+        ]
+
+
+# The program
+
+
+def losses(optimizer: str, heads: int) -> list[float]:
+    """Of two steps of the plain model in Python."""
+    shape = replace(config("gpt2-tiny"), heads=heads, kv_heads=heads)
+    model, found = Transformer(shape, 0, torch.float64), []
+    chosen = OPTIMIZERS[optimizer](list(model.parameters()))
+    for step in range(2):
+        tokens, targets = lm_batch(load_text(None).train, 0, step, 3, 12, 0, 3)
+        chosen.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
+        loss.backward()
+        chosen.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(2, 4), (8, 8)])
+def test_gpt2_trains_as_in_python(ranks: int, heads: int, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--batch", "3", "--sequence", "12", "--steps", "2", "--heads", str(heads), "--json", record]
+    done = mpirun(ranks, need_binary("tp_libtorch"), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Proved: training split over {ranks} rank(s) equals training on one." in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
+    for words, optimizer in zip(lines, ("sgd", "adamw"), strict=True):
+        assert [float(word) for word in words[4:]] == pytest.approx(losses(optimizer, heads), abs=1e-9)
+    values = json.loads(record.read_text())
+    assert not problem(values)
+    assert (values["implementation"], values["language"]) == ("tp_libtorch", "libtorch")
+    assert (values["ranks"], values["tokens_per_step"], values["parameters"]) == (ranks, 36, 120576)
+    numbers = 36 * (64 * (4 * 2 + 2) + 3)
+    assert values["bytes_counted"] == values["bytes_formula"] == 2 * (ranks - 1) / ranks * numbers * 8
+    assert values["equal"] is True
+    assert 0 < values["largest_difference"] < 1e-12
+    assert values["flop_per_step"] == pytest.approx(36 * Transformer(config("gpt2-tiny")).flops_per_token(12))
+
+
+def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--benchmark", "--model", "gpt2-tiny", "--steps", "3", "--json", record]
+    done = mpirun(2, need_binary("tp_libtorch"), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "times as fast as one rank alone" in done.stdout
+    values = json.loads(record.read_text())
+    assert not problem(values)
+    assert (len(values["step_seconds"]), values["equal"]) == (3, None)
+
+
+def test_there_is_no_python_in_it() -> None:
+    if sys.platform != "linux":
+        pytest.skip("ldd")
+    binary = need_binary("tp_libtorch")
+    libraries = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu" in libraries
+    assert "libpython" not in libraries
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "bert"], "--model is bert; it is one of gpt2-tiny, gpt2-10m"),
+        (["--heads", "5"], "--heads 5 do not divide the width 64 of gpt2-tiny; 1, 2, 4, 8, 16, 32, 64 would"),
+        (["--sequence", "65"], "--sequence 65 is too long for gpt2-tiny; at most 64"),
+        (["--batch", "1"], "--micro-batches 2 of --batch 1; at most 1"),
+        (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = run([str(need_binary("tp_libtorch")), *arguments])
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"tp_libtorch: {message}\n")
+
+
+def test_heads_that_do_not_divide() -> None:
+    done = mpirun(3, need_binary("tp_libtorch"))
+    assert done.returncode == 2
+    assert (
+        done.stderr.count("tp_libtorch: 4 heads do not divide over 3 ranks along tp; 1, 2, 4 would do") == 1
+    )
