@@ -1,0 +1,321 @@
+// Ring attention with no Python in it: torch's autograd, this course's process group on MPI.
+//
+//   mpirun -np 4 sp_libtorch                in both orders, with both kernels, against attention on one rank
+//   mpirun -np 2 sp_libtorch --benchmark    8192 tokens, 8 heads of 64, float32: time and balance of the two orders
+#include <torch/all.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "fived/equality.hpp"
+#include "fived/lesson.hpp"
+#include "fived/random.hpp"
+#include "process_group.hpp"
+#include "sp_libtorch.hpp"
+
+namespace {
+
+using namespace fived;
+
+struct Settings {
+    std::int64_t batch = 2, heads = 4, kv_heads = 2, sequence = 48, head_width = 16;
+    int steps = 5;
+    std::uint64_t seed = 0;
+    std::string dtype = "float64", kernel = "library", json;
+    bool benchmark = false;
+
+    /// What --benchmark starts from.
+    void prefer_benchmark() {
+        batch = 1, heads = kv_heads = 8, sequence = 8192, head_width = 64, dtype = "float32";
+    }
+    Options options() {
+        Options options("Ring attention on LibTorch and MPI. Run it under mpirun.");
+        const std::int64_t one = 1;
+        options.add("batch", batch, one, "samples");
+        options.add("heads", heads, one, "of the queries");
+        options.add("kv-heads", kv_heads, one, "heads of the keys and values; divides --heads");
+        options.add("sequence", sequence, one, "positions of all ranks together");
+        options.add("head-width", head_width, one, "of one head");
+        options.add("steps", steps, 1, "rounds that are timed");
+        options.add("seed", seed, std::uint64_t{0}, "of the numbers");
+        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
+        options.add("kernel", kernel, {"library", "plain"}, "of a block, in what is timed");
+        options.add("json", json, "append a record of each order to this file");
+        options.flag("benchmark", benchmark, "time, compare nothing; with --help: its own defaults");
+        return options;
+    }
+    /// Throws UsageError for what cannot work.
+    void check(int ranks) const {
+        std::string divisors;
+        for (std::int64_t g = 1; g <= std::min<std::int64_t>(heads, 1024); ++g)
+            if (heads % g == 0) divisors += (g == 1 ? "" : ", ") + std::to_string(g);
+        if (heads % kv_heads)
+            throw UsageError("--kv-heads " + std::to_string(kv_heads) + " does not divide --heads " +
+                             std::to_string(heads) + "; give one of " + divisors);
+        const std::int64_t parts = 2 * ranks, below = sequence / parts * parts;
+        if (sequence % parts)
+            throw UsageError("--sequence " + std::to_string(sequence) + " does not divide into " +
+                             std::to_string(parts) + " chunks, two for each rank; " +
+                             (below ? std::to_string(below) + " or " : "") + std::to_string(below + parts) +
+                             " would");
+    }
+    at::ScalarType type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
+};
+
+/// q, k and v, and the weights of the loss, sum(o w).
+struct Inputs {
+    at::Tensor q, k, v, w;
+
+    /// The whole sequence: numbers by place, the same on all ranks.
+    explicit Inputs(const Settings& s) {
+        std::uint64_t stream = 0;
+        for (at::Tensor* x : {&q, &k, &v, &w}) {
+            *x = at::empty({s.batch, x == &k || x == &v ? s.kv_heads : s.heads, s.sequence, s.head_width},
+                           at::kDouble);
+            double* numbers = x->data_ptr<double>();
+            for (std::int64_t i = 0; i < x->numel(); ++i)
+                numbers[i] = normal(s.seed, stream, std::uint64_t(i));
+            *x = x->to(s.type());
+            ++stream;
+        }
+        start();
+    }
+    /// A rank's part of it.
+    Inputs(const Inputs& whole, const at::Tensor& places) {
+        q = whole.q.detach().index_select(2, places), k = whole.k.detach().index_select(2, places);
+        v = whole.v.detach().index_select(2, places), w = whole.w.index_select(2, places);
+        start();
+    }
+    void start() const {
+        for (const at::Tensor& x : {q, k, v}) x.requires_grad_().mutable_grad().reset();
+    }
+};
+
+class Lesson {
+  public:
+    Lesson(const Communicator& world, const Group& group, const Settings& settings)
+        : world_(world), ranks_(c10::make_intrusive<Ranks>(group)), s_(settings), whole_(settings) {}
+
+    bool run() {
+        say("sp_libtorch: attention, batch %lld, %lld heads and %lld of keys, width %lld, sequence %lld, %s, "
+            "%d "
+            "rank(s)\n",
+            (long long)s_.batch, (long long)s_.heads, (long long)s_.kv_heads, (long long)s_.head_width,
+            (long long)s_.sequence, s_.dtype.c_str(), world_.size());
+        bool right = s_.benchmark || prove();
+        right &= measure();
+        if (!s_.benchmark)
+            say("\n%s: attention and its gradients on %d rank(s) %s those on one.\n",
+                right ? "Proved" : "WRONG", world_.size(), right ? "equal" : "differ from");
+        for (std::size_t i = 0; !s_.json.empty() && world_.rank() == 0 && i < timed_.size(); ++i)
+            record(timed_[i], right).append_to(s_.json);
+        return right;
+    }
+
+  private:
+    struct Timed {
+        Order order;
+        const char* name;
+        std::int64_t counted = 0;
+        double pairs_balance = 0;
+        std::vector<double> seconds{}, blocked{}, balance{};
+    };
+
+    template <class... Values>
+    void say(const char* format, Values... values) const {
+        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
+    }
+    at::Tensor my_places(Order order) const {
+        return places(s_.sequence, order, world_.rank(), world_.size());
+    }
+    std::int64_t bytes_by_formula() const {
+        const std::int64_t s = s_.sequence / world_.size(), element = s_.dtype == "float64" ? 8 : 4;
+        return ring_bytes(2 * s_.batch * s_.kv_heads * s * s_.head_width * element, world_.size());
+    }
+    /// Bytes that this rank sent since the last call, and the seconds it was blocked.
+    std::pair<std::int64_t, double> take_messages() {
+        std::int64_t n_bytes = 0;
+        double seconds = 0;
+        for (const Message& m : ranks_->take_messages()) n_bytes += m.n_bytes, seconds += m.seconds;
+        return {n_bytes / world_.size(), seconds};
+    }
+
+    static at::Tensor attention_on_one_rank(const Inputs& x, bool causal) {
+        return at::scaled_dot_product_attention(x.q, x.k, x.v, {}, 0, causal, {}, /*enable_gqa=*/true);
+    }
+
+    /// Both orders and kernels, with the causal mask and without, against torch's attention on the whole sequence.
+    bool prove() {
+        say("\nlargest relative difference from one rank\n%-30s %8s %8s %8s %8s %8s  %18s %10s\n", "", "loss",
+            "o", "dq", "dk", "dv", "bytes a rank sends", "formula");
+        bool right = true;
+        for (const bool causal : {true, false}) {
+            whole_.start();
+            const at::Tensor o = attention_on_one_rank(whole_, causal);
+            (o * whole_.w).sum().backward();
+            for (const auto& [order, order_name] :
+                 {std::pair(Order::contiguous, "contiguous"), {Order::zigzag, "zigzag"}})
+                for (const auto& [kernel, kernel_name] :
+                     {std::pair(Kernel::library, "library"), {Kernel::plain, "plain"}})
+                    right &= compare(
+                        o.detach(), causal, order, kernel,
+                        std::string(order_name) + (causal ? ", causal, " : ", all pairs, ") + kernel_name);
+        }
+        return right;
+    }
+
+    bool compare(const at::Tensor& expected, bool causal, Order order, Kernel kernel,
+                 const std::string& name) {
+        const at::Tensor mine = my_places(order);
+        const Inputs x(whole_, mine);
+        take_messages();
+        const at::Tensor o = ring_attention(x.q, x.k, x.v, causal, ranks_, order, kernel);
+        const at::Tensor loss = (o * x.w).sum();
+        loss.backward();
+        const std::int64_t counted = take_messages().first;
+        const double sum = world_.all_reduce(loss.item<double>());
+        const auto apart = [&](const at::Tensor& whole, const at::Tensor& part) {
+            const double d = (whole.index_select(2, mine) - part).abs().max().item<double>();
+            return std::isfinite(d) ? d / whole.abs().max().item<double>() : INFINITY;
+        };
+        // Terms of either sign: the loss is measured on the scale of their sizes.
+        const at::Tensor terms = expected * whole_.w;
+        std::vector<double> values{
+            std::abs(terms.sum().item<double>() - sum) / terms.abs().sum().item<double>(),
+            apart(expected, o.detach()), apart(whole_.q.grad(), x.q.grad()),
+            apart(whole_.k.grad(), x.k.grad()), apart(whole_.v.grad(), x.v.grad())};
+        world_.all_reduce(std::span(values), MPI_MAX);
+        say("%-30s %8.1e %8.1e %8.1e %8.1e %8.1e  %18lld %10lld\n", name.c_str(), values[0], values[1],
+            values[2], values[3], values[4], (long long)counted, (long long)bytes_by_formula());
+        const double largest = *std::ranges::max_element(values);
+        largest_ = std::max(largest_, largest);
+        const bool right = counted == bytes_by_formula() && largest <= (s_.dtype == "float64" ? 1e-12 : 1e-5);
+        return world_.all_reduce(int(right), MPI_MIN) == 1;
+    }
+
+    /// Forward and backward, causal, in both orders and on rank 0 alone, in turn.
+    bool measure() {
+        timed_ = {{Order::contiguous, "contiguous"}, {Order::zigzag, "zigzag"}};
+        std::vector<Inputs> inputs;
+        for (Timed& timed : timed_) {
+            inputs.emplace_back(whole_, my_places(timed.order));
+            timed.pairs_balance = balance(double(my_pairs(timed.order)));
+        }
+        const Kernel kernel = s_.kernel == "library" ? Kernel::library : Kernel::plain;
+        std::vector<double> one_rank;
+        bool right = true;
+        for (int round = -1; round < s_.steps; ++round) {
+            world_.barrier();
+            const Timer timer;
+            if (world_.rank() == 0) {
+                whole_.start();
+                attention_on_one_rank(whole_, true).backward(whole_.w);
+            }
+            const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
+            if (round >= 0) one_rank.push_back(seconds);
+            for (std::size_t i = 0; i < timed_.size(); ++i) {
+                Timed& timed = timed_[i];
+                const Inputs& x = inputs[i];
+                x.start();
+                take_messages();
+                world_.barrier();
+                const Timer mine;
+                ring_attention(x.q, x.k, x.v, true, ranks_, timed.order, kernel).backward(x.w);
+                const double own = mine.seconds(), slowest = world_.all_reduce(own, MPI_MAX);
+                const auto [counted, blocked] = take_messages();
+                const double waited = world_.all_reduce(blocked, MPI_MAX), apart = balance(own - blocked);
+                timed.counted = counted;
+                right &= counted == bytes_by_formula();
+                if (round < 0) continue;
+                timed.seconds.push_back(slowest), timed.blocked.push_back(waited),
+                    timed.balance.push_back(apart);
+            }
+        }
+        show(one_rank);
+        return world_.all_reduce(int(right), MPI_MIN) == 1;
+    }
+
+    /// The slowest rank's share over the mean.
+    double balance(double mine) const {
+        return world_.all_reduce(mine, MPI_MAX) * world_.size() / world_.all_reduce(mine);
+    }
+    std::int64_t my_pairs(Order order) const {
+        const std::int64_t s = s_.sequence / world_.size();
+        std::int64_t pairs = 0;
+        for (int owner = 0; owner < world_.size(); ++owner)
+            pairs += work(order, true, world_.rank(), owner, s).pairs(s);
+        return pairs;
+    }
+    /// Two products of all pairs forward and five backward, 2 K operations a pair in each.
+    double flop() const {
+        return 14.0 * double(s_.head_width * s_.batch * s_.heads) *
+               double(s_.sequence * (s_.sequence + 1) / 2);
+    }
+
+    void show(const std::vector<double>& one_rank) const {
+        say("\nforward and backward, causal, %d rounds in turn; one rank alone %.1f ms, %.1f GFLOP/s\n"
+            "%-12s %18s %12s  %9s %9s %9s %9s   %s\n",
+            s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes a rank sends",
+            "formula", "ms", "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
+        for (const Timed& timed : timed_) {
+            std::vector<double> ratios;
+            for (std::size_t i = 0; i < one_rank.size(); ++i)
+                ratios.push_back(one_rank[i] / timed.seconds[i]);
+            say("%-12s %18lld %12lld  %9.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name,
+                (long long)timed.counted, (long long)bytes_by_formula(), median(timed.seconds) * 1e3,
+                median(timed.blocked) * 1e3, flop() / median(timed.seconds) / 1e9, median(ratios),
+                timed.pairs_balance, median(timed.balance));
+        }
+    }
+
+    Record record(const Timed& timed, bool right) const {
+        Record line, versions;
+        versions.add("torch", TORCH_VERSION).add("compiler", __VERSION__);
+        line.add("strategy", "sp").add("implementation", std::string("sp_libtorch-") + timed.name);
+        line.add("language", "libtorch")
+            .add("ranks", world_.size())
+            .add("backend", "mpi")
+            .add("dtype", s_.dtype);
+        line.add("model", "attention " + std::to_string(s_.batch) + " x " + std::to_string(s_.heads) + " x " +
+                              std::to_string(s_.sequence) + " x " + std::to_string(s_.head_width) + ", " +
+                              std::to_string(s_.kv_heads) + " heads of keys, causal");
+        line.add("parameters", 0).add("tokens_per_step", s_.batch * s_.sequence).add("flop_per_step", flop());
+        line.add("steps", s_.steps).add("step_seconds", timed.seconds);
+        line.add("communication_seconds", median(timed.blocked));
+        line.add("bytes_counted", timed.counted).add("bytes_formula", bytes_by_formula());
+        line.add("peak_memory_bytes", peak_memory_bytes()).add("scaling", "strong");
+        line.add("slowest_over_mean_pairs", timed.pairs_balance);
+        line.add("slowest_over_mean_seconds", median(timed.balance));
+        if (s_.benchmark)
+            line.add("equal", nullptr).add("largest_difference", nullptr);
+        else
+            line.add("equal", right).add("largest_difference", largest_);
+        return line.add("versions", versions);
+    }
+
+    const Communicator& world_;
+    const RanksPtr ranks_;
+    const Settings& s_;
+    const Inputs whole_;
+    std::vector<Timed> timed_;
+    double largest_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    fived::Environment mpi(argc, argv, MPI_THREAD_MULTIPLE);  // the process group has a thread of its own
+    if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);
+    const Communicator world = Communicator::world();
+    Settings settings;
+    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
+    const Options options = settings.options();
+    const auto prepare = [&] {
+        settings.check(world.size());
+        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
+    };
+    return run_lesson(world, "sp_libtorch", argc, argv, options, prepare,
+                      [&] { return Lesson(world, world_process_group(), settings).run(); });
+}
