@@ -1,0 +1,128 @@
+"""sp_libtorch: ring attention against scaled_dot_product_attention, on gloo and on MPI; the program; bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+
+from common.benchmarks.measures import problem
+from common.runtime import Runtime
+from common.spawn import spawn
+
+
+def on_gloo(rt: Runtime) -> dict[str, Any]:
+    from mpi.sp_libtorch_worker import outcomes
+
+    return outcomes(rt.world.pg)
+
+
+@pytest.fixture(scope="module")
+def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What groups of 1 to 4 ranks found under one mpirun."""
+    need_module("sp_libtorch")
+    found: dict[str, Any] = run_worker(4, "sp_libtorch_worker.py", tmp_path_factory.mktemp("sp_libtorch"))
+    return found
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    """Every rank's outcomes."""
+    n = len(found)
+    for rank in found:
+        for case, (difference, counted, formula) in rank["attention"].items():
+            assert difference < 1e-12, case
+            assert counted == formula, case
+            assert (counted > 0) == (n > 1), case
+        assert rank["others"]["turned"] < 1e-12
+        assert rank["others"]["type"] == "torch.float32"
+        assert 1e-9 < rank["others"]["float32"] < 1e-5
+    for order in ("contiguous", "zigzag"):
+        held = [rank["places"][order] for rank in found]
+        assert sorted(itertools.chain(*held)) == list(range(4 * n))  # each position once
+        assert all(places == sorted(places) for places in held)
+        if order == "zigzag":
+            assert all(sum(places) == sum(held[0]) for places in held)  # early and late ones, as many
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_ring_attention_equals_one_device_on_gloo(ranks: int) -> None:
+    need_module("sp_libtorch")
+    check(spawn(on_gloo, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ring_attention_equals_one_device_on_mpi(ranks: int, on_mpi: dict[str, Any]) -> None:
+    found = on_mpi[str(ranks)]
+    assert len(found) == ranks
+    check(found)
+
+
+def test_what_does_not_fit_is_said(on_mpi: dict[str, Any]) -> None:
+    for rank in on_mpi["2"]:
+        assert rank["refused"] == [
+            "ValueError: a sequence of 10 positions does not divide into 4 chunks; 8 or 12 would",
+            "ValueError: a sequence of 1 positions does not divide into 2 chunks; 2 would",
+            "ValueError: ring_attention: q [1, 4, 6, 8], k [1, 3, 6, 8], v [1, 3, 6, 8]; needed are [B, H, s, K], "
+            "[B, G, s, K] and the same, H a multiple of G",
+            "ValueError: ring_attention: 3 positions a rank; at least 1, and in zigzag order two equal chunks",
+            "ValueError: order is spiral; it is contiguous or zigzag",
+            "ValueError: kernel is fast; it is library or plain",
+            "ValueError: ring_attention: the kernel 'library' runs on CPUs, not on meta; take 'plain'",
+            "RuntimeError: the backward pass of ring_attention has no derivative: leave create_graph out",
+        ]
+
+
+# The program
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_program_proves_itself(ranks: int, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    done = mpirun(ranks, need_binary("sp_libtorch"), "--sequence", "96", "--steps", "3", "--json", record)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Proved: attention and its gradients on {ranks} rank(s) equal those on one." in done.stdout
+    contiguous, zigzag = map(json.loads, record.read_text().splitlines())
+    for values, order in ((contiguous, "contiguous"), (zigzag, "zigzag")):
+        assert not problem(values)
+        assert (values["implementation"], values["language"]) == (f"sp_libtorch-{order}", "libtorch")
+        assert (values["ranks"], values["tokens_per_step"], values["equal"]) == (ranks, 2 * 96, True)
+        sent = 3 * (ranks - 1) * 2 * 2 * 2 * 96 // ranks * 16 * 8
+        assert values["bytes_counted"] == values["bytes_formula"] == sent
+        assert 0 < values["largest_difference"] < 1e-12
+        assert len(values["step_seconds"]) == 3
+    s = 96 // ranks
+    last, mean = (ranks - 1) * s * s + s * (s + 1) / 2, 96 * 97 / 2 / ranks
+    assert contiguous["slowest_over_mean_pairs"] == pytest.approx(last / mean)
+    assert zigzag["slowest_over_mean_pairs"] == 1
+
+
+def test_there_is_no_python_in_it() -> None:
+    if sys.platform != "linux":
+        pytest.skip("ldd")
+    binary = need_binary("sp_libtorch")
+    libraries = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu" in libraries
+    assert "libpython" not in libraries
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-heads", "3"], "--kv-heads 3 does not divide --heads 4; give one of 1, 2, 4"),
+        (["--kernel", "fast"], "--kernel is fast; it is one of library, plain"),
+        (
+            ["--sequence", "7"],
+            "--sequence 7 does not divide into 2 chunks, two for each rank; 6 or 8 would",
+        ),
+        (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = run([str(need_binary("sp_libtorch")), *arguments])
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"sp_libtorch: {message}\n")
