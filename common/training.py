@@ -45,7 +45,7 @@ class TrainingOptions(LessonOptions):
     versions: tuple[str, ...] = ()
     """Which versions to run."""
 
-    def shape(self) -> TransformerConfig:
+    def model_config(self) -> TransformerConfig:
         """The model's shape. Raises UsageError when no model has that name."""
         return config(self.model)
 
@@ -115,13 +115,13 @@ class Batches:
 
 def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
     """The plain model, the same on every rank for the same seed."""
-    return Transformer(o.shape(), o.seed, DTYPES[o.dtype]).to(device)
+    return Transformer(o.model_config(), o.seed, DTYPES[o.dtype]).to(device)
 
 
 def shape_of(o: TrainingOptions) -> Transformer:
     """The plain model without numbers: for formulas of bytes and operations."""
     with torch.device("meta"):
-        return Transformer(o.shape(), o.seed, DTYPES[o.dtype])
+        return Transformer(o.model_config(), o.seed, DTYPES[o.dtype])
 
 
 def training_step(version: Version, batches: Batches, group: Group) -> Callable[[int], Tensor]:

@@ -117,7 +117,7 @@ def measure(model: Transformer, x_BS: Tensor, y_BS: Tensor) -> tuple[int, int]:
 
 def on_one_device(o: CheckpointOptions) -> tuple[Table, bool]:
     """Every version on the whole batch and on a micro-batch, on the CPU: its bytes; are all gradients the same bits?"""
-    c, size, cpu = o.shape(), DTYPES[o.dtype].itemsize, torch.device("cpu")
+    c, size, cpu = o.model_config(), DTYPES[o.dtype].itemsize, torch.device("cpu")
     table = Table(
         title=f"bytes of activations: {o.model}, {o.dtype}, {o.batch} samples", title_justify="left"
     )

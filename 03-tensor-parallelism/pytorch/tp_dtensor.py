@@ -116,10 +116,10 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: DTensorOptions) -> 
 
 def main(rt: Runtime, o: DTensorOptions) -> bool:
     """Both on one Transformer; with --benchmark their times alone."""
-    check_split(o.shape(), rt.world_size)
+    check_split(o.model_config(), rt.world_size)
     for what, number in (
-        ("key-value heads", o.shape().kv_heads),
-        ("columns of the MLP", o.shape().mlp_width),
+        ("key-value heads", o.model_config().kv_heads),
+        ("columns of the MLP", o.model_config().mlp_width),
     ):
         if number % rt.world_size:
             raise UsageError(

@@ -212,9 +212,9 @@ class MegatronOptions(TensorOptions):
     dropout: float = 0.0
     """Share of numbers that training sets to zero: the same ones on every mesh."""
 
-    def shape(self) -> TransformerConfig:
+    def model_config(self) -> TransformerConfig:
         """The model's shape, with dropout."""
-        return replace(super().shape(), dropout=self.dropout)
+        return replace(super().model_config(), dropout=self.dropout)
 
 
 def make_version(name: str, model: nn.Module, rt: Runtime, o: MegatronOptions) -> Version:
@@ -246,7 +246,7 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: MegatronOptions) ->
 
 def main(rt: Runtime, o: MegatronOptions) -> bool:
     """A Transformer, split; with --benchmark its time alone."""
-    check_split(o.shape(), rt.world_size)
+    check_split(o.model_config(), rt.world_size)
     return lesson(rt, o, VERSIONS, make_version, step_bytes)
 
 

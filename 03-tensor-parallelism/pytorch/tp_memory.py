@@ -49,7 +49,7 @@ def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -
     tokens_BS = torch.zeros(o.batch, o.sequence, dtype=torch.long, device=device)
     kept = []
     for layers in (1, 2):
-        model = Transformer(replace(o.shape(), layers=layers), o.seed, DTYPES[o.dtype]).to(device)
+        model = Transformer(replace(o.model_config(), layers=layers), o.seed, DTYPES[o.dtype]).to(device)
         if name != "one device":
             tensor_parallel(model, group, name == "sequence-parallel")
         kept.append(saved_bytes(lambda model=model: model.loss(model(tokens_BS), tokens_BS)[0], model))  # type: ignore[misc]
@@ -66,7 +66,7 @@ class MemoryOptions(MegatronOptions):
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """The table; True where what is counted is the formula, to the byte."""
-    c, n = o.shape(), rt.world_size
+    c, n = o.model_config(), rt.world_size
     check_split(c, n)
     if c.mlp != "gelu" or c.dropout or o.sequence % n or c.mlp_width % n:
         raise UsageError(

@@ -295,8 +295,8 @@ def sweep(rt: Runtime, o: OverlapOptions, speed: float, title: str) -> bool:
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
     """A Transformer both ways; with --benchmark T(P) on this machine and on the link that we pretend."""
-    check_split(o.shape(), rt.world_size)
-    if o.shape().mlp != "gelu":
+    check_split(o.model_config(), rt.world_size)
+    if o.model_config().mlp != "gelu":
         raise UsageError(
             f"--model {o.model}: this lesson overlaps MLPs with one first layer; give gpt2-tiny or gpt2-10m"
         )
