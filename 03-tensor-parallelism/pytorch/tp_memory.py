@@ -9,8 +9,8 @@ Numbers a token and layer of GPT-2 keeps, D wide, M in the MLP, H heads, over n 
 
 Inside are q, k, v, the result of attention and H log-sums of its softmax, up before and after its GELU. What lies
 outside of the regions is on all ranks until sequence parallelism cuts it (Korthikanti et al., 2022, arXiv:2205.05198,
-section 4.2). The gathered inputs of the regions stay whole here; Megatron-LM keeps their slices and gathers them once more in
-the backward pass: (n-1)/n of 2 D numbers sent, for 2 D (n-1)/n kept less.
+section 4.2). The gathered inputs of the regions stay whole here; Megatron-LM keeps their slices and gathers them once
+more in the backward pass: (n-1)/n of 2 D numbers sent, for 2 D (n-1)/n kept less.
 
     python tp_memory.py --nproc 4     torchrun --nproc_per_node=4 tp_memory.py     mpirun -np 4 python tp_memory.py
 """
