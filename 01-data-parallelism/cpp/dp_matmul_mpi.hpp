@@ -27,25 +27,11 @@
 #include "fived/blas.hpp"
 #include "fived/collectives.hpp"
 #include "fived/matrix.hpp"
+#include "fived/product.hpp"
 
 namespace fived {
 
 enum class Split { rows, columns, inner };
-
-/// A is M x K, B is K x J, C is M x J.
-struct Shape {
-    std::size_t M = 0, K = 0, J = 0;
-};
-
-/// Where a piece begins and how long it is; pieces differ by one at the most.
-struct Range {
-    std::size_t begin = 0, length = 0;
-};
-
-inline Range range(std::size_t n, int pieces, int i) {
-    const std::size_t begin = cut(n, pieces, i);
-    return {begin, cut(n, pieces, i + 1) - begin};
-}
 
 /// A product that is computed again and again: its memory is taken once. `comm` must outlive it.
 template <class T>

@@ -7,9 +7,7 @@
 #include <vector>
 
 #include "dp_matmul_mpi.hpp"
-#include "fived/equality.hpp"
 #include "fived/lesson.hpp"
-#include "fived/random.hpp"
 #include "fived/record.hpp"
 #include "matmul_panels.hpp"
 
@@ -49,40 +47,6 @@ struct Settings {
     }
 };
 
-/// A matrix that owns its numbers.
-template <class T>
-struct Matrix {
-    std::vector<T> numbers;
-    MatrixView<T> view;
-
-    Matrix(std::size_t rows, std::size_t columns)
-        : numbers(rows * columns), view(numbers.data(), rows, columns) {}
-    Matrix(Matrix&&) = default;  // the vector keeps its memory
-    Matrix(Range rows, Range columns, std::size_t whole_columns, std::uint64_t seed)
-        : Matrix(rows.length, columns.length) {
-        for (std::size_t i = 0; i < rows.length; ++i)
-            for (std::size_t j = 0; j < columns.length; ++j)
-                view(i, j) =
-                    T(2 * uniform(seed, 0, (rows.begin + i) * whole_columns + columns.begin + j) - 1);
-    }
-    operator MatrixView<const T>() const { return view; }
-    operator Factor<T>() const { return MatrixView<const T>(view); }
-};
-
-/// max |x - y| / max |x| over this rank's piece x = whole[rows, columns].
-template <class T>
-double difference(const Matrix<T>& whole, Range rows, Range columns, MatrixView<const T> y) {
-    double size = 0, apart = 0;
-    for (std::size_t i = 0; i < rows.length; ++i)
-        for (std::size_t j = 0; j < columns.length; ++j) {
-            const double x = double(whole.view(rows.begin + i, columns.begin + j));
-            size = std::max(size, std::abs(x));
-            apart = std::isfinite(double(y(i, j))) ? std::max(apart, std::abs(x - double(y(i, j))))
-                                                   : std::numeric_limits<double>::infinity();
-        }
-    return apart == 0 ? 0 : apart / size;
-}
-
 template <class T>
 class Lesson {
   public:
@@ -117,19 +81,12 @@ class Lesson {
   private:
     static constexpr std::array<std::pair<Split, const char*>, 3> splits{
         {{Split::rows, "rows"}, {Split::columns, "columns"}, {Split::inner, "inner"}}};
-    struct Timed {
-        std::string name;
-        std::vector<double> seconds;
-        std::size_t counted = 0, formula = 0;
-    };
-
     template <class... Values>
     void say(const char* format, Values... values) const {
         if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
     }
     // Sums in another order, nothing else.
     static constexpr double tolerance() { return sizeof(T) == 8 ? 1e-12 : 1e-5; }
-    double flop() const { return 2.0 * double(s_.rows) * double(s_.inner) * double(s_.columns); }
 
     Matrix<T> a(Range rows, Range columns) const { return {rows, columns, s_.inner, 3 * s_.seed}; }
     Matrix<T> b(Range rows, Range columns) const { return {rows, columns, s_.columns, 3 * s_.seed + 1}; }
@@ -194,30 +151,13 @@ class Lesson {
         return world_.rank() == 0 ? b(all_inner(), all_columns()) : Matrix<T>(0, s_.columns);
     }
 
-    /// Seconds of the slowest rank in each round; all cases in turn, after a round that does not count.
-    std::vector<Timed> in_turn(
-        const std::vector<std::pair<std::string, std::function<void()>>>& cases) const {
-        std::vector<Timed> timed;
-        for (const auto& [name, call] : cases) timed.push_back({name, {}});
-        for (int round = -1; round < s_.steps; ++round)
-            for (std::size_t i = 0; i < cases.size(); ++i) {
-                world_.barrier();
-                const Timer timer;
-                cases[i].second();
-                const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
-                if (round >= 0) timed[i].seconds.push_back(seconds);
-            }
-        return timed;
-    }
-
     /// Each split beside its own product without communication, and beside one rank.
     void times() {
         const bool one = world_.rank() == 0;
         const Matrix<T> a_MK = one ? a(all_rows(), all_inner()) : Matrix<T>(0, 0),
                         b_KJ = one ? b(all_inner(), all_columns()) : Matrix<T>(0, 0);
         Matrix<T> c_MJ(one ? s_.rows : 0, one ? s_.columns : 0);
-        std::vector<std::pair<std::string, std::function<void()>>> cases{
-            {"one rank", [&] { gemm<T>(a_MK, b_KJ, c_MJ.view); }}};
+        Cases cases{{"one rank", [&] { gemm<T>(a_MK, b_KJ, c_MJ.view); }}};
         std::vector<SplitProduct<T>> products;
         std::vector<std::array<Matrix<T>, 4>> pieces;  // a, b, c; a b without communication
         products.reserve(splits.size()), pieces.reserve(splits.size());
@@ -232,15 +172,15 @@ class Lesson {
             cases.emplace_back(std::string(name) + " alone", [&p] { gemm<T>(p[0], p[1], p[3].view); });
             cases.emplace_back(name, [&p, &product] { product.multiply(p[0], p[1], p[2].view); });
         }
-        const std::vector<Timed> timed = in_turn(cases);
+        const std::vector<Timed> timed = in_turn(world_, cases, s_.steps);
         const std::vector<double>& one_rank = timed[0].seconds;
-        const double peak = flop() / *std::ranges::min_element(one_rank);
+        const double peak = shape_.flop() / *std::ranges::min_element(one_rank);
         say("\n%d rounds in turn, ms; one rank alone %.1f, %.0f GFLOP/s\n%-10s %8s %8s %7s %7s %9s %8s %9s\n",
             s_.steps, median(one_rank) * 1e3, peak / 1e9, "", "ms", "alone", "ratio", "best", "GFLOP/s",
             "of peak", "speed-up");
         for (std::size_t i = 1; i < timed.size(); i += 2) {
             const std::vector<double>&alone = timed[i].seconds, &ours = timed[i + 1].seconds;
-            const double speed = flop() / median(ours);
+            const double speed = shape_.flop() / median(ours);
             say("%-10s %8.1f %8.1f %7.3f %7.3f %9.1f %7.0f%% %9.2f\n", timed[i + 1].name.c_str(),
                 median(ours) * 1e3, median(alone) * 1e3, ratio(ours, alone),
                 *std::ranges::min_element(ours) / *std::ranges::min_element(alone), speed / 1e9,
@@ -250,12 +190,6 @@ class Lesson {
             timed_.back().formula = products[i / 2].bytes_forward();
         }
     }
-    /// Median over the rounds.
-    static double ratio(const std::vector<double>& a, const std::vector<double>& b) {
-        std::vector<double> ratios;
-        for (std::size_t i = 0; i < a.size(); ++i) ratios.push_back(a[i] / b[i]);
-        return median(ratios);
-    }
 
     /// Times every number of panels beside the closed form, whose three times are measured here, too.
     void sweep(const char* title, double seconds_a_byte) {
@@ -264,7 +198,7 @@ class Lesson {
         const Matrix<T> a_mK = a(my_rows(), all_inner()), b_KJ = owned_b();
         Matrix<T> c(my_rows().length, s_.columns);
         const std::size_t most = std::min(s_.most_panels, s_.inner);
-        std::vector<std::pair<std::string, std::function<void()>>> cases;
+        Cases cases;
         const auto add = [&](std::size_t n, Parts parts) {
             cases.emplace_back(
                 "", [&, n, parts] { product.multiply(a_mK, b_KJ, c.view, n, seconds_a_byte, parts); });
@@ -274,7 +208,7 @@ class Lesson {
         std::vector<std::size_t> counts;
         for (std::size_t n = 1; n <= most; n = std::max(n + 1, n * 3 / 2)) counts.push_back(n);
         for (const std::size_t n : counts) add(n, Parts::both);
-        const std::vector<Timed> timed = in_turn(cases);
+        const std::vector<Timed> timed = in_turn(world_, cases, s_.steps);
         const auto seconds = [&](std::size_t i) { return median(timed[i].seconds); };
         PanelTimes times{seconds(0), seconds(1), 0};
         if (most > 1)
@@ -303,7 +237,7 @@ class Lesson {
         line.add("model", "matrix product " + std::to_string(s_.rows) + " x " + std::to_string(s_.inner) +
                               " x " + std::to_string(s_.columns));
         line.add("parameters", s_.inner * s_.columns).add("tokens_per_step", s_.rows);
-        line.add("flop_per_step", flop()).add("steps", s_.steps).add("step_seconds", timed.seconds);
+        line.add("flop_per_step", shape_.flop()).add("steps", s_.steps).add("step_seconds", timed.seconds);
         line.add("communication_seconds", nullptr).add("bytes_counted", timed.counted);
         line.add("bytes_formula", timed.formula).add("peak_memory_bytes", peak_memory_bytes());
         line.add("scaling", "strong").add("equal", right).add("largest_difference", largest_);

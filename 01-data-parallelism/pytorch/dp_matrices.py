@@ -1,25 +1,19 @@
-"""What dp_matrix_multiply.py multiplies: how each matrix is cut, pieces that every rank makes alone, numpy's result.
+"""What dp_matrix_multiply.py multiplies: how each matrix is cut, and the piece of it that a rank makes alone.
 
 M rows of A and C  K inner dimension  J columns of B and C; lower-case: a rank's part
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from common import comm
 from common.comm import Group, sizes_of
-from common.lesson import DTYPES, LessonOptions
+from common.lesson import LessonOptions
 from common.runtime import UsageError
-from common.utils.matrix_generator import Matrix
-
-Array = NDArray[np.float64]
+from common.utils.matrices import Product
 
 
 @dataclass(frozen=True)
@@ -75,17 +69,12 @@ class MatrixOptions(LessonOptions):
             raise UsageError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")
 
 
-class Factors:
+class Factors(Product):
     """A, B and dC by position: each rank makes what it holds, and what it needs to check itself, alone."""
 
     def __init__(self, o: MatrixOptions, group: Group, device: torch.device) -> None:
-        self.o, self.group, self.device = o, group, device
-        M, K, J = o.shape
-        self.shapes = {"A": (M, K), "B": (K, J), "C": (M, J), "dA": (M, K), "dB": (K, J), "dC": (M, J)}
-        self.made = {
-            name: Matrix("random", *self.shapes[name], seed=3 * o.seed + i)
-            for i, name in enumerate(("A", "B", "dC"))
-        }
+        super().__init__(o.shape, o.dtype, o.seed, device)
+        self.group = group
 
     def place(self, name: str, dim: int | None) -> tuple[slice, slice]:
         """Rows and columns of this rank's piece of a matrix that is cut along `dim`."""
@@ -96,37 +85,13 @@ class Factors:
             places[dim] = slice(begin, begin + sizes[self.group.rank])
         return places[0], places[1]
 
-    def block(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
-        """A block of A, B or dC in float64, of numbers that the type of the run can hold."""
-        return self.made[name].block(rows, columns).astype(self.o.dtype).astype(np.float64)
-
     def piece(self, name: str, dim: int | None) -> Tensor:
         """This rank's piece of A, B or dC."""
-        made = torch.from_numpy(self.block(name, *self.place(name, dim)))
-        return made.to(self.device, DTYPES[self.o.dtype])
-
-    def expected(self, name: str, rows: slice, columns: slice) -> Array:
-        """A block of C, dA or dB, by numpy in float64."""
-        if name == "C":
-            return self.block("A", rows) @ self.block("B", columns=columns)
-        if name == "dA":
-            return self.block("dC", rows) @ self.block("B", rows=columns).T
-        return self.block("A", columns=rows).T @ self.block("dC", columns=columns)
+        return self.tensor(name, *self.place(name, dim))
 
     def difference(self, name: str, found: Tensor, dim: int | None, at_most: int | None = None) -> float:
         """max|found - numpy| / max|numpy| of this rank's piece, the largest of all ranks.
 
         at_most: compare this many rows, evenly spread, where all would take too long.
         """
-        rows, columns = self.place(name, dim)
-        step = max(1, math.ceil(found.shape[0] / at_most)) if at_most else 1
-        expected = self.expected(name, slice(rows.start, rows.stop, step), columns)
-        values = found.detach()[::step].double().cpu().numpy()
-        worst = 0.0
-        if values.shape != expected.shape or not np.isfinite(values).all():
-            worst = math.inf
-        elif values.size:
-            worst = float(abs(values - expected).max() / abs(expected).max())
-        over_ranks = torch.tensor(worst, dtype=torch.float64, device=self.device)
-        comm.all_reduce(over_ranks, self.group, "max")
-        return over_ranks.item()
+        return self.apart(name, found, *self.place(name, dim), self.group, at_most)

@@ -44,9 +44,8 @@ from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.runtime import Runtime
+from common.utils.matrices import ALONE, times_table
 from common.utils.visualizer import figure, throughput_bars
-
-ALONE = " alone"  # the product of a rank's pieces without communication: the ceiling
 
 
 def multiply(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
@@ -259,42 +258,18 @@ def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
 
 
 def show_times(rt: Runtime, o: MatrixOptions, measured: dict[str, Measured]) -> None:
-    """The table, and the picture of --plot.
-
-    ratio: the median over the rounds of time / alone; best: the best time / the best alone.
-    """
+    """The table, and the picture of --plot."""
     M, K, J = o.shape
-    flop, one = 2 * M * K * J, measured["one rank"]
-    peak = flop / min(one.seconds) * rt.world_size
-    title = (
-        f"{M} x {K} x {J}, {o.dtype}, {rt.world_size} rank(s), {len(one.seconds)} rounds in turn, ms; "
-        f"one alone {one.median * 1e3:.1f}, {flop / min(one.seconds) / 1e9:.0f} GFLOP/s"
-    )
-    table = Table(title=title, title_justify="left")
-    for column in ("", "ms", "alone", "ratio", "best", "spread", "GFLOP/s", "of peak", "speed-up", "blocked"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    shown = {name: m for name, m in measured.items() if name != "one rank" and not name.endswith(ALONE)}
-    for name, m in shown.items():
-        alone = measured[name.split()[0] + ALONE]
-        ratios = [x / y for x, y in zip(m.seconds, alone.seconds, strict=True)]
-        speed_ups = [x / y for x, y in zip(one.seconds, m.seconds, strict=True)]
-        table.add_row(
-            name,
-            f"{m.median * 1e3:.1f}",
-            f"{alone.median * 1e3:.1f}",
-            f"{median(ratios):.3f}",
-            f"{min(m.seconds) / min(alone.seconds):.3f}",
-            f"{m.spread:.0%}",
-            f"{flop / m.median / 1e9:.1f}",
-            f"{flop / m.median / peak:.0%}",
-            f"{median(speed_ups):.2f}",
-            f"{median(m.blocked) * 1e3:.1f}" if name in SPLITS else "-",
-        )
-    console(rt).print(table)
+    flop, what = 2 * M * K * J, f"{M} x {K} x {J}, {o.dtype}"
+    console(rt).print(times_table(what, measured, flop, rt.world_size, SPLITS))
     if o.plot and rt.rank == 0:
-        speeds = {name: {rt.world_size: flop / m.median / 1e9} for name, m in shown.items()}
+        speeds = {
+            name: {rt.world_size: flop / m.median / 1e9}
+            for name, m in measured.items()
+            if name != "one rank" and not name.endswith(ALONE)
+        }
         with figure(o.plot) as (axes,):
-            throughput_bars(axes, speeds, unit="GFLOP/s", title=f"{M} x {K} x {J}, {o.dtype}")
+            throughput_bars(axes, speeds, unit="GFLOP/s", title=what)
 
 
 def main(rt: Runtime, o: MatrixOptions) -> bool:

@@ -1,0 +1,111 @@
+"""What lessons that multiply cut matrices share: blocks made alone, what numpy gets for them, the table of times.
+
+M rows of A and C  K inner dimension  J columns of B and C
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.table import Table
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.lesson import DTYPES
+from common.measure import Measured
+from common.utils.matrix_generator import Matrix
+
+Array = NDArray[np.float64]
+ALONE = " alone"  # the product of a rank's pieces without communication: the ceiling
+
+
+class Product:
+    """C = A B with gradients: every rank makes any block of A, B and dC, and of what is expected, alone."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: str, seed: int, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        M, K, J = shape
+        self.shapes = {"A": (M, K), "B": (K, J), "C": (M, J), "dA": (M, K), "dB": (K, J), "dC": (M, J)}
+        self.made = {
+            name: Matrix("random", *self.shapes[name], seed=3 * seed + i)
+            for i, name in enumerate(("A", "B", "dC"))
+        }
+
+    def block(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
+        """A block of A, B or dC in float64, of numbers that the type of the run can hold."""
+        return self.made[name].block(rows, columns).astype(self.dtype).astype(np.float64)
+
+    def tensor(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """The same block as a tensor of the run's type and device."""
+        return torch.from_numpy(self.block(name, rows, columns)).to(self.device, DTYPES[self.dtype])
+
+    def expected(self, name: str, rows: slice, columns: slice) -> Array:
+        """A block of C, dA or dB, by numpy in float64."""
+        if name == "C":
+            return self.block("A", rows) @ self.block("B", columns=columns)
+        if name == "dA":
+            return self.block("dC", rows) @ self.block("B", rows=columns).T
+        return self.block("A", columns=rows).T @ self.block("dC", columns=columns)
+
+    def apart(
+        self, name: str, found: Tensor, rows: slice, columns: slice, group: Group, at_most: int | None = None
+    ) -> float:
+        """max|found - numpy| / max|numpy| of this rank's block, the largest of all ranks of the group.
+
+        at_most: compare this many rows, evenly spread, where all would take too long.
+        """
+        step = max(1, math.ceil(found.shape[0] / at_most)) if at_most else 1
+        expected = self.expected(name, slice(rows.start, rows.stop, step), columns)
+        values = found.detach()[::step].double().cpu().numpy()
+        worst = 0.0
+        if values.shape != expected.shape or not np.isfinite(values).all():
+            worst = math.inf
+        elif values.size:
+            worst = float(abs(values - expected).max() / abs(expected).max())
+        over_ranks = torch.tensor(worst, dtype=torch.float64, device=self.device)
+        comm.all_reduce(over_ranks, group, "max")
+        return over_ranks.item()
+
+
+def times_table(
+    what: str, measured: Mapping[str, Measured], flop: int, ranks: int, seen: Collection[str]
+) -> Table:
+    """One line for each case but "one rank" and the ceilings, `first word of the case` + ALONE.
+
+    what: begins the title. seen: cases whose communication the ledger sees. ratio: the median over the rounds of
+    time / alone; best: the best time / the best alone; of peak: against the fastest one-rank product times the ranks.
+    """
+    one = measured["one rank"]
+    peak = flop / min(one.seconds) * ranks
+    title = (
+        f"{what}, {ranks} rank(s), {len(one.seconds)} rounds in turn, ms; "
+        f"one alone {one.median * 1e3:.1f}, {flop / min(one.seconds) / 1e9:.0f} GFLOP/s"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("", "ms", "alone", "ratio", "best", "spread", "GFLOP/s", "of peak", "speed-up", "blocked"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for name, m in measured.items():
+        if name == "one rank" or name.endswith(ALONE):
+            continue
+        alone = measured[name.split()[0] + ALONE]
+        ratios = [x / y for x, y in zip(m.seconds, alone.seconds, strict=True)]
+        speed_ups = [x / y for x, y in zip(one.seconds, m.seconds, strict=True)]
+        table.add_row(
+            name,
+            f"{m.median * 1e3:.1f}",
+            f"{alone.median * 1e3:.1f}",
+            f"{median(ratios):.3f}",
+            f"{min(m.seconds) / min(alone.seconds):.3f}",
+            f"{m.spread:.0%}",
+            f"{flop / m.median / 1e9:.1f}",
+            f"{flop / m.median / peak:.0%}",
+            f"{median(speed_ups):.2f}",
+            f"{median(m.blocked) * 1e3:.1f}" if name in seen else "-",
+        )
+    return table
