@@ -1,0 +1,216 @@
+"""Ranks on a grid: who talks with whom, and which block of each matrix a rank holds.
+
+              column 0   column 1   column 2        rank = (layer R + row) C + column
+    row 0        0          1          2            row group      0 1 2        differ in their column
+    row 1        3          4          5            column group   0 3          differ in their row
+                                                    depth group    0 6 ...      differ in their layer
+    A_MK  M over rows, K over columns
+    B_KJ  K over rows, J over columns               K is cut over the layers first: each sums over its own part of it
+    C_MJ  M over rows, J over columns               the rows of a block of C are cut once more over the layers
+
+Pieces differ by one at the most (`sizes_of`), so any shape goes on any grid; a piece may be empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from math import isqrt
+
+import torch.distributed as dist
+
+from common.comm import Group, sizes_of
+from common.lesson import LessonOptions
+from common.runtime import UsageError
+
+ALGORITHMS = ("summa", "cannon")
+
+
+def most_square(n: int) -> tuple[int, int]:
+    """Rows and columns of the grid of n ranks whose sides differ least, rows <= columns."""
+    rows = next(r for r in range(isqrt(n), 0, -1) if n % r == 0)
+    return rows, n // rows
+
+
+def cut(whole: slice, parts: int, i: int) -> slice:
+    """Piece i of a range of places."""
+    sizes = sizes_of(whole.stop - whole.start, parts)
+    begin = whole.start + sum(sizes[:i])
+    return slice(begin, begin + sizes[i])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's three lines of the grid."""
+
+    row: Group
+    column: Group
+    depth: Group
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.column.size
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        return self.row.size
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.depth.size
+
+
+def make_grid(group: Group, rows: int, columns: int, layers: int = 1, timeout: float | None = None) -> Grid:
+    """Lay the ranks of a group out as a grid. Collective over the group.
+
+    timeout: seconds, for the groups that it makes. Raises UsageError when rows * columns * layers ranks are not
+    what the group has.
+    """
+    if min(rows, columns, layers) < 1 or rows * columns * layers != group.size:
+        near = " ".join(map(str, most_square(group.size)))
+        raise UsageError(
+            f"a grid of {rows} x {columns} in {layers} layer(s) is {rows * columns * layers} ranks, here are "
+            f"{group.size}; --grid {near} in one layer would fit"
+        )
+    layer, place = divmod(group.rank, rows * columns)
+    r, c = divmod(place, columns)
+
+    def line(name: str, members: list[int]) -> Group:
+        ranks, at = tuple(group.ranks[i] for i in members), members.index(group.rank)
+        if len(ranks) in (1, group.size):
+            return Group(name, at, len(ranks), ranks, group.pg if len(ranks) > 1 else None)
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        # only the members call: grids of different groups of a mesh are made side by side
+        pg = dist.new_group(list(ranks), limit, use_local_synchronization=True)
+        return Group(name, at, len(ranks), ranks, pg)
+
+    def rank(layer: int, r: int, c: int) -> int:
+        return (layer * rows + r) * columns + c
+
+    return Grid(
+        line("row", [rank(layer, r, i) for i in range(columns)]),
+        line("column", [rank(layer, i, c) for i in range(rows)]),
+        line("depth", [rank(i, r, c) for i in range(layers)]),
+    )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which places of an M x K times K x J product are this rank's."""
+
+    shape: tuple[int, int, int]
+    grid: Grid
+
+    @property
+    def rows(self) -> slice:
+        """Of M: those of the block of C that this rank computes."""
+        return cut(slice(0, self.shape[0]), self.grid.rows, self.grid.column.rank)
+
+    @property
+    def inner(self) -> slice:
+        """Of K: this layer's part, over which its ranks sum."""
+        return cut(slice(0, self.shape[1]), self.grid.layers, self.grid.depth.rank)
+
+    @property
+    def columns(self) -> slice:
+        """Of J."""
+        return cut(slice(0, self.shape[2]), self.grid.columns, self.grid.row.rank)
+
+    def place(self, name: str) -> tuple[slice, slice]:
+        """Rows and columns of this rank's block of A, B, C or of the gradient of one."""
+        grid = self.grid
+        return {
+            "A": (self.rows, cut(self.inner, grid.columns, grid.row.rank)),
+            "B": (cut(self.inner, grid.rows, grid.column.rank), self.columns),
+            "C": (cut(self.rows, grid.layers, grid.depth.rank), self.columns),
+        }[name[-1]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Some of the inner dimension: columns of A that one grid column holds, rows of B that one grid row holds."""
+
+    begin: int
+    end: int
+    column: int
+    row: int
+
+
+def panels(inner: slice, grid: Grid, each: int = 1) -> list[Panel]:
+    """The inner dimension in panels with one owner of A's part and one of B's, each of those cut in `each`.
+
+    On a grid that is not square A and B are cut at different places; every place of either begins a panel.
+    """
+    columns = [cut(inner, grid.columns, i) for i in range(grid.columns)]
+    rows = [cut(inner, grid.rows, i) for i in range(grid.rows)]
+    edges = sorted({edge for piece in columns + rows for edge in (piece.start, piece.stop)})
+    found = []
+    for begin, end in pairwise(edges):
+        column = next(i for i, piece in enumerate(columns) if piece.start <= begin < piece.stop)
+        row = next(i for i, piece in enumerate(rows) if piece.start <= begin < piece.stop)
+        parts = min(each, end - begin)
+        for part in (cut(slice(begin, end), parts, i) for i in range(parts)):
+            found.append(Panel(part.start, part.stop, column, row))
+    return found
+
+
+@dataclass
+class GridOptions(LessonOptions):
+    """Sizes and grid of tp_summa.py."""
+
+    steps: int = 5
+    """Rounds that are timed."""
+    shape: tuple[int, int, int] = (211, 190, 167)
+    """Rows of A, inner dimension, columns of B."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the grid of ranks; the most square one when left out."""
+    layers: int = 1
+    """Grids on top of one another; each takes a part of the sum."""
+    algorithms: tuple[str, ...] = ()
+    """summa, cannon; when left out, those that the grid allows."""
+    panels: int = 1
+    """Panels in which SUMMA broadcasts a block."""
+    overlap: bool = True
+    """Broadcast the next panel while one is multiplied."""
+    benchmark: bool = False
+    """Time beside one rank and beside the ceiling without communication; compare some rows alone."""
+
+    def check(self, n: int) -> None:
+        """Settles the grid for n ranks. Raises UsageError for what cannot run."""
+        if min(self.shape) < 1:
+            raise UsageError(
+                f"--shape {self.shape}: rows, inner dimension and columns, each at least 1, such as 211 190 167"
+            )
+        if self.layers < 1 or n % self.layers:
+            fitting = ", ".join(str(x) for x in range(1, n + 1) if n % x == 0)
+            raise UsageError(f"--layers {self.layers}: {n} ranks divide into {fitting} layers")
+        if self.grid is None:
+            self.grid = most_square(n // self.layers)
+        rows, columns = self.grid
+        if min(self.grid) < 1 or rows * columns * self.layers != n:
+            near = " ".join(map(str, most_square(n // self.layers)))
+            raise UsageError(
+                f"--grid {rows} {columns} --layers {self.layers} needs {rows * columns * self.layers} ranks, "
+                f"here are {n}; --grid {near} would fit"
+            )
+        for name in self.algorithms:
+            if name not in ALGORITHMS:
+                raise UsageError(f"--algorithms {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+        if "cannon" in self.algorithms and rows != columns:
+            q = max(rows, columns)
+            raise UsageError(
+                f"--algorithms cannon needs a square grid, {rows} x {columns} is given: --grid {q} {q} on "
+                f"{q * q * self.layers} ranks would fit, and summa takes any grid"
+            )
+        if not self.algorithms:
+            self.algorithms = ALGORITHMS if rows == columns else ALGORITHMS[:1]
+        if self.panels < 1:
+            raise UsageError(f"--panels {self.panels}: at least 1 is needed")
+        if self.steps < 1:
+            raise UsageError(f"--steps {self.steps}: at least 1 is needed")
+        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise UsageError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")

@@ -1,0 +1,334 @@
+"""C = A B on a grid of ranks: both factors cut twice, panels of them broadcast along rows and columns (SUMMA).
+
+    C(r, c)  =  sum over panels p of  A(r, p) B(p, c)          dA = dC B^T          dB = A^T dC
+
+    2 x 2 ranks, panel p          A           B           C        p belongs to grid column 1 for A and to grid
+                               . | p       . | .       + | +       row 1 for B: their ranks broadcast it along
+                               --+--       --+--       --+--       the rows (A) and the columns (B), then every
+                               . | p       p | p       + | +       rank adds a product to its own block of C
+
+    backward                   the same broadcasts; terms of dA are summed along the row to the owner of the panel,
+                               terms of dB along the column
+
+Cost on R x C ranks: forward (C-1)/C of a block row of A and (R-1)/R of a block column of B a rank, backward twice that.
+For N x N on sqrt(n) x sqrt(n) that is about 2 N^2/sqrt(n) numbers; a split in one dimension sends about N^2 on any n.
+Memory: 1/n of A, B and C, and two panels. L layers (--layers) each take 1/L of the sum and add C up at the end: they
+send about 2 N^2/sqrt(L n) + (L-1) N^2/n and hold L times as much of C ("2.5D", Solomonik and Demmel, Euro-Par 2011).
+SUMMA: van de Geijn and Watts, Concurrency 9(4), 1997. Cannon's product, on square grids: tp_cannon.py.
+
+    python tp_summa.py --nproc 4                       torchrun --nproc_per_node=4 tp_summa.py
+    python tp_summa.py --nproc 6 --grid 3 2            python tp_summa.py --nproc 8 --layers 2
+    mpirun -np 2 --bind-to core python tp_summa.py --benchmark --shape 4096 4096 4096 --dtype float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from math import ceil
+from statistics import median
+from typing import Any, Protocol, cast
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from tp_cannon import Cannon
+from tp_grid import Blocks, Grid, GridOptions, Panel, make_grid, panels
+from tp_grid_costs import table as costs_table
+
+from common import collectives, comm
+from common.comm import Pending
+from common.equality import TOLERANCE
+from common.ledger import Ledger, show_bytes
+from common.lesson import DTYPES, console, run, write_records
+from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.runtime import Runtime
+from common.utils.matrices import ALONE, Product, times_table
+from common.utils.visualizer import figure, throughput_bars
+
+
+class Summa:
+    """The product of blocks that lie as `Blocks` says, panel by panel, in memory that is taken once.
+
+    each: panels in which a block travels. overlap: broadcast the next panel while one is multiplied.
+    """
+
+    def __init__(self, blocks: Blocks, like: Tensor, each: int = 1, overlap: bool = True) -> None:
+        self.blocks, self.grid, self.overlap = blocks, blocks.grid, overlap
+        self.panels = panels(blocks.inner, blocks.grid, each)
+        self.m, self.j = (x.stop - x.start for x in (blocks.rows, blocks.columns))
+        longest = max((p.end - p.begin for p in self.panels), default=0)
+        self.work_a, self.work_b = (
+            [like.new_empty(longest * length) for _ in range(2)] for length in (self.m, self.j)
+        )
+
+    def mine(self, p: Panel, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the panel in this rank's blocks; they mean something where it is the owner."""
+        of_a, of_b = self.blocks.place("A")[1].start, self.blocks.place("B")[0].start
+        return a[:, p.begin - of_a : p.end - of_a], b[p.begin - of_b : p.end - of_b]
+
+    def start(self, i: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[Pending]]:
+        """Begin to broadcast panel i; the tensors are A(r, p) and B(p, c) when all is done."""
+        p, row, column = self.panels[i], self.grid.row, self.grid.column
+        k = p.end - p.begin
+        a_mk, b_kj = (
+            self.work_a[i % 2][: self.m * k].view(self.m, k),
+            self.work_b[i % 2][: k * self.j].view(k, self.j),
+        )
+        own_a, own_b = self.mine(p, a, b)
+        if row.rank == p.column:  # columns of a block have gaps in memory, a whole block has not
+            a_mk = own_a if own_a.is_contiguous() or row.size == 1 else a_mk.copy_(own_a)
+        if column.rank == p.row:
+            b_kj = own_b
+        moving = [
+            comm.broadcast(x, line, src, async_op=self.overlap)
+            for x, line, src in ((a_mk, row, p.column), (b_kj, column, p.row))
+            if x.numel() and line.size > 1
+        ]
+        return a_mk, b_kj, moving if self.overlap else []
+
+    def each_panel(self, a: Tensor, b: Tensor, use: Callable[[Panel, Tensor, Tensor], object]) -> None:
+        """Calls use(p, A(r, p), B(p, c)) for every panel."""
+        started = [self.start(0, a, b)] if self.panels else []
+        for i, p in enumerate(self.panels):
+            a_mk, b_kj, moving = started.pop()
+            for pending in moving:
+                pending.wait()
+            if i + 1 < len(self.panels):
+                started.append(self.start(i + 1, a, b))  # into memory that was last read two panels ago
+            use(p, a_mk, b_kj)
+
+    def multiply(self, a: Tensor, b: Tensor, c: Tensor) -> None:
+        """c = this rank's block of A B."""
+        if not self.panels:
+            c.zero_()
+        self.each_panel(a, b, lambda p, a_mk, b_kj: c.addmm_(a_mk, b_kj, beta=int(p is not self.panels[0])))
+
+    def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
+        """da, db = this rank's blocks of dA = dC B^T and dB = A^T dC."""
+
+        def add(p: Panel, a_mk: Tensor, b_kj: Tensor) -> None:
+            own_da, own_db = self.mine(p, da, db)
+            for term, own, line, owner in (
+                (dc @ b_kj.T, own_da, self.grid.row, p.column),
+                (a_mk.T @ dc, own_db, self.grid.column, p.row),
+            ):
+                if term.numel():
+                    comm.reduce(term, line, owner)
+                if line.rank == owner:
+                    own.copy_(term)
+
+        self.each_panel(a, b, add)
+
+    def bytes(self, item: int) -> tuple[Fraction, Fraction]:
+        """What this rank sends forward and backward, by formula. item: bytes of a number."""
+        R, C, K = self.grid.rows, self.grid.columns, self.blocks.inner.stop - self.blocks.inner.start
+        once = (Fraction((C - 1) * self.m, C) + Fraction((R - 1) * self.j, R)) * K * item
+        return once, 2 * once
+
+
+class Method(Protocol):
+    """What Summa and Cannon share."""
+
+    blocks: Blocks
+
+    def multiply(self, a: Tensor, b: Tensor, c: Tensor) -> None:
+        """c = this rank's block of A B, of its layer."""
+
+    def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
+        """da, db = this rank's blocks of dC B^T and A^T dC."""
+
+    def bytes(self, item: int) -> tuple[Fraction, Fraction]:
+        """What this rank sends forward and backward inside its layer."""
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, method: Method) -> Tensor:
+        ctx.method = method
+        ctx.save_for_backward(a, b)
+        c = a.new_empty(a.shape[0], b.shape[1])
+        method.multiply(a, b, c)
+        return c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        da, db = torch.empty_like(a), torch.empty_like(b)
+        ctx.method.gradients(a, b, grads[0].contiguous(), da, db)
+        return da, db, None
+
+
+def multiply(a: Tensor, b: Tensor, method: Method) -> Tensor:
+    """This rank's block of C = A B, differentiable. Blocks lie as `Blocks` says, and so do their gradients.
+
+    a [m, k], b [k, j]; with layers, each has a term of C, and the sum is cut by rows over them.
+    """
+    terms = cast(Tensor, _Multiply.apply(a.contiguous(), b.contiguous(), method))
+    return collectives.reduce_scatter(terms, method.blocks.grid.depth, 0)
+
+
+def bytes_by_formula(method: Method, item: int) -> tuple[Fraction, Fraction]:
+    """What this rank sends forward and backward, the sum over the layers included."""
+    depth, blocks = method.blocks.grid.depth.size, method.blocks
+    longest = ceil((blocks.rows.stop - blocks.rows.start) / depth)
+    sum_over_layers = (depth - 1) * longest * (blocks.columns.stop - blocks.columns.start) * item
+    forward, backward = method.bytes(item)
+    return forward + sum_over_layers, backward + sum_over_layers
+
+
+def make_method(name: str, blocks: Blocks, like: Tensor, o: GridOptions) -> Method:
+    """summa or cannon."""
+    return Cannon(blocks, like) if name == "cannon" else Summa(blocks, like, o.panels, o.overlap)
+
+
+def prove(rt: Runtime, o: GridOptions, grid: Grid) -> bool:
+    """Each product forward and backward against numpy, its bytes against the formula, then its time."""
+    blocks, limit = Blocks(o.shape, grid), TOLERANCE[DTYPES[o.dtype]]
+    factors = Product(o.shape, o.dtype, o.seed, rt.device)
+    place, item = blocks.place, DTYPES[o.dtype].itemsize
+    equality = Table(title="max|x - numpy| / max|numpy|", title_justify="left")
+    for column in ("product", "C", "dA", "dB"):
+        equality.add_column(column, justify="left" if column == "product" else "right")
+    sent = Table(title="bytes a rank sent, mean", title_justify="left")
+    for column in ("product", "forward", "by formula", "backward", "by formula"):
+        sent.add_column(column, justify="left" if column == "product" else "right")
+    largest, agree = 0.0, True
+    for name in o.algorithms:
+        a = factors.tensor("A", *place("A")).requires_grad_()
+        b = factors.tensor("B", *place("B")).requires_grad_()
+        method = make_method(name, blocks, a, o)
+        with Ledger() as forward:
+            c = multiply(a, b, method)
+        with Ledger() as backward:
+            c.backward(factors.tensor("dC", *place("C")))
+        assert a.grad is not None
+        assert b.grad is not None
+        results = {"C": c, "dA": a.grad, "dB": b.grad}
+        found = [factors.apart(what, x, *place(what), rt.world) for what, x in results.items()]
+        largest = max(largest, *found)
+        equality.add_row(name, *(f"{d:.1e}" for d in found))
+        counted, formula = (forward.bytes(), backward.bytes()), bytes_by_formula(method, item)
+        means = mean_over_ranks([counted[0], formula[0], counted[1], formula[1]], rt)
+        sent.add_row(name, *(show_bytes(x) for x in means))
+        wrong = torch.tensor(float(counted != formula), device=rt.device)
+        comm.all_reduce(wrong, rt.world, "max")
+        agree &= wrong.item() == 0
+    out = console(rt)
+    M, K, J = o.shape
+    where = f"{grid.rows} x {grid.columns} ranks" + (f" in {grid.layers} layers" if grid.layers > 1 else "")
+    out.print(f"C = A B, {M} x {K} x {J}, {o.dtype}, on {where}")
+    out.print(equality, sent, costs_table((4096, 4096, 4096)))
+    records = benchmark(rt, o, grid)
+    if rt.rank == 0:
+        proved = [replace(r, equal=largest <= limit, largest_difference=largest) for r in records]
+        write_records(o.json, [r.as_json() for r in proved])
+    if largest > limit:
+        out.print(f"NOT equal to numpy: a difference of {largest:.1e}, {limit:.0e} is allowed")
+    elif not agree:
+        out.print("equal to numpy, but the bytes counted are NOT those of the formula")
+    else:
+        out.print(
+            f"proved: C, dA and dB equal numpy's within {limit:.0e}, bytes counted = formula on every rank"
+        )
+    return largest <= limit and agree
+
+
+def mean_over_ranks(values: list[Fraction], rt: Runtime) -> list[Fraction]:
+    """Blocks that differ by a row let ranks send different numbers of bytes; tables show the mean."""
+    shares = torch.tensor([float(x) for x in values], dtype=torch.float64, device=rt.device)
+    comm.all_reduce(shares, rt.world)
+    return [Fraction(x).limit_denominator(1000) / rt.world_size for x in shares.tolist()]
+
+
+def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
+    """Each product, its rank's share of it without communication (the ceiling), and one rank, in turn."""
+    blocks = Blocks(o.shape, grid)
+    factors = Product(o.shape, o.dtype, o.seed, rt.device)
+    cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
+    if rt.rank == 0:
+        a_MK, b_KJ = factors.tensor("A"), factors.tensor("B")
+        cases["one rank"] = partial(torch.mm, a_MK, b_KJ, out=a_MK.new_empty(o.shape[0], o.shape[2]))
+    a, b = factors.tensor("A", *blocks.place("A")), factors.tensor("B", *blocks.place("B"))
+    row_a, column_b = (
+        factors.tensor("A", blocks.rows, blocks.inner),
+        factors.tensor("B", blocks.inner, blocks.columns),
+    )
+    methods, results = {name: make_method(name, blocks, a, o) for name in o.algorithms}, {}
+    for name, method in methods.items():
+        results[name] = prepared(a, b, method)
+        cases[name + ALONE] = partial(
+            torch.mm, row_a, column_b, out=a.new_empty(len(row_a), column_b.shape[1])
+        )
+        cases[name] = results[name]
+    measured = in_turn(cases, o.steps, rt.world, warm_up=1, device=rt.device.type)
+    M, K, J = o.shape
+    flop, what = 2 * M * K * J, f"{M} x {K} x {J} on {grid.rows} x {grid.columns} x {grid.layers}, {o.dtype}"
+    console(rt).print(times_table(what, measured, flop, rt.world_size, o.algorithms))
+    if o.plot and rt.rank == 0:
+        speeds = {name: {rt.world_size: flop / measured[name].median / 1e9} for name in o.algorithms}
+        with figure(o.plot) as (axes,):
+            throughput_bars(axes, speeds, unit="GFLOP/s", title=what)
+    records = []
+    for name, method in methods.items():
+        apart = factors.apart("C", results[name](), *blocks.place("C"), rt.world, at_most=4)
+        records.append(
+            BenchmarkRecord(
+                strategy="tp",
+                implementation=f"matrix product, {name}",
+                language="pytorch",
+                ranks=rt.world_size,
+                backend=rt.backend,
+                dtype=o.dtype,
+                model=f"matrix product {M} x {K} x {J}",
+                parameters=K * J,
+                tokens_per_step=M,
+                flop_per_step=flop,
+                step_seconds=measured[name].seconds,
+                communication_seconds=median(measured[name].blocked),
+                bytes_counted=median(measured[name].sent),
+                bytes_formula=float(bytes_by_formula(method, a.element_size())[0]),
+                peak_memory_bytes=peak_memory(rt.world),
+                scaling="strong",
+                equal=apart <= TOLERANCE[DTYPES[o.dtype]],
+                largest_difference=apart,
+            )
+        )
+    return records
+
+
+def prepared(a: Tensor, b: Tensor, method: Method) -> Callable[[], Tensor]:
+    """The forward pass of `multiply` in memory that is taken once: each call writes into the same terms of C.
+
+    A fresh block of 64 MiB costs 16384 page faults, which is more than it costs to send it.
+    """
+    terms = a.new_empty(a.shape[0], b.shape[1])
+
+    def call() -> Tensor:
+        method.multiply(a, b, terms)
+        return comm.reduce_scatter(terms, method.blocks.grid.depth)
+
+    return call
+
+
+def main(rt: Runtime, o: GridOptions) -> bool:
+    """Prove, or with --benchmark time and check some rows."""
+    o.check(rt.world_size)
+    assert o.grid is not None
+    if rt.world_size > 1:
+        torch.set_num_threads(1)
+    grid = make_grid(rt.world, *o.grid, o.layers, rt.timeout)
+    if not o.benchmark:
+        return prove(rt, o, grid)
+    records = benchmark(rt, o, grid)
+    if rt.rank == 0:
+        write_records(o.json, [r.as_json() for r in records])
+    worst = max(r.largest_difference or 0.0 for r in records)
+    console(rt).print(f"some rows of each C differ from numpy's by {worst:.1e} at the most")
+    return all(bool(r.equal) for r in records)
+
+
+if __name__ == "__main__":
+    run(main, GridOptions)
