@@ -212,6 +212,15 @@ class Communicator {
             "MPI_Ireduce");
         return request;
     }
+    /// Begins to fill `data` with what `root` has, in place.
+    template <class T>
+    [[nodiscard]] Request start_broadcast(std::span<T> data, int root) const {
+        check_rank("MPI_Ibcast", root);
+        check_count("MPI_Ibcast", data.size());
+        Request request = make("MPI_Ibcast", MPI_DATATYPE_NULL, -1);
+        check(MPI_Ibcast(data.data(), count(data), type<T>(), root, handle_, &request.handle_), "MPI_Ibcast");
+        return request;
+    }
     /// In place: S -> R. Rank r brings piece r of P pieces; every rank ends with all of them.
     template <class T>
     void all_gather(std::span<T> data) const {

@@ -1,0 +1,90 @@
+// Python module tp_summa_mpi: products of numpy arrays that are cut over a grid of ranks.
+#include <optional>
+
+#include "fived/python.hpp"
+#include "tp_summa_mpi.hpp"
+
+namespace {
+
+using namespace fived;
+
+using GridArgument = std::optional<std::pair<int, int>>;
+
+Carrier carrier_of(const std::string& name) {
+    if (name == "mpi") return Carrier::mpi;
+    if (name == "host") return Carrier::host;
+    throw std::invalid_argument("carrier is " + name + "; it is mpi or host");
+}
+
+template <class T>
+MatrixView<T> view(Array<T>& array) {
+    return {array.mutable_data(), std::size_t(array.shape(0)), std::size_t(array.shape(1))};
+}
+
+/// The product whose blocks have these sizes; the whole sizes are those of all blocks together. Collective.
+template <class T>
+Summa<T> product(const Communicator& ranks, const GridArgument& given, MatrixView<const T> a,
+                 MatrixView<const T> b, std::size_t panels, Carrier carrier, bool overlap) {
+    const GridShape grid = given ? GridShape{given->first, given->second} : most_square(ranks.size());
+    if (grid.rows < 1 || grid.columns < 1 || grid.rows * grid.columns != ranks.size())
+        throw std::invalid_argument("a grid of " + std::to_string(grid.rows) + " x " +
+                                    std::to_string(grid.columns) + " is not one of " +
+                                    std::to_string(ranks.size()) + " ranks");
+    const bool first_column = ranks.rank() % grid.columns == 0, first_row = ranks.rank() < grid.columns;
+    const auto sum = [&](std::size_t n) { return std::size_t(ranks.all_reduce(std::uint64_t(n), MPI_SUM)); };
+    const Shape whole{sum(first_column ? a.rows : 0), sum(first_row ? a.columns : 0),
+                      sum(first_row ? b.columns : 0)};
+    return {ranks, grid, whole, panels, carrier, overlap};
+}
+
+template <class T>
+Array<T> multiply(const Array<T>& a, const Array<T>& b, const py::object& comm, const GridArgument& grid,
+                  std::size_t panels, const std::string& carrier, bool overlap) {
+    const Carrier how = carrier_of(carrier);
+    const MatrixView<const T> left = matrix(a), right = matrix(b);
+    const Communicator ranks = communicator(comm);
+    Array<T> c({left.rows, right.columns});
+    const MatrixView<T> result = view(c);
+    const py::gil_scoped_release waiting;
+    product<T>(ranks, grid, left, right, panels, how, overlap).multiply(left, right, result);
+    return c;
+}
+
+template <class T>
+std::pair<Array<T>, Array<T>> gradients(const Array<T>& a, const Array<T>& b, const Array<T>& dc,
+                                        const py::object& comm, const GridArgument& grid, std::size_t panels,
+                                        const std::string& carrier) {
+    const Carrier how = carrier_of(carrier);
+    const MatrixView<const T> left = matrix(a), right = matrix(b), dresult = matrix(dc);
+    const Communicator ranks = communicator(comm);
+    Array<T> da({left.rows, left.columns}), db({right.rows, right.columns});
+    const MatrixView<T> dleft = view(da), dright = view(db);
+    const py::gil_scoped_release waiting;
+    product<T>(ranks, grid, left, right, panels, how, false).gradients(left, right, dresult, dleft, dright);
+    return {da, db};
+}
+
+template <class T>
+void define(py::module_& module) {
+    using namespace py::literals;
+    module.def(
+        "multiply", &multiply<T>, py::arg("a").noconvert(), py::arg("b").noconvert(), "comm"_a,
+        "grid"_a = py::none(), "panels"_a = 1, "carrier"_a = "mpi", "overlap"_a = true,
+        "This rank's block of A B from its blocks a and b, float32 or float64, C order. Collective.\n"
+        "grid: (rows, columns) of ranks, the most square one by default; rank = row * columns + column.\n"
+        "A is cut by rows over the grid's rows and by columns over its columns, and so are B and C, as\n"
+        "fived.collectives.piece cuts. carrier: mpi (MPI_Ibcast), host (memory that ranks of one host\n"
+        "share). Raises ValueError where blocks or the grid do not fit.");
+    module.def("gradients", &gradients<T>, py::arg("a").noconvert(), py::arg("b").noconvert(),
+               py::arg("dc").noconvert(), "comm"_a, "grid"_a = py::none(), "panels"_a = 1,
+               "carrier"_a = "mpi",
+               "(dA, dB), cut as A and B are, from this rank's blocks of A, B and dC. Collective.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(tp_summa_mpi, module) {
+    module.doc() = "C = A B on numpy arrays cut over a grid of the ranks of an mpi4py communicator.";
+    define<double>(module);
+    define<float>(module);
+}

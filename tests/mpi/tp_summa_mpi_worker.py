@@ -1,0 +1,72 @@
+"""Multiplies blocks by tp_summa_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+
+python tp_summa_mpi_worker.py RESULT CASES, under mpirun; a case is [shape, grid, panels, dtype, carrier, overlap].
+"""
+
+import json
+import sys
+
+import numpy as np
+import tp_summa_mpi
+from fived import collectives
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+
+
+def place(shape, grid, rank):
+    """Rows and columns of a rank's block."""
+    r, c = divmod(rank, grid[1])
+    return (
+        slice(*collectives.piece(shape[0], grid[0], r)),
+        slice(*collectives.piece(shape[1], grid[1], c)),
+    )
+
+
+def apart(expected, x, grid):
+    """The blocks of all ranks against numpy's."""
+    found, times = np.full(expected.shape, np.nan), 0
+    for rank, block in enumerate(WORLD.allgather(x)):
+        found[place(expected.shape, grid, rank)] = block
+        times += block.size
+    assert times == expected.size
+    return float(abs(found - expected).max() / abs(expected).max())
+
+
+def case(shape, grid, panels, dtype, carrier, overlap):
+    m, k, j = shape
+    draw = np.random.default_rng(5)
+    whole = [draw.standard_normal(s).astype(dtype) for s in ((m, k), (k, j), (m, j))]
+    a, b, dc = (np.ascontiguousarray(x[place(x.shape, grid, WORLD.rank)]) for x in whole)
+    how = dict(grid=tuple(grid), panels=panels, carrier=carrier)
+    c = tp_summa_mpi.multiply(a, b, WORLD, overlap=overlap, **how)
+    da, db = tp_summa_mpi.gradients(a, b, dc, WORLD, **how)
+    assert c.dtype == da.dtype == db.dtype == a.dtype
+    a, b, dc = (x.astype(np.float64) for x in whole)
+    return [apart(a @ b, c, grid), apart(dc @ b.T, da, grid), apart(a.T @ dc, db, grid)]
+
+
+def refused():
+    """What the module says of what does not fit, on every rank alike."""
+    said = []
+    x = np.ones((4, 4))
+    for a, b, how in (
+        (x, x, dict(carrier="pigeon")),
+        (x, x, dict(grid=(WORLD.size, 2))),
+        (x, np.ones((5, 4)), dict(grid=(1, WORLD.size))),
+        (np.ones(4), x, {}),
+        (x.astype(np.int64), x, {}),
+    ):
+        try:
+            tp_summa_mpi.multiply(a, b, WORLD, **how)
+            said.append("")
+        except (ValueError, TypeError) as error:
+            said.append(str(error))
+    return said
+
+
+if __name__ == "__main__":
+    results = {"apart": [case(*c) for c in json.loads(sys.argv[2])], "refused": refused()}
+    if WORLD.rank == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)
