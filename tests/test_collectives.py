@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common import collectives, comm
 from common.comm import sizes_of
-from common.ledger import Ledger
+from common.ledger import Ledger, record, uncounted
 from common.runtime import Runtime
 from common.spawn import spawn
 
@@ -166,3 +166,14 @@ def test_into(n: int) -> None:
         assert own == here == [n * (2.0 * r + i) + n * (n - 1) / 2 for i in range(2)]
         assert sent == 4 * Fraction(n - 1, n) * 2 * n * 4
         assert len(said) == 6
+
+
+def test_ledgers_inside_one_another() -> None:
+    with Ledger() as outer:
+        with Ledger() as inner:
+            record("send", "tp", 3, 0.0)
+        record("send", "tp", 4, 0.0)
+        with uncounted():
+            record("send", "tp", 5, 0.0)
+    record("send", "tp", 6, 0.0)
+    assert (inner.bytes(), outer.bytes()) == (3, 7)

@@ -117,7 +117,7 @@ class InLibTorch(InTorch):
         import tp_libtorch
 
         self.ranks = tp_libtorch.Ranks(rt.world.pg)
-        mine = tp_libtorch.split({name: p.detach() for name, p in layer.named_parameters()}, self.ranks)
+        mine = tp_libtorch.split(dict(layer.named_parameters()), self.ranks)
         super().__init__(lambda x: tp_libtorch.layer(x, mine, heads, self.ranks), mine, optimizer)
 
     def sent(self) -> Fraction:
