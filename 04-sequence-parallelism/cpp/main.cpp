@@ -64,10 +64,10 @@ struct Arrays {
         for (auto* array : {&q, &dout, &out, &dq}) array->resize(of_queries);
         for (auto* array : {&k, &v, &dk, &dv}) array->resize(of_keys);
         logsumexp.resize(B * H * length(chunks));
-        std::uint64_t stream = 4 * seed;
-        for (auto* array : {&q, &k, &v, &dout}) {
+        std::uint64_t stream = 0;
+        for (const auto& [array, heads] : {std::pair(&q, H), {&k, G}, {&v, G}, {&dout, H}}) {
             T* next = array->data();
-            for (std::size_t head = 0; head < (array->size() == 0 ? 0 : B * (array == &q || array == &dout ? H : G)); ++head)
+            for (std::size_t head = 0; head < B * heads; ++head)
                 for (const Chunk& chunk : chunks)
                     for (std::size_t i = 0; i < chunk.length * K; ++i)
                         *next++ = T(normal(seed, stream, (head * S + chunk.begin) * K + i));
@@ -321,7 +321,7 @@ int main(int argc, char** argv) {
         if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
     };
     return run_lesson(world, "sp_mpi", argc, argv, options, prepare, [&] {
-        if (world.size() > 1) set_blas_threads(1);
+        set_blas_threads(1);
         return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
                                            : Lesson<float>(world, settings).run();
     });

@@ -1,0 +1,286 @@
+// mpirun -np 4 tp_mpi                trains a Transformer layer on all ranks and on one, and compares them
+// mpirun -np 2 tp_mpi --benchmark    times the steps beside one rank, and without the all-reduces
+#include <array>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "fived/equality.hpp"
+#include "fived/lesson.hpp"
+#include "fived/random.hpp"
+#include "tp_mpi.hpp"
+
+namespace {
+
+using namespace fived;
+
+struct Settings {
+    LayerShape shape{.width = 80, .heads = 5, .mlp_width = 323};  // uneven on 2, 3 and 4 ranks
+    std::size_t batch = 3, sequence = 17;
+    int steps = 3;
+    std::uint64_t seed = 0;
+    std::string dtype = "float64", optimizer = "both", json;
+    bool benchmark = false;
+
+    /// What --benchmark starts from.
+    void prefer_benchmark() {
+        shape = {.width = 768, .heads = 12, .mlp_width = 3072};
+        batch = 4, sequence = 256, steps = 7, dtype = "float32", optimizer = "adamw";
+    }
+    Options options() {
+        Options options("Tensor parallelism by MPI, a Transformer layer. Run it under mpirun.");
+        const std::size_t one = 1;
+        options.add("width", shape.width, one, "of the residual stream");
+        options.add("heads", shape.heads, one, "of the attention; they divide --width");
+        options.add("mlp-width", shape.mlp_width, one, "hidden width of the MLP");
+        options.add("batch", batch, one, "samples a step; every rank sees all of them");
+        options.add("sequence", sequence, one, "tokens of a sample");
+        options.add("steps", steps, 1, "steps of training, and rounds that are timed");
+        options.add("seed", seed, std::uint64_t{0}, "of weights and samples");
+        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
+        options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
+        options.add("json", json, "append a record of each way to sum to this file");
+        options.flag("benchmark", benchmark, "time the steps, compare nothing; with --help: its own defaults");
+        return options;
+    }
+    void check(std::size_t ranks) const {
+        const std::size_t D = shape.width, H = shape.heads, below = D / H * H, most = std::min(H, shape.mlp_width);
+        if (D % H)
+            throw UsageError("--width " + std::to_string(D) + " does not divide into " + std::to_string(H) +
+                             " heads; " + (below ? std::to_string(below) + " or " : "") + std::to_string(below + H) +
+                             " would");
+        if (most < ranks)
+            throw UsageError("--heads " + std::to_string(H) + " --mlp-width " + std::to_string(shape.mlp_width) +
+                             " cannot be split over " + std::to_string(ranks) + " ranks; use at most " +
+                             std::to_string(most) + ", or at least " + std::to_string(ranks) + " of each");
+    }
+};
+
+template <class T>
+class Lesson {
+  public:
+    Lesson(const Communicator& world, const Settings& settings)
+        : world_(world), s_(settings), tokens_(settings.batch * settings.sequence) {
+        for (auto* work : {&x_, &target_, &y_, &dy_, &dx_}) work->resize(tokens_ * s_.shape.width);
+    }
+
+    bool run() {
+        say("tp_mpi: a Transformer layer, width %zu, %zu heads, MLP %zu, %zu parameters, batch %zu x %zu, %s, "
+            "%d rank(s)\n",
+            s_.shape.width, s_.shape.heads, s_.shape.mlp_width, s_.shape.parameters(), s_.batch, s_.sequence,
+            s_.dtype.c_str(), world_.size());
+        bool right = s_.benchmark || prove();
+        right &= measure();
+        if (!s_.benchmark)
+            say("\n%s: training on %d rank(s) %s training on one, bytes counted %s formula.\n",
+                right ? "Proved" : "WRONG", world_.size(), right ? "equals" : "differs from, or does not send as,",
+                right ? "=" : "or !=");
+        if (!s_.json.empty() && world_.rank() == 0)
+            for (const Timed& timed : timed_)
+                if (timed.sums) record(timed, right).append_to(s_.json);
+        return right;
+    }
+
+  private:
+    struct Timed {
+        std::string name;
+        bool sums = false;
+        std::vector<double> seconds{}, communication{};
+        std::size_t counted = 0, formula = 0;
+    };
+
+    template <class... Values>
+    void say(const char* format, Values... values) const {
+        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
+    }
+    MatrixView<T> view(std::vector<T>& work) const { return {work.data(), tokens_, s_.shape.width}; }
+
+    /// Input and target of a step: normal numbers, the same on every rank.
+    void draw(int step) {
+        for (std::size_t i = 0; i < x_.size(); ++i) {
+            x_[i] = T(normal(s_.seed, 2 * step, i));
+            target_[i] = T(normal(s_.seed, 2 * step + 1, i));
+        }
+    }
+    /// sum (y - target)^2 / 2 over the number of tokens, and its gradients. Every rank has all of y: no sum over ranks.
+    double loss_and_gradients(TensorParallelLayer<T>& layer) {
+        layer.forward(view(x_), s_.sequence, view(y_));
+        double loss = 0;
+        for (std::size_t i = 0; i < y_.size(); ++i) {
+            const T difference = y_[i] - target_[i];
+            loss += double(difference) * double(difference);
+            dy_[i] = difference / T(tokens_);
+        }
+        layer.backward(view(dy_), view(dx_));
+        return loss / 2 / double(tokens_);
+    }
+
+    /// Sums by MPI and by our ring, with both optimizers.
+    bool prove() {
+        say("\nlargest relative difference from the serial run, %d steps\n%-14s %8s %8s %8s %8s  %s\n", s_.steps, "",
+            "loss", "norm", "dx", "gradient", "weights");
+        bool right = true;
+        for (const bool ring : {false, true}) {
+            const std::string sums = ring ? ", ring" : ", MPI";
+            // eps as in LLaMA 2: AdamW enlarges the rounding of a gradient that is zero by rate / eps
+            if (s_.optimizer != "adamw") right &= compare("SGD" + sums, ring, Sgd());
+            AdamW<T> adamw;
+            adamw.epsilon = 1e-5;
+            if (s_.optimizer != "sgd") right &= compare("AdamW" + sums, ring, adamw);
+        }
+        return right;
+    }
+
+    /// Trains on all ranks, and serially on every rank, and compares after each step.
+    template <class Optimizer>
+    bool compare(const std::string& title, bool ring, const Optimizer& optimizer) {
+        TensorParallelLayer<T> ours(s_.shape, s_.seed, &world_, ring), serial(s_.shape, s_.seed, nullptr);
+        Optimizer our_optimizer = optimizer, serial_optimizer = optimizer;
+        Difference loss, norm, input, gradient, weight;
+        const auto scalar = [&](double a, double b) {
+            return Difference{world_.all_reduce(relative_difference(a, b), MPI_MAX), ""};
+        };
+        bool counted = true;
+        for (int step = 0; step < s_.steps; ++step) {
+            draw(step);
+            const double serial_loss = loss_and_gradients(serial);
+            const std::vector<T> serial_dx = dx_;
+            loss.include(scalar(serial_loss, loss_and_gradients(ours)));
+            counted &= ours.bytes_sent() == ours.bytes_by_formula(tokens_);
+            const Parameter whole{"dx", 0, tokens_, s_.shape.width};
+            input.include(largest_difference<T>(world_, {&whole, 1}, serial_dx, dx_));
+            norm.include(scalar(serial.gradient_norm(), ours.gradient_norm()));
+            gradient.include(difference(serial, serial.gradients(), ours, ours.gradients()));
+            ours.step(our_optimizer);
+            serial.step(serial_optimizer);
+        }
+        weight = difference(serial, serial.weights(), ours, ours.weights());
+        say("%-14s %8.1e %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title.c_str(), loss.value, norm.value, input.value,
+            gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
+        const double largest = std::max({loss.value, norm.value, input.value, gradient.value, weight.value});
+        largest_ = std::max(largest_, largest);
+        // Sums in another order, nothing else.
+        return world_.all_reduce(int(counted), MPI_MIN) && largest <= (sizeof(T) == 8 ? 1e-12 : 1e-5);
+    }
+
+    /// For each parameter max |a - b| / max |a| over this rank's part, the largest over all ranks with its name. A
+    /// parameter that is zero up to rounding, as the gradient of k's bias, is measured on the scale of the layer.
+    Difference difference(const TensorParallelLayer<T>& serial, std::span<const T> a,
+                          const TensorParallelLayer<T>& ours, std::span<const T> b) const {
+        const auto largest = [&](std::span<const T> values) {
+            double size = 0;
+            for (const T value : values) size = std::max(size, std::abs(double(value)));
+            return size;
+        };
+        const double scale = largest(a);
+        std::vector<double> apart;
+        for (std::size_t n = 0; n < ours.parameters().size(); ++n) {
+            const Shard &whole = serial.parameters()[n], &part = ours.parameters()[n];
+            const double size = largest(a.subspan(whole.offset, whole.size()));
+            double worst = 0;
+            for (std::size_t i = 0; i < part.size(); ++i) {
+                const double d = std::abs(double(a[whole.offset + part.place(i)]) - double(b[part.offset + i]));
+                worst = std::isfinite(d) ? std::max(worst, d) : std::numeric_limits<double>::infinity();
+            }
+            const bool zero = size <= 64 * double(std::numeric_limits<T>::epsilon()) * scale;
+            apart.push_back(worst == 0 ? 0 : worst / (zero ? scale : size));
+        }
+        world_.all_reduce(std::span(apart), MPI_MAX);
+        Difference worst;
+        for (std::size_t n = 0; n < apart.size(); ++n) worst.include({apart[n], ours.parameters()[n].name});
+        return worst;
+    }
+
+    /// Whole steps with AdamW, in turn: on one rank, split without sums, and with them by MPI and by our ring.
+    bool measure() {
+        draw(0);
+        TensorParallelLayer<T> serial(s_.shape, s_.seed, nullptr), alone(s_.shape, s_.seed, &world_),
+            mpi(s_.shape, s_.seed, &world_), ring(s_.shape, s_.seed, &world_, true);
+        alone.communicate = false;
+        std::array<AdamW<T>, 4> optimizers;
+        const std::array<TensorParallelLayer<T>*, 4> layers{&serial, &alone, &mpi, &ring};
+        timed_ = {{"one rank"}, {"no sums"}, {"MPI", true}, {"ring", true}};
+        bool right = true;
+        for (int round = -1; round < s_.steps; ++round)
+            for (std::size_t i = 0; i < layers.size(); ++i) {
+                world_.barrier();
+                const Timer timer;
+                if (i > 0 || world_.rank() == 0) loss_and_gradients(*layers[i]), layers[i]->step(optimizers[i]);
+                const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
+                const double communication = world_.all_reduce(layers[i]->communication_seconds(), MPI_MAX);
+                Timed& timed = timed_[i];
+                timed.counted = layers[i]->bytes_sent(), timed.formula = layers[i]->bytes_by_formula(tokens_);
+                if (timed.sums) right &= bool(world_.all_reduce(int(timed.counted == timed.formula), MPI_MIN));
+                if (round >= 0) timed.seconds.push_back(seconds), timed.communication.push_back(communication);
+            }
+        show();
+        return right;
+    }
+
+    /// Of all products forward and backward, the masked half of the attention counted as it is computed.
+    double flop() const {
+        const double D = double(s_.shape.width), F = double(s_.shape.mlp_width);
+        return 3 * double(tokens_) * (2 * (4 * D * D + 2 * D * F) + 4 * double(s_.sequence) * D);
+    }
+
+    void show() const {
+        const std::vector<double>&one_rank = timed_[0].seconds, &ceiling = timed_[1].seconds;
+        const auto ratio = [](const std::vector<double>& a, const std::vector<double>& b) {
+            std::vector<double> ratios;
+            for (std::size_t i = 0; i < a.size(); ++i) ratios.push_back(a[i] / b[i]);
+            return median(ratios);
+        };
+        say("\nforward, backward and AdamW, %d rounds in turn\n%-9s %11s   %-11s %9s %9s %9s %9s %9s\n", s_.steps, "",
+            "bytes sent", "formula", "ms", "in sums", "GFLOP/s", "speed-up", "/ no sums");
+        for (const Timed& timed : timed_) {
+            if (timed.sums)
+                say("%-9s %11zu %s %-11zu", timed.name.c_str(), timed.counted,
+                    timed.counted == timed.formula ? "=" : "!=", timed.formula);
+            else
+                say("%-9s %25s", timed.name.c_str(), "");
+            say(" %9.3f %9.3f %9.1f %9.2f %9.2f\n", median(timed.seconds) * 1e3, median(timed.communication) * 1e3,
+                flop() / median(timed.seconds) / 1e9, ratio(one_rank, timed.seconds), ratio(timed.seconds, ceiling));
+        }
+    }
+
+    Record record(const Timed& timed, bool right) const {
+        Record line;
+        line.add("strategy", "tp").add("implementation", timed.name == "MPI" ? "tp_mpi" : "tp_mpi-ring");
+        line.add("language", "cpp-mpi").add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
+        line.add("model", "layer-" + std::to_string(s_.shape.width) + "-" + std::to_string(s_.shape.heads) + "-" +
+                              std::to_string(s_.shape.mlp_width));
+        line.add("parameters", s_.shape.parameters()).add("tokens_per_step", tokens_).add("flop_per_step", flop());
+        line.add("steps", s_.steps).add("step_seconds", timed.seconds);
+        line.add("communication_seconds", median(timed.communication));
+        line.add("bytes_counted", timed.counted).add("bytes_formula", timed.formula);
+        line.add("peak_memory_bytes", peak_memory_bytes()).add("scaling", "strong");
+        if (s_.benchmark) return line.add("equal", nullptr).add("largest_difference", nullptr);
+        return line.add("equal", right).add("largest_difference", largest_);
+    }
+
+    const Communicator& world_;
+    const Settings& s_;
+    const std::size_t tokens_;
+    std::vector<T> x_, target_, y_, dy_, dx_;
+    std::vector<Timed> timed_;
+    double largest_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    fived::Environment mpi(argc, argv);
+    const Communicator world = Communicator::world();
+    Settings settings;
+    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
+    const Options options = settings.options();
+    const auto prepare = [&] {
+        settings.check(world.size());
+        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
+    };
+    return run_lesson(world, "tp_mpi", argc, argv, options, prepare, [&] {
+        set_blas_threads(1);
+        return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
+                                           : Lesson<float>(world, settings).run();
+    });
+}

@@ -1,0 +1,62 @@
+"""Ring attention by sp_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+
+python sp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `attention`'s arguments.
+"""
+
+import json
+import sys
+
+import numpy as np
+import sp_mpi
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+
+
+def drawn(shape, dtype):
+    """q, k, v and the gradient of the result, whole and the same on every rank."""
+    batch, heads, kv_heads, sequence, width = shape
+    draw = np.random.default_rng(7)
+    sizes = [(batch, h, sequence, width) for h in (heads, kv_heads, kv_heads, heads)]
+    return [draw.standard_normal(size).astype(dtype) for size in sizes]
+
+
+def attention(shape, causal, order, dtype):
+    batch, heads, kv_heads, sequence, width = shape
+    mine = sp_mpi.positions(sequence, WORLD.size, WORLD.rank, order)
+    q, k, v, dout = (np.ascontiguousarray(x[:, :, mine]) for x in drawn(shape, dtype))
+    ring = sp_mpi.RingAttention(batch, heads, sequence, width, kv_heads, WORLD, causal, order, dtype)
+    found, sent = {}, {}
+    for _ in range(2):  # the second call meets used workspaces
+        found["out"] = ring.forward(q, k, v)
+        found["logsumexp"] = ring.logsumexp
+        sent["forward"], formula = ring.bytes_sent, [ring.forward_bytes, ring.backward_bytes]
+        found |= zip(("dq", "dk", "dv"), ring.backward(dout), strict=True)
+        sent["backward"] = ring.bytes_sent
+    return {
+        "positions": WORLD.allgather(mine),
+        "pairs": WORLD.allgather(sp_mpi.pairs(sequence, WORLD.size, WORLD.rank, order, causal)),
+        "bytes": WORLD.allgather([sent["forward"], sent["backward"]]),
+        "formula": WORLD.allgather(formula),
+        "parts": {name: [x.tolist() for x in WORLD.allgather(part)] for name, part in found.items()},
+    }
+
+
+def refused():
+    """What the module says of parts that do not fit, on every rank alike."""
+    ring, said = sp_mpi.RingAttention(1, 2, 8 * WORLD.size, 4, comm=WORLD), []
+    right = np.ones((1, 2, 8, 4))
+    for k in (right[:, :, :7].copy(), right.astype(np.float32), right[..., ::-1]):
+        try:
+            ring.forward(right, k, right)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+if __name__ == "__main__":
+    results = {"cases": [attention(**case) for case in json.loads(sys.argv[2])], "refused": refused()}
+    if WORLD.rank == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)

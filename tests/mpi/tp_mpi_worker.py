@@ -1,0 +1,78 @@
+"""Trains the layer of tp_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+
+python tp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `train`'s arguments.
+"""
+
+import json
+import sys
+
+import numpy as np
+import tp_mpi
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+
+
+def whole(parts, places, shapes):
+    """Parameters of which each rank has a part; what several have is the same to the last bit."""
+    out = {}
+    for name, part in parts.items():
+        out[name] = np.full(shapes[name], np.nan)
+        for piece, place in WORLD.allgather((part, places[name])):
+            there = out[name][place]
+            assert np.isnan(there).all() or np.array_equal(there, piece), name
+            out[name][place] = piece
+    return {name: values.tolist() for name, values in out.items()}
+
+
+def train(shape, tokens, steps, optimizer, reduction, dtype):
+    width, heads, mlp_width = shape
+    layer = tp_mpi.Layer(width, heads, mlp_width, WORLD, 3, dtype, reduction)
+    start = tp_mpi.Layer(width, heads, mlp_width, seed=3, dtype=dtype).weights()
+    shapes = {name: values.shape for name, values in start.items()}
+    draw, places = np.random.default_rng(11), layer.places()
+    losses, norms = [], []
+    for _ in range(steps):
+        x, target = (draw.standard_normal((*tokens, width)).astype(dtype) for _ in range(2))
+        y = layer.forward(x)
+        count = tokens[0] * tokens[1]
+        losses.append(float(np.square(y - target).sum() / 2 / count))
+        dx = layer.backward((y - target) / np.asarray(count, dtype))
+        norms.append(layer.gradient_norm())
+        gradients = whole(layer.gradients(), places, shapes)
+        sent = [layer.bytes_sent, layer.bytes_by_formula(count)]
+        layer.sgd(0.1) if optimizer == "sgd" else layer.adamw(1e-3, epsilon=1e-5)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "dx": dx.tolist(),
+        "gradients": gradients,
+        "weights": whole(layer.weights(), places, shapes),
+        "bytes": WORLD.allgather(sent),
+        "numbers": WORLD.allgather(sum(w.size for w in layer.weights().values())),
+    }
+
+
+def refused():
+    """What the module says, on every rank alike."""
+    said, layer = [], tp_mpi.Layer(16, 4, 32, WORLD)
+    for call in (
+        lambda: tp_mpi.Layer(16, WORLD.size - 1, 32, WORLD) if 16 % max(1, WORLD.size - 1) == 0 else layer,
+        lambda: layer.forward(np.ones((2, 16))),
+        lambda: layer.forward(np.ones((1, 2, 16), np.float32)),
+        lambda: layer.backward(np.ones((1, 2, 16))),
+        lambda: layer.set_weights({}),
+    ):
+        try:
+            call()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+if __name__ == "__main__":
+    results = {"cases": [train(**case) for case in json.loads(sys.argv[2])], "refused": refused()}
+    if WORLD.rank == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)
