@@ -69,7 +69,10 @@ def test_bytes_sent_are_those_of_the_ring(results):
         batch, _, kv_heads, sequence, width = case["shape"]
         both = 2 * batch * kv_heads * sequence * width * (8 if case["dtype"] == "float64" else 4)
         assert ours["bytes"] == ours["formula"]
-        assert [sum(b) for b in zip(*ours["bytes"], strict=True)] == [(ranks - 1) * both, 2 * (ranks - 1) * both]
+        assert [sum(b) for b in zip(*ours["bytes"], strict=True)] == [
+            (ranks - 1) * both,
+            2 * (ranks - 1) * both,
+        ]
 
 
 def test_positions_and_work(results):
@@ -128,7 +131,7 @@ def test_numbers_far_from_zero_do_not_overflow():
 
 def test_binary_proves_itself_and_writes_records(tmp_path):
     file = tmp_path / "records.json"
-    done = mpirun(3, need_binary("sp_mpi"), "--sequence", "50", "--steps", "2", "--json", file)
+    done = mpirun(3, need_binary("sp_mpi"), "--sequence", "48", "--steps", "2", "--json", file)
     assert done.returncode == 0, done.stderr
     assert "Proved: attention and its gradients on 3 rank(s) equal those on one" in done.stdout
     records = [json.loads(line) for line in file.read_text().splitlines()]
@@ -137,9 +140,9 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
         assert (r["strategy"], r["ranks"], r["equal"], len(r["step_seconds"])) == ("sp", 3, True, 2)
         assert r["bytes_counted"] == r["bytes_formula"] > 0
         assert 0 < r["largest_difference"] < 1e-12
-        assert r["flop_per_step"] == 14 * 16 * 2 * 4 * 50 * 51 / 2
+        assert r["flop_per_step"] == 14 * 16 * 2 * 4 * 48 * 49 / 2
     assert records[0]["slowest_over_mean_pairs"] > 1.4
-    assert records[1]["slowest_over_mean_pairs"] < 1.05
+    assert records[1]["slowest_over_mean_pairs"] == 1
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,10 @@ def reference(shape, tokens, steps, optimizer, dtype, **_):
     layer = Layer(config).to(getattr(torch, dtype))
     initialise(layer, config, 3, prefix="layers.0.")
     layer.double()
-    make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1), "adamw": lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-5)}
+    make = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-5),
+    }
     update, draw = make[optimizer](layer.parameters()), np.random.default_rng(11)
     losses, norms = [], []
     for _ in range(steps):
@@ -54,7 +57,13 @@ def reference(shape, tokens, steps, optimizer, dtype, **_):
         gradients = {name: p.grad.numpy().copy() for name, p in layer.named_parameters()}
         update.step()
     weights = {name: p.detach().numpy() for name, p in layer.named_parameters()}
-    return {"losses": losses, "norms": norms, "dx": x.grad.numpy(), "gradients": gradients, "weights": weights}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "dx": x.grad.numpy(),
+        "gradients": gradients,
+        "weights": weights,
+    }
 
 
 def relative(expected, found, scale=None):
@@ -162,5 +171,7 @@ def test_bad_input_is_one_line(arguments, message):
 def test_more_ranks_than_heads():
     done = mpirun(3, need_binary("tp_mpi"), "--width", "8", "--heads", "2")
     assert done.returncode == 2
-    message = "tp_mpi: --heads 2 --mlp-width 323 cannot be split over 3 ranks; use at most 2, or at least 3 of each"
+    message = (
+        "tp_mpi: --heads 2 --mlp-width 323 cannot be split over 3 ranks; use at most 2, or at least 3 of each"
+    )
     assert done.stderr.count(message) == 1

@@ -68,7 +68,7 @@ class LayerOf final : public Layer {
         const std::span<T> flat = gradients ? layer_->gradients() : layer_->weights();
         py::dict named;
         for (const Shard& p : layer_->parameters()) {
-            const py::array_t<T> copy(p.size(), flat.data() + p.offset);
+            py::array_t<T> copy(p.size(), flat.data() + p.offset);
             named[p.name.c_str()] = is_vector(p) ? copy : py::array_t<T>(copy.reshape({p.rows, p.columns}));
         }
         return named;
@@ -78,7 +78,8 @@ class LayerOf final : public Layer {
         for (const Shard& p : layer_->parameters()) {
             const py::slice rows(p.first_row, p.first_row + p.rows, 1),
                 columns(p.first_column, p.first_column + p.columns, 1);
-            named[p.name.c_str()] = is_vector(p) ? py::make_tuple(rows) : py::make_tuple(rows, columns);
+            named[p.name.c_str()] =
+                is_vector(p) ? py::tuple(py::make_tuple(rows)) : py::make_tuple(rows, columns);
         }
         return named;
     }
@@ -97,15 +98,18 @@ class LayerOf final : public Layer {
             all.push_back(values);
         }
         if (weights.size() != all.size())
-            throw std::invalid_argument("the layer has " + std::to_string(all.size()) + " parameters; given are " +
-                                        std::to_string(weights.size()));
+            throw std::invalid_argument("the layer has " + std::to_string(all.size()) +
+                                        " parameters; given are " + std::to_string(weights.size()));
         for (std::size_t n = 0; n < all.size(); ++n) {
             const Shard& p = layer_->parameters()[n];
-            for (std::size_t i = 0; i < p.size(); ++i) layer_->weights()[p.offset + i] = all[n].data()[p.place(i)];
+            for (std::size_t i = 0; i < p.size(); ++i)
+                layer_->weights()[p.offset + i] = all[n].data()[p.place(i)];
         }
     }
     std::size_t bytes_sent() const override { return layer_->bytes_sent(); }
-    std::size_t bytes_by_formula(std::size_t tokens) const override { return layer_->bytes_by_formula(tokens); }
+    std::size_t bytes_by_formula(std::size_t tokens) const override {
+        return layer_->bytes_by_formula(tokens);
+    }
     double communication_seconds() const override { return layer_->communication_seconds(); }
 
   private:
@@ -117,8 +121,8 @@ class LayerOf final : public Layer {
     Array<T> checked(const char* name, const py::array& given) const {
         const std::size_t width = layer_->shape().width;
         if (!py::isinstance<Array<T>>(given) || given.ndim() != 3 || std::size_t(given.shape(2)) != width)
-            throw std::invalid_argument(std::string(name) + " is " + std::string(py::str(given.dtype())) + " " +
-                                        std::string(py::str(given.attr("shape"))) + "; needed is " +
+            throw std::invalid_argument(std::string(name) + " is " + std::string(py::str(given.dtype())) +
+                                        " " + std::string(py::str(given.attr("shape"))) + "; needed is " +
                                         std::string(py::str(py::dtype::of<T>())) + " (samples, sequence, " +
                                         std::to_string(width) + ") in C order");
         return given.cast<Array<T>>();
@@ -132,9 +136,9 @@ class LayerOf final : public Layer {
     AdamW<T> adamw_;
 };
 
-std::unique_ptr<Layer> make(std::size_t width, std::size_t heads, std::size_t mlp_width, const py::object& comm,
-                            std::uint64_t seed, const std::string& dtype, const std::string& reduction,
-                            double epsilon) {
+std::unique_ptr<Layer> make(std::size_t width, std::size_t heads, std::size_t mlp_width,
+                            const py::object& comm, std::uint64_t seed, const std::string& dtype,
+                            const std::string& reduction, double epsilon) {
     if (reduction != "mpi" && reduction != "ring")
         throw std::invalid_argument("reduction is " + reduction + "; it is mpi or ring");
     const LayerShape shape{width, heads, mlp_width, epsilon};
@@ -148,27 +152,36 @@ std::unique_ptr<Layer> make(std::size_t width, std::size_t heads, std::size_t ml
 
 PYBIND11_MODULE(tp_mpi, module) {
     using namespace py::literals;
-    module.doc() = "Tensor parallelism by MPI: a Transformer layer whose matrices are split over an mpi4py communicator.";
-    py::class_<Layer>(module, "Layer",
-                      "layers.0 of a one-layer common/models/transformer.py (GPT-2's, causal) on all ranks of comm;\n"
-                      "serial when comm is None.")
+    module.doc() =
+        "Tensor parallelism by MPI: a Transformer layer whose matrices are split over an mpi4py "
+        "communicator.";
+    py::class_<Layer>(
+        module, "Layer",
+        "layers.0 of a one-layer common/models/transformer.py (GPT-2's, causal) on all ranks of comm;\n"
+        "serial when comm is None.")
         .def(py::init(&make), "width"_a, "heads"_a, "mlp_width"_a, "comm"_a = py::none(), "seed"_a = 0,
              "dtype"_a = "float64", "reduction"_a = "mpi", "epsilon"_a = 1e-5,
              "reduction: mpi, or ring, our own. Collective.")
-        .def("forward", &Layer::forward, "x"_a, "y from x [B, S, D], the same on every rank; x is kept. Collective.")
-        .def("backward", &Layer::backward, "dy"_a, "dx of the last forward; sets the gradients. Once. Collective.")
+        .def("forward", &Layer::forward, "x"_a,
+             "y from x [B, S, D], the same on every rank; x is kept. Collective.")
+        .def("backward", &Layer::backward, "dy"_a,
+             "dx of the last forward; sets the gradients. Once. Collective.")
         .def("gradient_norm", &Layer::gradient_norm, py::call_guard<py::gil_scoped_release>(),
              "2-norm of the gradients of the whole layer. Collective.")
         .def("sgd", &Layer::sgd, "rate"_a, py::call_guard<py::gil_scoped_release>())
         .def("adamw", &Layer::adamw, "rate"_a = 1e-3, "betas"_a = std::pair(0.9, 0.999), "epsilon"_a = 1e-8,
              "decay"_a = 0.01, py::call_guard<py::gil_scoped_release>())
         .def(
-            "weights", [](Layer& layer) { return layer.values(false); }, "Copies of this rank's parts, by name.")
+            "weights", [](Layer& layer) { return layer.values(false); },
+            "Copies of this rank's parts, by name.")
         .def(
-            "gradients", [](Layer& layer) { return layer.values(true); }, "Copies of this rank's parts, by name.")
+            "gradients", [](Layer& layer) { return layer.values(true); },
+            "Copies of this rank's parts, by name.")
         .def("places", &Layer::places, "By name, the slices of the whole parameter that this rank holds.")
-        .def("set_weights", &Layer::set_weights, "weights"_a, "Whole parameters, by name; a rank takes its parts.")
-        .def_property_readonly("bytes_sent", &Layer::bytes_sent, "Bytes this rank sent since forward was last called.")
+        .def("set_weights", &Layer::set_weights, "weights"_a,
+             "Whole parameters, by name; a rank takes its parts.")
+        .def_property_readonly("bytes_sent", &Layer::bytes_sent,
+                               "Bytes this rank sent since forward was last called.")
         .def("bytes_by_formula", &Layer::bytes_by_formula, "tokens"_a, "Of a forward and backward.")
         .def_property_readonly("communication_seconds", &Layer::communication_seconds,
                                "Seconds in the all-reduces since forward was last called.");

@@ -40,19 +40,22 @@ struct Settings {
         options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
         options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
         options.add("json", json, "append a record of each way to sum to this file");
-        options.flag("benchmark", benchmark, "time the steps, compare nothing; with --help: its own defaults");
+        options.flag("benchmark", benchmark,
+                     "time the steps, compare nothing; with --help: its own defaults");
         return options;
     }
     void check(std::size_t ranks) const {
-        const std::size_t D = shape.width, H = shape.heads, below = D / H * H, most = std::min(H, shape.mlp_width);
+        const std::size_t D = shape.width, H = shape.heads, below = D / H * H,
+                          most = std::min(H, shape.mlp_width);
         if (D % H)
             throw UsageError("--width " + std::to_string(D) + " does not divide into " + std::to_string(H) +
-                             " heads; " + (below ? std::to_string(below) + " or " : "") + std::to_string(below + H) +
-                             " would");
+                             " heads; " + (below ? std::to_string(below) + " or " : "") +
+                             std::to_string(below + H) + " would");
         if (most < ranks)
-            throw UsageError("--heads " + std::to_string(H) + " --mlp-width " + std::to_string(shape.mlp_width) +
-                             " cannot be split over " + std::to_string(ranks) + " ranks; use at most " +
-                             std::to_string(most) + ", or at least " + std::to_string(ranks) + " of each");
+            throw UsageError("--heads " + std::to_string(H) + " --mlp-width " +
+                             std::to_string(shape.mlp_width) + " cannot be split over " +
+                             std::to_string(ranks) + " ranks; use at most " + std::to_string(most) +
+                             ", or at least " + std::to_string(ranks) + " of each");
     }
 };
 
@@ -65,7 +68,8 @@ class Lesson {
     }
 
     bool run() {
-        say("tp_mpi: a Transformer layer, width %zu, %zu heads, MLP %zu, %zu parameters, batch %zu x %zu, %s, "
+        say("tp_mpi: a Transformer layer, width %zu, %zu heads, MLP %zu, %zu parameters, batch %zu x %zu, "
+            "%s, "
             "%d rank(s)\n",
             s_.shape.width, s_.shape.heads, s_.shape.mlp_width, s_.shape.parameters(), s_.batch, s_.sequence,
             s_.dtype.c_str(), world_.size());
@@ -73,8 +77,8 @@ class Lesson {
         right &= measure();
         if (!s_.benchmark)
             say("\n%s: training on %d rank(s) %s training on one, bytes counted %s formula.\n",
-                right ? "Proved" : "WRONG", world_.size(), right ? "equals" : "differs from, or does not send as,",
-                right ? "=" : "or !=");
+                right ? "Proved" : "WRONG", world_.size(),
+                right ? "equals" : "differs from, or does not send as,", right ? "=" : "or !=");
         if (!s_.json.empty() && world_.rank() == 0)
             for (const Timed& timed : timed_)
                 if (timed.sums) record(timed, right).append_to(s_.json);
@@ -102,7 +106,8 @@ class Lesson {
             target_[i] = T(normal(s_.seed, 2 * step + 1, i));
         }
     }
-    /// sum (y - target)^2 / 2 over the number of tokens, and its gradients. Every rank has all of y: no sum over ranks.
+    /// sum (y - target)^2 / 2 over the number of tokens, and its gradients. Every rank has all of y: no sum
+    /// over ranks.
     double loss_and_gradients(TensorParallelLayer<T>& layer) {
         layer.forward(view(x_), s_.sequence, view(y_));
         double loss = 0;
@@ -117,8 +122,8 @@ class Lesson {
 
     /// Sums by MPI and by our ring, with both optimizers.
     bool prove() {
-        say("\nlargest relative difference from the serial run, %d steps\n%-14s %8s %8s %8s %8s  %s\n", s_.steps, "",
-            "loss", "norm", "dx", "gradient", "weights");
+        say("\nlargest relative difference from the serial run, %d steps\n%-14s %8s %8s %8s %8s  %s\n",
+            s_.steps, "", "loss", "norm", "dx", "gradient", "weights");
         bool right = true;
         for (const bool ring : {false, true}) {
             const std::string sums = ring ? ", ring" : ", MPI";
@@ -155,16 +160,17 @@ class Lesson {
             serial.step(serial_optimizer);
         }
         weight = difference(serial, serial.weights(), ours, ours.weights());
-        say("%-14s %8.1e %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title.c_str(), loss.value, norm.value, input.value,
-            gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
+        say("%-14s %8.1e %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title.c_str(), loss.value, norm.value,
+            input.value, gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
         const double largest = std::max({loss.value, norm.value, input.value, gradient.value, weight.value});
         largest_ = std::max(largest_, largest);
         // Sums in another order, nothing else.
         return world_.all_reduce(int(counted), MPI_MIN) && largest <= (sizeof(T) == 8 ? 1e-12 : 1e-5);
     }
 
-    /// For each parameter max |a - b| / max |a| over this rank's part, the largest over all ranks with its name. A
-    /// parameter that is zero up to rounding, as the gradient of k's bias, is measured on the scale of the layer.
+    /// For each parameter max |a - b| / max |a| over this rank's part, the largest over all ranks with its
+    /// name. A parameter that is zero up to rounding, as the gradient of k's bias, is measured on the scale
+    /// of the layer.
     Difference difference(const TensorParallelLayer<T>& serial, std::span<const T> a,
                           const TensorParallelLayer<T>& ours, std::span<const T> b) const {
         const auto largest = [&](std::span<const T> values) {
@@ -179,7 +185,8 @@ class Lesson {
             const double size = largest(a.subspan(whole.offset, whole.size()));
             double worst = 0;
             for (std::size_t i = 0; i < part.size(); ++i) {
-                const double d = std::abs(double(a[whole.offset + part.place(i)]) - double(b[part.offset + i]));
+                const double d =
+                    std::abs(double(a[whole.offset + part.place(i)]) - double(b[part.offset + i]));
                 worst = std::isfinite(d) ? std::max(worst, d) : std::numeric_limits<double>::infinity();
             }
             const bool zero = size <= 64 * double(std::numeric_limits<T>::epsilon()) * scale;
@@ -191,7 +198,8 @@ class Lesson {
         return worst;
     }
 
-    /// Whole steps with AdamW, in turn: on one rank, split without sums, and with them by MPI and by our ring.
+    /// Whole steps with AdamW, in turn: on one rank, split without sums, and with them by MPI and by our
+    /// ring.
     bool measure() {
         draw(0);
         TensorParallelLayer<T> serial(s_.shape, s_.seed, nullptr), alone(s_.shape, s_.seed, &world_),
@@ -205,13 +213,16 @@ class Lesson {
             for (std::size_t i = 0; i < layers.size(); ++i) {
                 world_.barrier();
                 const Timer timer;
-                if (i > 0 || world_.rank() == 0) loss_and_gradients(*layers[i]), layers[i]->step(optimizers[i]);
+                if (i > 0 || world_.rank() == 0)
+                    loss_and_gradients(*layers[i]), layers[i]->step(optimizers[i]);
                 const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
                 const double communication = world_.all_reduce(layers[i]->communication_seconds(), MPI_MAX);
                 Timed& timed = timed_[i];
                 timed.counted = layers[i]->bytes_sent(), timed.formula = layers[i]->bytes_by_formula(tokens_);
-                if (timed.sums) right &= bool(world_.all_reduce(int(timed.counted == timed.formula), MPI_MIN));
-                if (round >= 0) timed.seconds.push_back(seconds), timed.communication.push_back(communication);
+                if (timed.sums)
+                    right &= bool(world_.all_reduce(int(timed.counted == timed.formula), MPI_MIN));
+                if (round >= 0)
+                    timed.seconds.push_back(seconds), timed.communication.push_back(communication);
             }
         show();
         return right;
@@ -230,26 +241,32 @@ class Lesson {
             for (std::size_t i = 0; i < a.size(); ++i) ratios.push_back(a[i] / b[i]);
             return median(ratios);
         };
-        say("\nforward, backward and AdamW, %d rounds in turn\n%-9s %11s   %-11s %9s %9s %9s %9s %9s\n", s_.steps, "",
-            "bytes sent", "formula", "ms", "in sums", "GFLOP/s", "speed-up", "/ no sums");
+        say("\nforward, backward and AdamW, %d rounds in turn\n%-9s %11s   %-11s %9s %9s %9s %9s %9s\n",
+            s_.steps, "", "bytes sent", "formula", "ms", "in sums", "GFLOP/s", "speed-up", "/ no sums");
         for (const Timed& timed : timed_) {
             if (timed.sums)
                 say("%-9s %11zu %s %-11zu", timed.name.c_str(), timed.counted,
                     timed.counted == timed.formula ? "=" : "!=", timed.formula);
             else
                 say("%-9s %25s", timed.name.c_str(), "");
-            say(" %9.3f %9.3f %9.1f %9.2f %9.2f\n", median(timed.seconds) * 1e3, median(timed.communication) * 1e3,
-                flop() / median(timed.seconds) / 1e9, ratio(one_rank, timed.seconds), ratio(timed.seconds, ceiling));
+            say(" %9.3f %9.3f %9.1f %9.2f %9.2f\n", median(timed.seconds) * 1e3,
+                median(timed.communication) * 1e3, flop() / median(timed.seconds) / 1e9,
+                ratio(one_rank, timed.seconds), ratio(timed.seconds, ceiling));
         }
     }
 
     Record record(const Timed& timed, bool right) const {
         Record line;
         line.add("strategy", "tp").add("implementation", timed.name == "MPI" ? "tp_mpi" : "tp_mpi-ring");
-        line.add("language", "cpp-mpi").add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
-        line.add("model", "layer-" + std::to_string(s_.shape.width) + "-" + std::to_string(s_.shape.heads) + "-" +
-                              std::to_string(s_.shape.mlp_width));
-        line.add("parameters", s_.shape.parameters()).add("tokens_per_step", tokens_).add("flop_per_step", flop());
+        line.add("language", "cpp-mpi")
+            .add("ranks", world_.size())
+            .add("backend", "mpi")
+            .add("dtype", s_.dtype);
+        line.add("model", "layer-" + std::to_string(s_.shape.width) + "-" + std::to_string(s_.shape.heads) +
+                              "-" + std::to_string(s_.shape.mlp_width));
+        line.add("parameters", s_.shape.parameters())
+            .add("tokens_per_step", tokens_)
+            .add("flop_per_step", flop());
         line.add("steps", s_.steps).add("step_seconds", timed.seconds);
         line.add("communication_seconds", median(timed.communication));
         line.add("bytes_counted", timed.counted).add("bytes_formula", timed.formula);

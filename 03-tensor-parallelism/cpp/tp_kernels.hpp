@@ -12,8 +12,8 @@
 
 namespace fived {
 
-/// y = weight (x - mean) / sqrt(variance + epsilon) + bias, over each row (Ba, Kiros and Hinton, arXiv:1607.06450).
-/// Keeps x standardised and 1 / sqrt(variance + epsilon) for the backward pass.
+/// y = weight (x - mean) / sqrt(variance + epsilon) + bias, over each row (Ba, Kiros and Hinton,
+/// arXiv:1607.06450). Keeps x standardised and 1 / sqrt(variance + epsilon) for the backward pass.
 template <class T>
 void layer_norm(MatrixView<const T> x_ND, std::span<const T> weight_D, std::span<const T> bias_D, T epsilon,
                 MatrixView<T> standard_ND, std::span<T> scale_N, MatrixView<T> y_ND) {
@@ -41,9 +41,9 @@ void layer_norm(MatrixView<const T> x_ND, std::span<const T> weight_D, std::span
 
 /// dx grows by the gradient of x; those of weight and bias grow, too.
 template <class T>
-void layer_norm_backward(MatrixView<const T> dy_ND, MatrixView<const T> standard_ND, std::span<const T> scale_N,
-                         std::span<const T> weight_D, std::span<T> dweight_D, std::span<T> dbias_D,
-                         MatrixView<T> dx_ND) {
+void layer_norm_backward(MatrixView<const T> dy_ND, MatrixView<const T> standard_ND,
+                         std::span<const T> scale_N, std::span<const T> weight_D, std::span<T> dweight_D,
+                         std::span<T> dbias_D, MatrixView<T> dx_ND) {
     const std::size_t D = dy_ND.columns;
     const T* __restrict weight = weight_D.data();
     T* __restrict dweight = dweight_D.data();
@@ -67,14 +67,16 @@ void layer_norm_backward(MatrixView<const T> dy_ND, MatrixView<const T> standard
     }
 }
 
-/// Row i of the products q k becomes softmax(scale s_0 ... scale s_i), and 0 for the later keys, which it does not see.
+/// Row i of the products q k becomes softmax(scale s_0 ... scale s_i), and 0 for the later keys, which it
+/// does not see.
 template <class T>
 void causal_softmax(MatrixView<T> s_SS, T scale) {
     for (std::size_t i = 0; i < s_SS.rows; ++i) {
         T* __restrict s = s_SS.row(i).data();
         T largest = s[0], sum = 0;
 #pragma omp simd reduction(max : largest)
-        for (std::size_t j = 0; j <= i; ++j) largest = std::max(largest, s[j]);
+        for (std::size_t j = 0; j <= i; ++j)
+            largest = s[j] > largest ? s[j] : largest;  // std::max is no vector
 #pragma omp simd reduction(+ : sum)
         for (std::size_t j = 0; j <= i; ++j) {
             s[j] = exponential((s[j] - largest) * scale);
@@ -103,7 +105,8 @@ void softmax_backward(MatrixView<const T> p_SS, T scale, MatrixView<T> dp_SS) {
 
 /// y = x + z + bias
 template <class T>
-void add_with_bias(MatrixView<const T> x_ND, MatrixView<const T> z_ND, std::span<const T> bias_D, MatrixView<T> y_ND) {
+void add_with_bias(MatrixView<const T> x_ND, MatrixView<const T> z_ND, std::span<const T> bias_D,
+                   MatrixView<T> y_ND) {
     for (std::size_t n = 0; n < x_ND.rows; ++n)
         for (std::size_t d = 0; d < bias_D.size(); ++d) y_ND(n, d) = x_ND(n, d) + z_ND(n, d) + bias_D[d];
 }

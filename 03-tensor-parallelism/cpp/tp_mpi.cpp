@@ -7,20 +7,21 @@
 namespace fived {
 
 template <class T>
-TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64_t seed, const Communicator* comm,
-                                            bool ring)
+TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64_t seed,
+                                            const Communicator* comm, bool ring)
     : shape_(shape), comm_(comm), ring_(ring) {
     const std::size_t D = shape.width, H = shape.heads, F = shape.mlp_width, P = comm ? comm->size() : 1;
     if (std::min({D, H, F}) < 1 || D % H)
-        throw std::invalid_argument("a layer needs positive sizes and heads that divide its width; given width " +
-                                    std::to_string(D) + ", heads " + std::to_string(H) + ", mlp_width " +
-                                    std::to_string(F));
+        throw std::invalid_argument(
+            "a layer needs positive sizes and heads that divide its width; given width " + std::to_string(D) +
+            ", heads " + std::to_string(H) + ", mlp_width " + std::to_string(F));
     if (std::min(H, F) < P)
         throw std::invalid_argument(std::to_string(H) + " heads and " + std::to_string(F) +
                                     " columns of the MLP cannot be split over " + std::to_string(P) +
                                     " ranks; use at most " + std::to_string(std::min(H, F)));
     const std::size_t r = comm ? comm->rank() : 0;
-    heads_ = cut(H, P, r + 1) - cut(H, P, r), a_ = heads_ * shape.head_width(), f_ = cut(F, P, r + 1) - cut(F, P, r);
+    heads_ = cut(H, P, r + 1) - cut(H, P, r), a_ = heads_ * shape.head_width(),
+    f_ = cut(F, P, r + 1) - cut(F, P, r);
     add_parameter("attention_norm.weight", D, 1);
     add_parameter("attention_norm.bias", D, 1);
     // q, k and v lie one after the other: one product makes all three.
@@ -46,20 +47,23 @@ template <class T>
 void TensorParallelLayer<T>::add_parameter(const std::string& name, std::size_t rows, std::size_t columns,
                                            char split) {
     const std::size_t P = comm_ ? comm_->size() : 1, r = comm_ ? comm_->rank() : 0;
-    const std::size_t offset = parameters_.empty() ? 0 : parameters_.back().offset + parameters_.back().size();
+    const std::size_t offset =
+        parameters_.empty() ? 0 : parameters_.back().offset + parameters_.back().size();
     Shard shard{{name, offset, rows, columns}, rows, columns};
     if (split == 'h' || split == 'H') {
         const std::size_t first = cut(shape_.heads, P, r) * shape_.head_width();
-        split == 'h' ? (shard.first_row = first, shard.rows = a_) : (shard.first_column = first, shard.columns = a_);
+        split == 'h' ? (shard.first_row = first, shard.rows = a_)
+                     : (shard.first_column = first, shard.columns = a_);
     } else if (split == 'f' || split == 'F') {
         const std::size_t first = cut(shape_.mlp_width, P, r);
-        split == 'f' ? (shard.first_row = first, shard.rows = f_) : (shard.first_column = first, shard.columns = f_);
+        split == 'f' ? (shard.first_row = first, shard.rows = f_)
+                     : (shard.first_column = first, shard.columns = f_);
     }
     parameters_.push_back(shard);
 }
 
-/// As GPT-2 and common/models/transformer.py: weights N(0, 0.02^2), smaller by sqrt 2 into the residual stream of one
-/// layer; biases 0, norms 1.
+/// As GPT-2 and common/models/transformer.py: weights N(0, 0.02^2), smaller by sqrt 2 into the residual
+/// stream of one layer; biases 0, norms 1.
 template <class T>
 void TensorParallelLayer<T>::initialise(std::uint64_t seed) {
     for (const Shard& p : parameters_) {
@@ -79,18 +83,21 @@ void TensorParallelLayer<T>::initialise(std::uint64_t seed) {
 template <class T>
 void TensorParallelLayer<T>::forward(MatrixView<const T> x_ND, std::size_t sequence, MatrixView<T> y_ND) {
     const std::size_t D = shape_.width;
-    if (x_ND.columns != D || y_ND.columns != D || y_ND.rows != x_ND.rows || sequence < 1 || x_ND.rows % sequence)
-        throw std::invalid_argument("the layer takes whole sequences of " + std::to_string(D) + " numbers; given [" +
-                                    std::to_string(x_ND.rows) + ", " + std::to_string(x_ND.columns) +
-                                    "] in sequences of " + std::to_string(sequence));
+    if (x_ND.columns != D || y_ND.columns != D || y_ND.rows != x_ND.rows || sequence < 1 ||
+        x_ND.rows % sequence)
+        throw std::invalid_argument("the layer takes whole sequences of " + std::to_string(D) +
+                                    " numbers; given [" + std::to_string(x_ND.rows) + ", " +
+                                    std::to_string(x_ND.columns) + "] in sequences of " +
+                                    std::to_string(sequence));
     reserve(x_ND.rows, sequence);
     bytes_sent_ = 0, communication_seconds_ = 0;
     x_ND_ = x_ND;
     const T epsilon = T(shape_.epsilon);
     const MatrixView<T> sum_ND = tokens(sum_, D), a_ND = tokens(a_ND_, D);
 
-    layer_norm<T>(x_ND, vector(weights_, "attention_norm.weight"), vector(weights_, "attention_norm.bias"), epsilon,
-                  tokens(attention_norm_.standard_ND, D), attention_norm_.scale_N, tokens(attention_norm_.y_ND, D));
+    layer_norm<T>(x_ND, vector(weights_, "attention_norm.weight"), vector(weights_, "attention_norm.bias"),
+                  epsilon, tokens(attention_norm_.standard_ND, D), attention_norm_.scale_N,
+                  tokens(attention_norm_.y_ND, D));
     const MatrixView<T> qkv(qkv_.data(), N_, 3 * a_);
     gemm<T>(tokens(attention_norm_.y_ND, D), t(qkv_weight(weights_)), qkv);
     add_bias<T>(qkv, qkv_bias(weights_));
@@ -143,7 +150,8 @@ void TensorParallelLayer<T>::backward(MatrixView<const T> dy_ND, MatrixView<T> d
     gemm<T>(dqkv, qkv_weight(weights_), sum_ND);
     all_reduce(sum_ND);
     layer_norm_backward<T>(sum_ND, tokens(attention_norm_.standard_ND, D), attention_norm_.scale_N,
-                           vector(weights_, "attention_norm.weight"), vector(gradients_, "attention_norm.weight"),
+                           vector(weights_, "attention_norm.weight"),
+                           vector(gradients_, "attention_norm.weight"),
                            vector(gradients_, "attention_norm.bias"), dx_ND);
 }
 
@@ -191,7 +199,8 @@ void TensorParallelLayer<T>::all_reduce(MatrixView<T> terms_ND) {
 
 template <class T>
 std::size_t TensorParallelLayer<T>::bytes_by_formula(std::size_t tokens) const {
-    return comm_ ? 4 * ring_all_reduce_bytes(tokens * shape_.width, sizeof(T), comm_->size(), comm_->rank()) : 0;
+    return comm_ ? 4 * ring_all_reduce_bytes(tokens * shape_.width, sizeof(T), comm_->size(), comm_->rank())
+                 : 0;
 }
 
 template <class T>

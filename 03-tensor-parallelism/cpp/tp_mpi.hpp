@@ -7,13 +7,15 @@
 //     a_ND ──► norm ──┬──► up: my columns ───────► gelu ────► down: a term of z ─► all-reduce ──► + a ──► y
 //                     └── backward: each rank has a term of the gradient here ──► all-reduce
 //
-// Between a column-parallel and a row-parallel product nothing is exchanged: a head, and a column of the MLP, stays on
-// its rank. The bias of a row-parallel product is added once, after the sum.
+// Between a column-parallel and a row-parallel product nothing is exchanged: a head, and a column of the MLP,
+// stays on its rank. The bias of a row-parallel product is added once, after the sum.
 //
-// Cost: 2 all-reduces of N D numbers forward, 2 backward: a rank sends 4 x 2 (P-1)/P N D numbers a step. Weights,
-// gradients and optimizer state of the matrices 1/P; norms, o's and down's biases, and x, a, y whole.
+// Cost: 2 all-reduces of N D numbers forward, 2 backward: a rank sends 4 x 2 (P-1)/P N D numbers a step.
+// Weights, gradients and optimizer state of the matrices 1/P; norms, o's and down's biases, and x, a, y
+// whole.
 //
-// B batch  S sequence  N = B S tokens  D width  H heads  h this rank's  K width of a head  F MLP's width  f this rank's
+// S sequence  N tokens  D width  K width of a head  a = h K columns of this rank's h heads
+// F width of the MLP  f this rank's part of it
 #pragma once
 
 #include <cstdint>
@@ -47,20 +49,23 @@ struct Shard : Parameter {
     }
 };
 
-/// One layer on all ranks of `comm`; serial when comm is null. The weights are those of common/models/transformer.py's
-/// layers.0 of one layer: each rank makes its part alone.
+/// One layer on all ranks of `comm`; serial when comm is null. The weights are those of
+/// common/models/transformer.py's layers.0 of one layer: each rank makes its part alone.
 template <class T>
 class TensorParallelLayer {
   public:
     /// `comm` must outlive this. `ring`: sums by our own ring, whose messages are counted, instead of MPI's.
-    /// Throws std::invalid_argument where the heads do not divide the width, or a rank would get no head or column.
-    TensorParallelLayer(const LayerShape& shape, std::uint64_t seed, const Communicator* comm, bool ring = false);
+    /// Throws std::invalid_argument where the heads do not divide the width, or a rank would get no head or
+    /// column.
+    TensorParallelLayer(const LayerShape& shape, std::uint64_t seed, const Communicator* comm,
+                        bool ring = false);
 
     /// y_ND from x_ND, the same on every rank; N = samples * sequence.
     void forward(MatrixView<const T> x_ND, std::size_t sequence, MatrixView<T> y_ND);
     /// dx_ND from dy_ND, after the forward of the same x, which must still be there; gradients() are set.
     void backward(MatrixView<const T> dy_ND, MatrixView<T> dx_ND);
-    /// 2-norm of the whole layer's gradients: a split one counts where it lies, a replicated one once. Collective.
+    /// 2-norm of the whole layer's gradients: a split one counts where it lies, a replicated one once.
+    /// Collective.
     double gradient_norm() const;
     template <class Optimizer>
     void step(Optimizer& optimizer) {

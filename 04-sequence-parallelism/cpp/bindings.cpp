@@ -31,7 +31,8 @@ class AttentionOf final : public Attention {
     }
     py::array forward(const py::array& q, const py::array& k, const py::array& v) override {
         const AttentionShape& shape = ring_->shape();
-        q_ = checked("q", q, shape.heads), k_ = checked("k", k, shape.kv_heads), v_ = checked("v", v, shape.kv_heads);
+        q_ = checked("q", q, shape.heads), k_ = checked("k", k, shape.kv_heads),
+        v_ = checked("v", v, shape.kv_heads);
         out_ = empty(shape.heads);
         logsumexp_ = Array<T>({shape.batch, shape.heads, ring_->local()});
         const auto out = writable(out_), logsumexp = writable(logsumexp_);
@@ -67,10 +68,10 @@ class AttentionOf final : public Attention {
         const py::tuple shape =
             py::make_tuple(ring_->shape().batch, heads, ring_->local(), ring_->shape().head_width);
         if (!py::isinstance<Array<T>>(given) || !py::tuple(given.attr("shape")).equal(shape))
-            throw std::invalid_argument(std::string(name) + " is " + std::string(py::str(given.dtype())) + " " +
-                                        std::string(py::str(given.attr("shape"))) + "; this rank needs " +
-                                        std::string(py::str(needed)) + " " + std::string(py::str(shape)) +
-                                        " in C order");
+            throw std::invalid_argument(std::string(name) + " is " + std::string(py::str(given.dtype())) +
+                                        " " + std::string(py::str(given.attr("shape"))) +
+                                        "; this rank needs " + std::string(py::str(needed)) + " " +
+                                        std::string(py::str(shape)) + " in C order");
         return given.cast<Array<T>>();
     }
 
@@ -85,11 +86,13 @@ Order order_of(const std::string& name) {
     throw std::invalid_argument("order is " + name + "; it is contiguous or zigzag");
 }
 
-std::unique_ptr<Attention> make(std::size_t batch, std::size_t heads, std::size_t sequence, std::size_t head_width,
-                                std::optional<std::size_t> kv_heads, const py::object& comm, bool causal,
-                                const std::string& order, const std::string& dtype) {
+std::unique_ptr<Attention> make(std::size_t batch, std::size_t heads, std::size_t sequence,
+                                std::size_t head_width, std::optional<std::size_t> kv_heads,
+                                const py::object& comm, bool causal, const std::string& order,
+                                const std::string& dtype) {
     const AttentionShape shape{batch, heads, kv_heads.value_or(heads), sequence, head_width};
-    if (dtype == "float64") return std::make_unique<AttentionOf<double>>(comm, shape, order_of(order), causal);
+    if (dtype == "float64")
+        return std::make_unique<AttentionOf<double>>(comm, shape, order_of(order), causal);
     if (dtype == "float32") return std::make_unique<AttentionOf<float>>(comm, shape, order_of(order), causal);
     throw std::invalid_argument("dtype is " + dtype + "; it is float64 or float32");
 }
@@ -117,13 +120,16 @@ PYBIND11_MODULE(sp_mpi, module) {
         },
         "sequence"_a, "ranks"_a, "rank"_a, "order"_a = "zigzag", "causal"_a = true,
         "Pairs of a query of this rank and a key that it sees.");
-    py::class_<Attention>(module, "RingAttention",
-                          "softmax(q k' / sqrt K) v of a sequence that is split over comm; serial when comm is None.")
+    py::class_<Attention>(
+        module, "RingAttention",
+        "softmax(q k' / sqrt K) v of a sequence that is split over comm; serial when comm is None.")
         .def(py::init(&make), "batch"_a, "heads"_a, "sequence"_a, "head_width"_a, "kv_heads"_a = py::none(),
              "comm"_a = py::none(), "causal"_a = true, "order"_a = "zigzag", "dtype"_a = "float64",
-             "sequence: of all ranks together. order: contiguous, or zigzag, which balances causal work. Collective.")
+             "sequence: of all ranks together. order: contiguous, or zigzag, which balances causal work. "
+             "Collective.")
         .def("forward", &Attention::forward, "q"_a, "k"_a, "v"_a,
-             "out [B, H, s, K] from q [B, H, s, K] and k, v [B, G, s, K], this rank's positions; query head h reads\n"
+             "out [B, H, s, K] from q [B, H, s, K] and k, v [B, G, s, K], this rank's positions; query head "
+             "h reads\n"
              "key-value head h // (H / G). They are kept, not copied, for backward. Collective.")
         .def("backward", &Attention::backward, "dout"_a,
              "(dq, dk, dv) of the last forward from the gradient of its result. Collective.")
@@ -131,7 +137,8 @@ PYBIND11_MODULE(sp_mpi, module) {
         .def_property_readonly("bytes_sent", &Attention::bytes_sent,
                                "Bytes this rank sent in the last forward or backward.")
         .def_property_readonly("forward_bytes", &Attention::forward_bytes, "Bytes of a forward by formula.")
-        .def_property_readonly("backward_bytes", &Attention::backward_bytes, "Bytes of a backward by formula.")
+        .def_property_readonly("backward_bytes", &Attention::backward_bytes,
+                               "Bytes of a backward by formula.")
         .def_property_readonly("blocked_seconds", &Attention::blocked_seconds,
                                "Seconds this rank waited for messages in the last forward or backward.");
 }

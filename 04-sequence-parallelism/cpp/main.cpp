@@ -121,15 +121,17 @@ class Lesson {
         : world_(world), s_(settings), shape_(settings.shape) {}
 
     bool run() {
-        say("sp_mpi: attention, batch %zu, %zu heads and %zu of keys, width %zu, sequence %zu, %s, %d rank(s)\n",
+        say("sp_mpi: attention, batch %zu, %zu heads and %zu of keys, width %zu, sequence %zu, %s, %d "
+            "rank(s)\n",
             shape_.batch, shape_.heads, shape_.kv_heads, shape_.head_width, shape_.sequence, s_.dtype.c_str(),
             world_.size());
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark)
-            say("\n%s: attention and its gradients on %d rank(s) %s those on one, bytes counted %s formula.\n",
-                right ? "Proved" : "WRONG", world_.size(), right ? "equal" : "differ from, or are not sent as,",
-                right ? "=" : "or !=");
+            say("\n%s: attention and its gradients on %d rank(s) %s those on one, bytes counted %s "
+                "formula.\n",
+                right ? "Proved" : "WRONG", world_.size(),
+                right ? "equal" : "differ from, or are not sent as,", right ? "=" : "or !=");
         if (!s_.json.empty() && world_.rank() == 0)
             for (const Timed& timed : timed_) record(timed, right).append_to(s_.json);
         return right;
@@ -186,8 +188,9 @@ class Lesson {
         const bool counted = world_.all_reduce(int(bytes[0] == bytes[1] && bytes[2] == bytes[3]), MPI_MIN);
         world_.all_reduce(std::span<std::uint64_t>(bytes));
         say("%-24s %8.1e %8.1e %8.1e %8.1e %8.1e  %10zu %10zu  %10zu %10zu\n",
-            (name + (causal ? ", causal" : ", all pairs")).c_str(), apart[0], apart[1], apart[2], apart[3], apart[4],
-            std::size_t(bytes[0]), std::size_t(bytes[1]), std::size_t(bytes[2]), std::size_t(bytes[3]));
+            (name + (causal ? ", causal" : ", all pairs")).c_str(), apart[0], apart[1], apart[2], apart[3],
+            apart[4], std::size_t(bytes[0]), std::size_t(bytes[1]), std::size_t(bytes[2]),
+            std::size_t(bytes[3]));
         const double largest = *std::ranges::max_element(apart);
         largest_ = std::max(largest_, largest);
         return counted && largest <= (sizeof(T) == 8 ? 1e-12 : 1e-5);  // sums in another order, nothing else
@@ -202,7 +205,8 @@ class Lesson {
         for (std::size_t head = 0; head < shape_.batch * heads; ++head)
             for (const Chunk& chunk : my_chunks(order))
                 for (std::size_t i = 0; i < chunk.length * width; ++i, ++mine) {
-                    const double d = std::abs(double(x[(head * shape_.sequence + chunk.begin) * width + i]) - double(*mine));
+                    const double d = std::abs(double(x[(head * shape_.sequence + chunk.begin) * width + i]) -
+                                              double(*mine));
                     apart = std::isfinite(d) ? std::max(apart, d) : std::numeric_limits<double>::infinity();
                 }
         return apart == 0 ? 0 : apart / size;
@@ -229,7 +233,8 @@ class Lesson {
             if (world_.rank() == 0) step(alone, whole, nullptr);
             const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
             if (round >= 0) one_rank.push_back(seconds);
-            for (std::size_t i = 0; i < orders.size(); ++i) right &= time_round(rings[i], arrays[i], timed_[i], round);
+            for (std::size_t i = 0; i < orders.size(); ++i)
+                right &= time_round(rings[i], arrays[i], timed_[i], round);
         }
         show(one_rank);
         return right;
@@ -273,15 +278,17 @@ class Lesson {
     void show(const std::vector<double>& one_rank) const {
         say("\nforward and backward, causal, %d rounds in turn; one rank alone %.1f ms, %.1f GFLOP/s\n"
             "%-12s %12s %12s  %9s %9s %9s %9s   %s\n",
-            s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes sent", "formula", "ms",
-            "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
+            s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes sent", "formula",
+            "ms", "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
         for (const Timed& timed : timed_) {
             std::vector<double> ratios;
-            for (std::size_t i = 0; i < one_rank.size(); ++i) ratios.push_back(one_rank[i] / timed.seconds[i]);
-            say("%-12s %12zu %s %-12zu %7.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name.c_str(), timed.counted,
-                timed.counted == timed.formula ? "=" : "!=", timed.formula, median(timed.seconds) * 1e3,
-                median(timed.blocked) * 1e3, flop() / median(timed.seconds) / 1e9, median(ratios),
-                timed.pairs_balance, median(timed.balance));
+            for (std::size_t i = 0; i < one_rank.size(); ++i)
+                ratios.push_back(one_rank[i] / timed.seconds[i]);
+            say("%-12s %12zu %s %-12zu %7.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name.c_str(),
+                timed.counted, timed.counted == timed.formula ? "=" : "!=", timed.formula,
+                median(timed.seconds) * 1e3, median(timed.blocked) * 1e3,
+                flop() / median(timed.seconds) / 1e9, median(ratios), timed.pairs_balance,
+                median(timed.balance));
         }
     }
 
@@ -290,13 +297,18 @@ class Lesson {
         Record line;
         line.add("strategy", "sp").add("implementation", "sp_mpi-" + timed.name).add("language", "cpp-mpi");
         line.add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
-        line.add("model", "attention " + std::to_string(B) + " x " + std::to_string(H) + " x " + std::to_string(S) +
-                              " x " + std::to_string(K) + ", " + std::to_string(G) + " heads of keys, causal");
-        line.add("parameters", 0).add("tokens_per_step", B * S).add("flop_per_step", flop()).add("steps", s_.steps);
+        line.add("model", "attention " + std::to_string(B) + " x " + std::to_string(H) + " x " +
+                              std::to_string(S) + " x " + std::to_string(K) + ", " + std::to_string(G) +
+                              " heads of keys, causal");
+        line.add("parameters", 0)
+            .add("tokens_per_step", B * S)
+            .add("flop_per_step", flop())
+            .add("steps", s_.steps);
         line.add("step_seconds", timed.seconds).add("communication_seconds", median(timed.blocked));
         line.add("bytes_counted", timed.counted).add("bytes_formula", timed.formula);
         line.add("peak_memory_bytes", peak_memory_bytes()).add("scaling", "strong");
-        line.add("slowest_over_mean_pairs", timed.pairs_balance).add("slowest_over_mean_seconds", median(timed.balance));
+        line.add("slowest_over_mean_pairs", timed.pairs_balance)
+            .add("slowest_over_mean_seconds", median(timed.balance));
         if (s_.benchmark) return line.add("equal", nullptr).add("largest_difference", nullptr);
         return line.add("equal", right).add("largest_difference", largest_);
     }

@@ -47,14 +47,15 @@ void add(std::span<T> sum, std::span<const T> term) {
 }  // namespace
 
 template <class T>
-RingAttention<T>::RingAttention(const Communicator* comm, const AttentionShape& shape, Order order, bool causal)
+RingAttention<T>::RingAttention(const Communicator* comm, const AttentionShape& shape, Order order,
+                                bool causal)
     : comm_(comm), shape_(shape), causal_(causal), tiles_(shape.head_width) {
     const auto& [B, H, G, S, K] = shape;
     if (std::min({B, H, G, S, K}) < 1 || H % G)
-        throw std::invalid_argument("attention needs positive sizes and kv_heads that divide heads; given batch " +
-                                    std::to_string(B) + ", heads " + std::to_string(H) + ", kv_heads " +
-                                    std::to_string(G) + ", sequence " + std::to_string(S) + ", head_width " +
-                                    std::to_string(K));
+        throw std::invalid_argument(
+            "attention needs positive sizes and kv_heads that divide heads; given batch " +
+            std::to_string(B) + ", heads " + std::to_string(H) + ", kv_heads " + std::to_string(G) +
+            ", sequence " + std::to_string(S) + ", head_width " + std::to_string(K));
     if (comm_) rank_ = comm_->rank(), P_ = comm_->size();
     std::size_t largest = 0;
     for (int r = 0; r < P_; ++r) {
@@ -92,8 +93,8 @@ void RingAttention<T>::each_pair(int source, Use use) const {
 }
 
 template <class T>
-void RingAttention<T>::forward(std::span<const T> q, std::span<const T> k, std::span<const T> v, std::span<T> out,
-                               std::span<T> logsumexp) {
+void RingAttention<T>::forward(std::span<const T> q, std::span<const T> k, std::span<const T> v,
+                               std::span<T> out, std::span<T> logsumexp) {
     const std::size_t s = local(), H = shape_.heads, G = shape_.kv_heads, K = shape_.head_width;
     check("q", q.size(), H, K), check("k", k.size(), G, K), check("v", v.size(), G, K);
     check("out", out.size(), H, K), check("logsumexp", logsumexp.size(), H, 1);
@@ -106,8 +107,8 @@ void RingAttention<T>::forward(std::span<const T> q, std::span<const T> k, std::
         const bool more = step + 1 < P_;
         if (more) pass(held, keys_values_[step % 2], source(step + 1), 0);
         const std::size_t theirs = length(chunks_[source(step)]);
-        each_pair(source(step), [&](std::size_t head, std::size_t i, std::size_t n, std::size_t kv, std::size_t j,
-                                    std::size_t m, bool diagonal) {
+        each_pair(source(step), [&](std::size_t head, std::size_t i, std::size_t n, std::size_t kv,
+                                    std::size_t j, std::size_t m, bool diagonal) {
             tiles_.forward(rows(q, head, s, K, i, n), rows(held.k, kv, theirs, K, j, m),
                            rows(held.v, kv, theirs, K, j, m), diagonal, rows(out, head, s, K, i, n),
                            logsumexp.subspan(head * s + i, n), std::span(sum_).subspan(head * s + i, n),
@@ -139,8 +140,10 @@ void RingAttention<T>::backward(std::span<const T> dout, std::span<const T> q, s
         const int from = source(step);
         const std::size_t theirs = length(chunks_[from]), n_kv = kv_numbers(from);
         if (more) pass(held, keys_values_[step % 2], source(step + 1), 0);
-        // What the ranks before have added to the gradients of these keys; the first to see them is the next rank.
-        if (step > 1) pass(gradients_[(step - 1) % 2].first(kv_numbers(source(step - 1))), arriving_, from, 2);
+        // What the ranks before have added to the gradients of these keys; the first to see them is the next
+        // rank.
+        if (step > 1)
+            pass(gradients_[(step - 1) % 2].first(kv_numbers(source(step - 1))), arriving_, from, 2);
         const std::span<T> dk_here = step == 0 ? dk : std::span(gradients_[step % 2].k).first(n_kv),
                            dv_here = step == 0 ? dv : std::span(gradients_[step % 2].v).first(n_kv);
         std::ranges::fill(dk_here, T(0));
@@ -190,7 +193,8 @@ void RingAttention<T>::progress() {
 }
 
 template <class T>
-void RingAttention<T>::check(const char* name, std::size_t given, std::size_t heads, std::size_t width) const {
+void RingAttention<T>::check(const char* name, std::size_t given, std::size_t heads,
+                             std::size_t width) const {
     const std::size_t needed = shape_.batch * heads * local() * width;
     if (given != needed)
         throw std::invalid_argument(std::string(name) + " has " + std::to_string(given) + " numbers; " +

@@ -1,17 +1,17 @@
 // Ring attention by MPI: a rank keeps its queries; the keys and values of all ranks come past it.
 //
-//     out = softmax(q k' / sqrt K) v, each rank with s = S/P positions of the sequence
+//     out = softmax(q k' / sqrt K) v, each rank with s = S / P positions of the sequence
 //
-//     step 0: q0 k0   q1 k1   q2 k2   q3 k3         while q_r meets the keys of one rank, they are already on
-//     step 1: q0 k3   q1 k0   q2 k1   q3 k2         their way to the next, and those of another arrive
-//     step 2: q0 k2   q1 k3   q2 k0   q3 k1         (Liu, Zaharia and Abbeel, arXiv:2310.01889)
-//     step 3: q0 k1   q1 k2   q2 k3   q3 k0         backward: the gradients of k and v go round one step behind
+//     step 0: q0 k0   q1 k1   q2 k2   q3 k3     while q_r meets the keys of one rank, they are on the way to
+//     step 1: q0 k3   q1 k0   q2 k1   q3 k2     the next, and those of another arrive (arXiv:2310.01889);
+//     step 2: q0 k2   q1 k3   q2 k0   q3 k1     backward, the gradients of k and v follow one step behind
+//     step 3: q0 k1   q1 k2   q2 k3   q3 k0
 //
-//     causal, contiguous:  0 0 0 0|1 1 1 1|2 2 2 2|3 3 3 3    rank 0 sees few keys, rank 3 all: the others wait
-//     causal, zigzag:      0 0|1 1|2 2|3 3|3 3|2 2|1 1|0 0    every rank sees as many
+//     causal, contiguous:  0 0 0 0|1 1 1 1|2 2 2 2|3 3 3 3     rank 0 sees few keys, rank 3 all: others wait
+//     causal, zigzag:      0 0|1 1|2 2|3 3|3 3|2 2|1 1|0 0     every rank sees as many
 //
-// Bytes a rank sends, b = bytes of k and v of one position (2 B G K a number): forward (S - s of the next rank) b,
-// backward as much again and (S - s) b for the gradients: 3 (P-1)/P S b in all. Memory: s, never S.
+// Bytes a rank sends, with b = 2 B G K times the bytes of a number, those of k and v of one position: forward
+// (P-1)/P S b, backward as much again and as much for the gradients. Memory: s, never S.
 //
 // B batch  H query heads  G key-value heads  S sequence  s this rank's part of it  K width of a head
 #pragma once
@@ -33,8 +33,8 @@ struct Chunk {
     std::size_t begin, length;
 };
 
-/// The positions of rank r of P, in the order in which it holds them: piece r of P, or in zigzag the pieces r and
-/// 2P-1-r of 2P. Pieces differ by one position at most.
+/// The positions of rank r of P, in the order in which it holds them: piece r of P, or in zigzag the pieces r
+/// and 2P-1-r of 2P. Pieces differ by one position at most.
 std::vector<Chunk> chunks(std::size_t sequence, int P, int r, Order order);
 /// How many positions that are.
 std::size_t length(const std::vector<Chunk>& chunks);
@@ -45,12 +45,13 @@ struct AttentionShape {
     std::size_t batch = 1, heads = 1, kv_heads = 1, sequence = 1, head_width = 1;
 };
 
-/// Attention over a sequence that is split over the ranks of `comm`; serial when comm is null.
-/// Arrays are flat and contiguous: q, out, dout, dq [B, H, s, K]; k, v, dk, dv [B, G, s, K]; logsumexp [B, H, s].
+/// Attention over a sequence that is split over the ranks of `comm`; serial when comm is null. Arrays are
+/// flat and contiguous: q, out, dout, dq [B, H, s, K]; k, v, dk, dv [B, G, s, K]; logsumexp [B, H, s].
 template <class T>
 class RingAttention {
   public:
-    /// `comm` must outlive this. Throws std::invalid_argument where kv_heads does not divide heads or a size is 0.
+    /// `comm` must outlive this. Throws std::invalid_argument where kv_heads does not divide heads or a size
+    /// is 0.
     RingAttention(const Communicator* comm, const AttentionShape& shape, Order order, bool causal);
 
     /// Throws std::invalid_argument, before any message, for arrays of another length.
@@ -85,8 +86,8 @@ class RingAttention {
     int source(int step) const { return (rank_ + P_ - step) % P_; }
     /// Keys and values of all ranks but one.
     std::size_t kv_bytes(int but) const {
-        return 2 * shape_.batch * shape_.kv_heads * (shape_.sequence - length(chunks_[but])) * shape_.head_width *
-               sizeof(T);
+        return 2 * shape_.batch * shape_.kv_heads * (shape_.sequence - length(chunks_[but])) *
+               shape_.head_width * sizeof(T);
     }
     std::size_t kv_numbers(int r) const {
         return shape_.batch * shape_.kv_heads * length(chunks_[r]) * shape_.head_width;

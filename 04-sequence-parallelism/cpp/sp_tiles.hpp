@@ -1,15 +1,18 @@
 // Attention of one head over a block of keys, tile by tile: the scores of all pairs never exist at once.
 //
-//     out_i = sum_j e^(s_ij - m_i) v_j / l_i     s_ij = q_i k_j / sqrt K,  m_i = max_j s_ij,  l_i = sum_j e^(s_ij - m_i)
+//     out_i = sum_j e^(s_ij - m_i) v_j / l_i         s_ij = q_i k_j / sqrt K
+//     m_i = max_j s_ij                               l_i = sum_j e^(s_ij - m_i)
 //
 //                     keys ──►
-//     queries   [ whole ][ diagonal ][       ]     out, m and l hold for the keys seen so far; a larger score makes
-//        │      [ whole ][ whole    ][ diago ]     the older sums e^(m_old - m_new) times as large (online softmax:
-//        ▼                                         Milakov and Gimelshein, arXiv:1805.02867)
+//     queries   [ whole ][ diagonal ][       ]     out, m and l hold for the keys seen so far; a larger score
+//        │      [ whole ][ whole    ][ diag. ]     makes the older sums e^(m_old - m_new) times as large
+//        ▼                                         (online softmax, arXiv:1805.02867)
 //
-// Backward makes the weights again from logsumexp_i = m_i + log l_i (FlashAttention-2, arXiv:2307.08691, algorithm 2):
+// Backward makes the weights again from logsumexp = m + log l (FlashAttention-2, arXiv:2307.08691, algorithm
+// 2):
 //
-//     P = e^(s - logsumexp)   dV = P' dO   dS = P (dO V' - delta),  delta_i = dO_i out_i   dQ = dS K / sqrt K   dK = dS' Q / sqrt K
+//     P = e^(s - logsumexp)     dS = P (dO V' - delta) / sqrt K     delta_i = dO_i out_i
+//     dV = P' dO                dQ = dS K                           dK = dS' Q
 //
 // Q queries  T keys  K width of a head
 #pragma once
@@ -20,19 +23,16 @@
 #include <span>
 #include <vector>
 
-#include "fived/blas.hpp"
 #include "fived/kernels.hpp"
+#include "sp_products.hpp"
 
 namespace fived {
 
 template <class T>
 class TiledAttention {
   public:
-    /// Scores of a tile; in the second-level cache with what they are made from.
-    static constexpr std::size_t queries = 128, keys = 512;
-
     explicit TiledAttention(std::size_t head_width)
-        : scale_(T(1 / std::sqrt(double(head_width)))), p_(queries * keys), ds_(queries * keys) {}
+        : scale_(T(1 / std::sqrt(double(head_width)))), p_(queries * stride), ds_(queries * stride) {}
 
     /// Adds what the keys contribute: out_QK = sum e^(s - m) v, not yet divided; largest_Q = m, sum_Q = l.
     /// `diagonal`: there are as many keys as queries, and query i sees the keys up to i.
@@ -40,19 +40,17 @@ class TiledAttention {
     template <class Between>
     void forward(MatrixView<const T> q_QK, MatrixView<const T> k_TK, MatrixView<const T> v_TK, bool diagonal,
                  MatrixView<T> out_QK, std::span<T> largest_Q, std::span<T> sum_Q, Between between) {
-        for (std::size_t i = 0; i < q_QK.rows; i += queries) {
-            const std::size_t rows = std::min(queries, q_QK.rows - i), end = diagonal ? i + rows : k_TK.rows;
-            for (std::size_t j = 0; j < end; j += keys) {
-                const std::size_t columns = std::min(keys, end - j);
-                const MatrixView<T> p(p_.data(), rows, columns), out = out_QK.row_block(i, rows);
-                gemm<T>(q_QK.row_block(i, rows), t(k_TK.row_block(j, columns)), p);
-                for (std::size_t r = 0; r < rows; ++r)
-                    include(p.row(r), diagonal ? seen(i + r, j, columns) : columns, out.row(r), largest_Q[i + r],
-                            sum_Q[i + r]);
-                gemm<T>(p, v_TK.row_block(j, columns), out, 1);
-                between();
-            }
-        }
+        keys_.assign(k_TK);
+        tiles(q_QK.rows, k_TK.rows, diagonal,
+              [&](std::size_t i, std::size_t rows, std::size_t j, std::size_t columns) {
+                  const MatrixView<T> p(p_.data(), rows, columns, stride), out = out_QK.row_block(i, rows);
+                  keys_.multiply(q_QK.row_block(i, rows), j, p);
+                  for (std::size_t r = 0; r < rows; ++r)
+                      include(p.row(r), diagonal ? seen(i + r, j, columns) : columns, out.row(r),
+                              largest_Q[i + r], sum_Q[i + r]);
+                  tile_product<T>(p, v_TK.row_block(j, columns), out, true);
+                  between();
+              });
     }
 
     /// After the last keys: divides out by the sums; largest_Q becomes the logsumexp.
@@ -68,27 +66,40 @@ class TiledAttention {
     void backward(MatrixView<const T> q_QK, MatrixView<const T> k_TK, MatrixView<const T> v_TK, bool diagonal,
                   MatrixView<const T> dout_QK, std::span<const T> logsumexp_Q, std::span<const T> delta_Q,
                   MatrixView<T> dq_QK, MatrixView<T> dk_TK, MatrixView<T> dv_TK, Between between) {
-        for (std::size_t j = 0; j < k_TK.rows; j += keys) {
-            for (std::size_t i = diagonal ? j : 0; i < q_QK.rows; i += queries) {
-                const std::size_t rows = std::min(queries, q_QK.rows - i),
-                                  columns = std::min(keys, (diagonal ? i + rows : k_TK.rows) - j);
-                const MatrixView<const T> q = q_QK.row_block(i, rows), k = k_TK.row_block(j, columns),
-                                          v = v_TK.row_block(j, columns), dout = dout_QK.row_block(i, rows);
-                const MatrixView<T> p(p_.data(), rows, columns), ds(ds_.data(), rows, columns);
-                gemm<T>(q, t(k), p);
-                gemm<T>(dout, t(v), ds);
-                for (std::size_t r = 0; r < rows; ++r)
-                    slopes(p.row(r), ds.row(r), diagonal ? seen(i + r, j, columns) : columns, logsumexp_Q[i + r],
-                           delta_Q[i + r]);
-                gemm<T>(t(p), dout, dv_TK.row_block(j, columns), 1);
-                gemm<T>(ds, k, dq_QK.row_block(i, rows), 1);
-                gemm<T>(t(ds), q, dk_TK.row_block(j, columns), 1);
-                between();
-            }
-        }
+        keys_.assign(k_TK), values_.assign(v_TK);
+        tiles(q_QK.rows, k_TK.rows, diagonal,
+              [&](std::size_t i, std::size_t rows, std::size_t j, std::size_t columns) {
+                  const MatrixView<const T> q = q_QK.row_block(i, rows), dout = dout_QK.row_block(i, rows);
+                  const MatrixView<T> p(p_.data(), rows, columns, stride),
+                      ds(ds_.data(), rows, columns, stride);
+                  keys_.multiply(q, j, p);
+                  values_.multiply(dout, j, ds);
+                  for (std::size_t r = 0; r < rows; ++r)
+                      slopes(p.row(r), ds.row(r), diagonal ? seen(i + r, j, columns) : columns,
+                             logsumexp_Q[i + r], delta_Q[i + r]);
+                  tile_product<T>(t(p), dout, dv_TK.row_block(j, columns), true);
+                  tile_product<T>(ds, k_TK.row_block(j, columns), dq_QK.row_block(i, rows), true);
+                  tile_product<T>(t(ds), q, dk_TK.row_block(j, columns), true);
+                  between();
+              });
     }
 
   private:
+    // Two tiles of scores, and the numbers they are made from, fit the second-level cache. The rows of a tile
+    // do not lie a power of two apart, or they would share few lines of the first.
+    static constexpr std::size_t queries = 128, keys = 512, stride = keys + lanes<T>;
+
+    /// Calls use(first query, queries, first key, keys) for the tiles in which a query sees a key: the keys
+    /// of a tile meet all queries before the next.
+    template <class Use>
+    static void tiles(std::size_t Q, std::size_t T_, bool diagonal, Use use) {
+        for (std::size_t j = 0; j < T_; j += keys)
+            for (std::size_t i = diagonal ? j : 0; i < Q; i += queries) {
+                const std::size_t rows = std::min(queries, Q - i), end = diagonal ? i + rows : T_;
+                use(i, rows, j, std::min(keys, end - j));
+            }
+    }
+
     /// How many of `columns` keys from key j on query i sees.
     static std::size_t seen(std::size_t i, std::size_t j, std::size_t columns) {
         return i < j ? 0 : std::min(columns, i + 1 - j);
@@ -100,10 +111,10 @@ class TiledAttention {
         if (seen == 0) return;
         T* __restrict s = p.data();
         T top = s[0], added = 0;
-#pragma omp simd reduction(max : top)
-        for (std::size_t c = 0; c < seen; ++c) top = std::max(top, s[c]);
+#pragma omp simd reduction(max : top) simdlen(lanes<T>)
+        for (std::size_t c = 0; c < seen; ++c) top = s[c] > top ? s[c] : top;  // std::max is no vector
         const T m = std::max(largest, top * scale_), correction = std::exp(largest - m), scale = scale_;
-#pragma omp simd reduction(+ : added)
+#pragma omp simd reduction(+ : added) simdlen(lanes<T>)
         for (std::size_t c = 0; c < seen; ++c) {
             s[c] = exponential(s[c] * scale - m);
             added += s[c];
@@ -121,7 +132,7 @@ class TiledAttention {
         T* __restrict p = p_T.data();
         T* __restrict ds = ds_T.data();
         const T scale = scale_;
-#pragma omp simd
+#pragma omp simd simdlen(lanes<T>)
         for (std::size_t c = 0; c < seen; ++c) {
             p[c] = exponential(p[c] * scale - logsumexp);
             ds[c] = p[c] * (ds[c] - delta) * scale;
@@ -130,6 +141,7 @@ class TiledAttention {
 
     T scale_;
     std::vector<T> p_, ds_;
+    TransposedPanels<T> keys_, values_;
 };
 
 }  // namespace fived

@@ -131,7 +131,9 @@ def operations(o: Options) -> float:
 
 def report(rt: Runtime, o: Options, measured: dict[str, Measured], apart: Tensor, equal: bool) -> None:
     """The table of times, their ratio, the differences."""
-    table = Table(title=f"causal attention, {o.sequence} positions, {o.heads} heads of {o.head_width}, {o.dtype}")
+    table = Table(
+        title=f"causal attention, {o.sequence} positions, {o.heads} heads of {o.head_width}, {o.dtype}"
+    )
     for column in ("forward and backward", "ranks", "ms", "spread", "GFLOP/s"):
         table.add_column(column, justify="left" if column.startswith("forward") else "right")
     for name, m in measured.items():
@@ -139,8 +141,7 @@ def report(rt: Runtime, o: Options, measured: dict[str, Measured], apart: Tensor
         speed = operations(o) / m.median / 1e9
         table.add_row(name, str(ranks), f"{m.median * 1e3:.1f}", f"{m.spread:.0%}", f"{speed:.1f}")
     ratios = [
-        b / a
-        for a, b in zip(measured["sp_mpi"].seconds, measured["torch, one rank"].seconds, strict=True)
+        b / a for a, b in zip(measured["sp_mpi"].seconds, measured["torch, one rank"].seconds, strict=True)
     ]
     out = console(rt)
     out.print(table)
