@@ -19,6 +19,7 @@ B batch  H heads  S sequence  s this rank's part of it  K width of a head
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,7 +117,10 @@ def main(rt: Runtime, o: Options) -> bool:
         [(a - b).abs().max() / a.abs().max() for a, b in zip(expected, ours.step(), strict=True)]
     ).double()
     comm.all_reduce(apart, rt.world, "max")
-    cases = {"sp_mpi": ours.step, "torch, one rank": lambda: torchs.step() if rt.rank == 0 else None}
+    cases: dict[str, Callable[[], object]] = {
+        "sp_mpi": ours.step,
+        "torch, one rank": lambda: torchs.step() if rt.rank == 0 else None,
+    }
     measured = in_turn(cases, o.steps, rt.world, warm_up=1)
     equal = apart.max().item() <= (1e-12 if o.dtype == "float64" else 1e-5)
     report(rt, o, measured, apart, equal)
