@@ -72,19 +72,18 @@ class Passing {
         : ranks_(ranks),
           sent_(std::move(x)),
           into_(std::move(into)),
-          sending_(ranks.send(sent_, (ranks.rank() + 1) % ranks.size(), tag)),
-          receiving_(ranks.receive(into_, (ranks.rank() + ranks.size() - 1) % ranks.size(), tag)) {}
+          pending_(ranks.exchange(sent_, (ranks.rank() + 1) % ranks.size(), into_,
+                                  (ranks.rank() + ranks.size() - 1) % ranks.size(), tag)) {}
     /// What came, and the memory of what went.
     std::pair<at::Tensor, at::Tensor> arrived() {
-        ranks_.wait(receiving_);
-        ranks_.wait(sending_);
+        ranks_.wait(pending_);
         return {into_, sent_};
     }
 
   private:
     Ranks& ranks_;
     at::Tensor sent_, into_;
-    Ranks::Pending sending_, receiving_;
+    Ranks::Pending pending_;
 };
 
 struct RingAttention : torch::autograd::Function<RingAttention> {

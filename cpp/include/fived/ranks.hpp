@@ -34,39 +34,39 @@ class Ranks final : public torch::CustomClassHolder {
     int rank() const { return group_ ? group_->getRank() : 0; }
     int size() const { return group_ ? group_->getSize() : 1; }
 
+    using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
     struct Pending {
-        c10::intrusive_ptr<c10d::Work> work;
+        Works works;
         Message message;
     };
     /// In place: P to R. Sends 2 (n-1)/n S.
     [[nodiscard]] Pending all_reduce(const at::Tensor& x,
                                      c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const {
-        return start("all_reduce", 2 * (size() - 1) * std::int64_t(x.nbytes()), [&] {
+        return start("all_reduce", 2 * (size() - 1) * std::int64_t(x.nbytes()), [&]() -> Works {
             Tensors list{x};
             c10d::AllreduceOptions options;
             options.reduceOp = op;
-            return group_->allreduce(list, options);
+            return {group_->allreduce(list, options)};
         });
     }
-    /// x to rank `to`. Sends S.
-    [[nodiscard]] Pending send(const at::Tensor& x, int to, int tag) const {
-        return start("send", size() * std::int64_t(x.nbytes()), [&] {
-            Tensors list{x};
-            return group_->send(list, to, tag);
-        });
-    }
-    /// Into x, from rank `from`.
-    [[nodiscard]] Pending receive(const at::Tensor& x, int from, int tag) const {
-        return start("receive", 0, [&] {
-            Tensors list{x};
-            return group_->recv(list, from, tag);
+    /// x to rank `to` while `into` comes from rank `from`: both at once, so that no order can deadlock. Sends S of x.
+    [[nodiscard]] Pending exchange(const at::Tensor& x, int to, const at::Tensor& into, int from,
+                                   int tag) const {
+        return start("exchange", size() * std::int64_t(x.nbytes()), [&]() -> Works {
+            const c10::DeviceType device = x.device().type();
+            const bool together = group_->getBackend(device)->supportsCoalescing();  // NCCL must know both
+            if (together) group_->startCoalescing(device);
+            Tensors sent{x}, received{into};
+            Works works{group_->send(sent, to, tag), group_->recv(received, from, tag)};
+            if (together) return {group_->endCoalescing(device)};
+            return works;
         });
     }
     void wait(Pending& pending) {
-        if (!pending.work) return;
+        if (pending.works.empty()) return;
         const Timer timer;
-        pending.work->wait();
-        pending.work.reset();
+        for (const auto& work : pending.works) work->wait();
+        pending.works.clear();
         pending.message.seconds += timer.seconds();
         const std::lock_guard lock(mutex_);
         sent_.push_back(pending.message);
@@ -82,8 +82,8 @@ class Ranks final : public torch::CustomClassHolder {
     Pending start(const char* op, std::int64_t n_bytes, Start call) const {
         if (!group_) return {};
         const Timer timer;  // some backends block already here
-        auto work = call();
-        return {std::move(work), {op, n_bytes, timer.seconds()}};
+        Works works = call();
+        return {std::move(works), {op, n_bytes, timer.seconds()}};
     }
 
     Group group_;
