@@ -18,6 +18,7 @@ from tp_cannon import Cannon, finish, move
 from tp_grid import ALGORITHMS, Blocks, GridOptions, make_grid, most_square, panels
 from tp_grid_costs import best_layers, cannon, summa
 from tp_summa import Method, Summa, benchmark, bytes_by_formula, make_method, multiply, prepared
+from tp_summa_peers import dtensor
 
 from common.ledger import Ledger
 from common.mesh import Mesh
@@ -241,6 +242,23 @@ def test_the_table_is_the_mean_of_what_ranks_count() -> None:
     for ranks in zip(*spawn(counted, 8), strict=True):
         formula = ranks[0][1]
         assert tuple(sum(r[0][i] for r in ranks) / len(ranks) for i in (0, 1)) == formula
+
+
+def by_the_library(rt: Runtime) -> list[float]:
+    """Largest differences of DTensor's blocks, in both ways, from numpy's; none where it is not asked."""
+    a, b, _ = factors(8, 16, 24)
+    found = []
+    for rows, columns in ((2, 2), (1, 4), (4, 1)):
+        blocks = Blocks((8, 16, 24), make_grid(rt.world, rows, columns))
+        calls = dtensor(mine(a, "A", blocks), mine(b, "B", blocks), blocks)
+        found += [(call() - (a @ b)[blocks.place("C")]).abs().max().item() for call in calls.values()]
+    return found
+
+
+def test_dtensor_has_the_same_blocks() -> None:
+    for found in spawn(by_the_library, 4):
+        assert len(found) == 6
+        assert max(found) < 1e-13
 
 
 def timed(rt: Runtime) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ from torch import Tensor
 from tp_cannon import Cannon
 from tp_grid import Blocks, Grid, GridOptions, Panel, make_grid, panels
 from tp_grid_costs import table as costs_table
+from tp_summa_peers import dtensor
 
 from common import collectives, comm
 from common.comm import Pending
@@ -244,7 +245,7 @@ def mean_over_ranks(values: list[Fraction], rt: Runtime) -> list[Fraction]:
 
 
 def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
-    """Each product, its rank's share of it without communication (the ceiling), and one rank, in turn."""
+    """Each product, its rank's share of it without communication (the ceiling), DTensor, and one rank, in turn."""
     blocks = Blocks(o.shape, grid)
     factors = Product(o.shape, o.dtype, o.seed, rt.device)
     cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
@@ -263,6 +264,8 @@ def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
             torch.mm, row_a, column_b, out=a.new_empty(len(row_a), column_b.shape[1])
         )
         cases[name] = results[name]
+    if o.benchmark and "summa" in methods:
+        cases |= {f"summa {peer}": call for peer, call in dtensor(a, b, blocks).items()}
     measured = in_turn(cases, o.steps, rt.world, warm_up=1, device=rt.device.type)
     M, K, J = o.shape
     flop, what = 2 * M * K * J, f"{M} x {K} x {J} on {grid.rows} x {grid.columns} x {grid.layers}, {o.dtype}"
