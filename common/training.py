@@ -64,6 +64,7 @@ class Version:
     owner: Named | None = None  # has what the optimizer steps on, where that is not the model
     wrap: Wrap = plain
     loss: Loss = cross_entropy_sum
+    split: Callable[..., tuple[Tensor, ...]] = lambda *part: part  # what this rank takes of a micro-batch
 
     def __post_init__(self) -> None:
         self.parameters = [p for _, p in (self.owner or self.model).named_parameters()]
@@ -131,7 +132,7 @@ def training_step(version: Version, batches: Batches, group: Group) -> Callable[
     """
 
     def step(t: int) -> Tensor:
-        parts = batches.parts(t)
+        parts = [version.split(*part) for part in batches.parts(t)]
         targets = torch.stack([y.ne(-100).sum() for *_, y in parts]).sum()
         comm.all_reduce(targets, group)
         scale = (group.size if version.averages else 1) / targets.item()

@@ -1,0 +1,193 @@
+"""Attention alone, forward and backward, causal: each way to split it beside one rank that runs torch's.
+
+speed-up     seconds of one rank's scaled_dot_product_attention / seconds of the slowest rank, the median over rounds
+blocked      of which seconds in which a rank waits for messages, the slowest rank's
+alone        seconds that the same messages take when there is nothing to compute meanwhile
+work         query-key pairs, and seconds not blocked, of the slowest rank / the mean of the ranks
+
+B batch (1)  S sequence  s = S / n, a rank's tokens  H heads  K width of a head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from statistics import mean, median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from sp_training import Attend, SequenceOptions
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.equality import TOLERANCE
+from common.ledger import Ledger
+from common.lesson import DTYPES, console, write_records
+from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.runtime import Runtime
+from common.utils.visualizer import figure, throughput_bars
+
+ONE = "one rank, torch's"
+ALONE = ", messages alone"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """A way to split attention.
+
+    places(S): indices of this rank's tokens. pairs: query-key pairs of this rank, all heads. sends: what it sends, in
+    sizes of its own keys. messages(qkv): the same messages with nothing to compute.
+    """
+
+    attend: Attend
+    places: Callable[[int], Tensor]
+    pairs: int
+    sends: Fraction | int
+    messages: Callable[[list[Tensor]], None] | None = None
+
+
+def forward_and_backward(attend: Attend, qkv: list[Tensor], do: Tensor, busy: list[float]) -> list[Tensor]:
+    """o, dq, dk, dv; adds to `busy` the seconds that this rank did not wait."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
+    with Ledger() as ledger:
+        start = perf_counter()
+        o = attend(q, k, v, True)
+        o.backward(do)
+        if do.device.type != "cpu":
+            torch.cuda.synchronize()
+        busy.append(perf_counter() - start - ledger.seconds())
+    return [o.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, AttentionCase]) -> bool:
+    """Time them in turn; show the table, write the records. Are results and gradients those of one device?"""
+    S, H, K = o.shape
+    draw = torch.Generator().manual_seed(o.seed)
+    shape, dtype = (1, H, S, K), DTYPES[o.dtype]
+    *whole, d_whole = (torch.randn(shape, generator=draw, dtype=dtype).to(rt.device) for _ in range(4))
+    plain: Attend = lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    busy: dict[str, list[float]] = {name: [] for name in (*cases, ONE)}
+    expected = forward_and_backward(plain, whole, d_whole, [])
+    calls: dict[str, Callable[[], object]] = {ONE: lambda: None}
+    if rt.rank == 0:
+        calls[ONE] = partial(forward_and_backward, plain, whole, d_whole, busy[ONE])
+    equal: dict[str, float] = {}
+    for name, case in cases.items():
+        mine = case.places(S).to(rt.device)
+        *qkv, do = (x[:, :, mine] for x in (*whole, d_whole))
+        calls[name] = partial(forward_and_backward, case.attend, qkv, do, busy[name])
+        found = forward_and_backward(case.attend, qkv, do, [])
+        equal[name] = largest_difference(rt, [x[:, :, mine] for x in expected], found)
+        if case.messages:
+            calls[name + ALONE] = partial(case.messages, qkv)
+    measured = in_turn(calls, o.steps, rt.world, warm_up=1, device=rt.device.type)
+    work = {name: balance(rt, case.pairs, busy[name][1:]) for name, case in cases.items()}
+    own_keys = S // rt.world_size * H * K * dtype.itemsize
+    agree = all(measured[name].sent[0] == case.sends * own_keys for name, case in cases.items())
+    show_times(rt, o, measured, work, equal)
+    if rt.rank == 0:
+        memory = peak_memory(Group("one", 0, 1, (0,)))
+        for name, case in cases.items():
+            sent = float(case.sends * own_keys)
+            write_records(o.json, [record(rt, o, name, measured[name], sent, memory, equal[name]).as_json()])
+    limit = TOLERANCE[dtype]
+    right = max(equal.values()) <= limit
+    sentence = f"o, dq, dk and dv {'equal' if right else 'do NOT equal'} one device's within {limit:.0e}"
+    console(rt).print(sentence + f", bytes counted {'=' if agree else 'are NOT those of the'} formula")
+    return right and agree
+
+
+def largest_difference(rt: Runtime, expected: list[Tensor], found: list[Tensor]) -> float:
+    """The largest of all tensors and ranks, relative to the largest number of the tensor."""
+    values = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(expected, found, strict=True)]
+    worst = torch.tensor(max(values), dtype=torch.float64, device=rt.device)
+    comm.all_reduce(worst, rt.world, "max")
+    return worst.item()
+
+
+def balance(rt: Runtime, pairs: int, busy: list[float]) -> tuple[float, float]:
+    """Pairs, and median of the seconds, of the slowest rank / the mean."""
+    mine = torch.tensor([[float(pairs), median(busy)]], dtype=torch.float64, device=rt.device)
+    of_ranks = comm.all_gather(mine, rt.world).T.tolist()
+    by_pairs, by_seconds = (max(values) / mean(values) for values in of_ranks)
+    return by_pairs, by_seconds
+
+
+def show_times(
+    rt: Runtime,
+    o: SequenceOptions,
+    measured: dict[str, Measured],
+    work: dict[str, tuple[float, float]],
+    equal: dict[str, float],
+) -> None:
+    """The table, and the picture of --plot."""
+    S, H, K = o.shape
+    one = measured[ONE]
+    title = (
+        f"causal attention, {S} tokens, {H} heads of {K}, {o.dtype}, forward and backward, {rt.world_size} rank(s), "
+        f"{rt.backend}, {o.steps} rounds in turn; one rank {one.median * 1e3:.0f} ms"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "",
+        "ms",
+        "spread",
+        "speed-up",
+        "blocked ms",
+        "alone ms",
+        "pairs",
+        "seconds",
+        "difference",
+    ):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for name, (by_pairs, by_seconds) in work.items():
+        m, alone = measured[name], measured.get(name + ALONE)
+        speed_ups = [a / b for a, b in zip(one.seconds, m.seconds, strict=True)]
+        table.add_row(
+            name,
+            f"{m.median * 1e3:.0f}",
+            f"{m.spread:.0%}",
+            f"{median(speed_ups):.2f}",
+            f"{median(m.blocked) * 1e3:.1f}",
+            f"{alone.median * 1e3:.1f}" if alone else "-",
+            f"{by_pairs:.2f}",
+            f"{by_seconds:.2f}",
+            f"{equal[name]:.0e}",
+        )
+    console(rt).print(table)
+    if o.plot and rt.rank == 0:
+        speeds = {name: {rt.world_size: S / measured[name].median} for name in work}
+        with figure(o.plot) as (axes,):
+            throughput_bars(axes, speeds, unit="tokens/s", title=f"causal attention, {S} tokens, {o.dtype}")
+
+
+def record(
+    rt: Runtime, o: SequenceOptions, name: str, m: Measured, sent: float, memory: int, difference: float
+) -> BenchmarkRecord:
+    """One line of --json. Operations: two products forward, four backward, of 2 K a pair and head."""
+    S, H, K = o.shape
+    return BenchmarkRecord(
+        strategy="sp",
+        implementation=f"attention, {name}",
+        language="pytorch",
+        ranks=rt.world_size,
+        backend=rt.backend,
+        dtype=o.dtype,
+        model=f"causal attention, {S} tokens, {H} heads of {K}",
+        parameters=0,
+        tokens_per_step=S,
+        flop_per_step=6 * 2 * K * H * S * (S + 1) // 2,
+        step_seconds=m.seconds,
+        communication_seconds=median(m.blocked),
+        bytes_counted=median(m.sent),
+        bytes_formula=sent,
+        peak_memory_bytes=memory,
+        scaling="strong",
+        equal=difference <= TOLERANCE[DTYPES[o.dtype]],
+        largest_difference=difference,
+    )

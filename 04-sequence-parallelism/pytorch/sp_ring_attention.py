@@ -1,0 +1,250 @@
+"""Ring attention: queries stay, keys and values travel round the ring, block after block, while the last is computed.
+
+    o, lse  =  merged over the blocks of keys (sp_block.py); backward, dk and dv travel after their keys
+
+    step        rank 0           rank 1           rank 2           rank 3
+    0           q0 with kv0      q1 with kv1      q2 with kv2      q3 with kv3      kv of step 1 on its way meanwhile
+    1           q0 with kv3      q1 with kv0      q2 with kv1      q3 with kv2      kv of step 2 on its way meanwhile
+    2           q0 with kv2      q1 with kv3      q2 with kv0      q3 with kv1
+    3           q0 with kv1      q1 with kv2      q2 with kv3      q3 with kv0
+    home        backward: what the others added to dkv_r comes back to rank r, which adds its own
+
+Causal, in contiguous order, rank r works in r + 1 of n steps, and all wait for the last rank. In zigzag order rank r
+holds chunks r and 2n-1-r of 2n (sp_split.py), and each step but the first is half a block on every rank:
+
+    owner of the keys before r      all queries, its early half of the keys       nothing is masked
+    owner after r                   late half of the queries, all its keys        nothing is masked
+    r itself                        all of its own, causal
+
+Cost: a layer sends (n-1) times a rank's keys and values forward and 2(n-1) times backward: 3(n-1) 2 B s G K numbers.
+Memory: two blocks of keys and values forward, two more of their gradients backward, whatever n; autograd keeps what one
+device would keep of s tokens. Liu et al., "Ring attention with blockwise Transformers", arXiv:2310.01889; zigzag is
+Llama 3's order (arXiv:2407.21783, section 3.3.2).
+
+    python sp_ring_attention.py --nproc 4                   torchrun --nproc_per_node=4 sp_ring_attention.py
+    mpirun -np 4 python sp_ring_attention.py --model llama-tiny --kernel hand
+    mpirun -np 2 --bind-to core python sp_ring_attention.py --benchmark --dtype float32
+
+B batch  s a rank's tokens  H query heads  G key-value heads  K width of a head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, cast
+
+import torch
+from sp_attention_benchmark import AttentionCase, attention_benchmark
+from sp_block import Block, Kernel, block, merge_
+from sp_split import Order, places
+from sp_training import (
+    Attend,
+    SequenceOptions,
+    bytes_of_run,
+    bytes_of_step,
+    check,
+    make_batches,
+    shape_bytes,
+    sp_group,
+    version,
+)
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import Group
+from common.comparison import prove
+from common.lesson import run
+from common.models.transformer import Transformer
+from common.runtime import Runtime
+from common.training import Version
+
+ORDERS: dict[str, Order] = {"ring": "contiguous", "zigzag": "zigzag"}
+VERSIONS = tuple(ORDERS)
+ALL = slice(None)
+
+
+@dataclass
+class RingOptions(SequenceOptions):
+    """Which versions."""
+
+    versions: tuple[str, ...] = VERSIONS
+    """Which versions to run."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes with the keys of one owner: these queries, these keys, masked or not."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+
+    def pairs(self, s: int) -> int:
+        """Query-key pairs, of `s` tokens a rank."""
+        queries, keys = (len(range(s)[part]) for part in (self.queries, self.keys))
+        return s * (s + 1) // 2 if self.causal else queries * keys
+
+
+def work(order: Order, causal: bool, rank: int, owner: int, s: int) -> Work | None:
+    """What `rank` computes with the keys of `owner`; None: it sees none of them. `s` is even in zigzag order."""
+    if not causal or owner == rank:
+        return Work(ALL, ALL, causal)
+    if order == "contiguous":
+        return Work(ALL, ALL) if owner < rank else None
+    return Work(ALL, slice(s // 2)) if owner < rank else Work(slice(s // 2, None), ALL)
+
+
+class Passing:
+    """A tensor on its way to the next rank, another on its way here; both must stay as they are until `wait`."""
+
+    def __init__(self, x: Tensor, into: Tensor, group: Group, tag: int) -> None:
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        self.sent, self.into = x, into
+        self.under_way = [
+            comm.send(x, group, after, tag, async_op=True),
+            comm.recv(into, group, before, tag, async_op=True),
+        ]
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """What came, and the memory of what went."""
+        for message in self.under_way:
+            message.wait()
+        return self.into, self.sent
+
+
+class RingAttention(torch.autograd.Function):
+    """(q_BHsK, k_BGsK, v_BGsK) -> o_BHsK."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group, order: Order, kernel: Block
+    ) -> Tensor:
+        """Own keys first: each query sees itself among them, so that no sum of exponentials begins at 0."""
+        n, r, s = group.size, group.rank, q.shape[2]
+        kv = torch.stack((k, v))  # one message
+        spare = torch.empty_like(kv) if n > 1 else kv
+        for t in range(n):
+            passing = Passing(kv, spare, group, tag=0) if t < n - 1 else None
+            item = work(order, causal, r, (r - t) % n, s)
+            if t == 0:
+                o, lse = kernel.forward(q, k, v, causal)
+                o = o.to(torch.promote_types(o.dtype, torch.float32))
+            elif item:
+                keys, values = kv[:, :, :, item.keys]
+                more, more_lse = kernel.forward(q[:, :, item.queries], keys, values, item.causal)
+                merge_(o[:, :, item.queries], lse[:, :, item.queries], more, more_lse)
+                del more
+            if passing:
+                kv, spare = passing.wait()
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.rest = causal, group, order, kernel
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Once more round the ring. The own dk and dv stay; those of others arrive, get this rank's share, go on."""
+        (q, k, v, o, lse), (causal, group, order, kernel) = ctx.saved_tensors, ctx.rest
+        (do,) = gradients
+        n, r, s = group.size, group.rank, q.shape[2]
+        kv = torch.stack((k, v))
+        spare, dkv, dkv_spare = (torch.empty_like(kv) if n > 1 else kv for _ in range(3))
+        homeward: Passing | None = None
+        for t in range(n):
+            passing = Passing(kv, spare, group, tag=0) if t < n - 1 else None
+            item = work(order, causal, r, (r - t) % n, s)
+            if item:
+                mine = (x[:, :, item.queries] for x in (do, q, o, lse))
+                more, dk, dv = kernel.backward(*mine, *kv[:, :, :, item.keys], item.causal)
+            if t == 0:
+                dq, own_dk, own_dv = more, dk, dv
+            else:
+                dkv, dkv_spare = homeward.wait() if homeward else (dkv.zero_(), dkv_spare)
+                if item:
+                    dq[:, :, item.queries] += more
+                    dkv[0, :, :, item.keys] += dk
+                    dkv[1, :, :, item.keys] += dv
+                    del more, dk, dv  # before the next block's are made
+                homeward = Passing(dkv, dkv_spare, group, tag=1)
+            if passing:
+                kv, spare = passing.wait()
+        if homeward:
+            from_others, _ = homeward.wait()
+            own_dk += from_others[0]
+            own_dv += from_others[1]
+        return dq, own_dk, own_dv, None, None, None, None
+
+
+def ring_attention(
+    q_BHsK: Tensor,
+    k_BGsK: Tensor,
+    v_BGsK: Tensor,
+    causal: bool,
+    group: Group,
+    order: Order = "contiguous",
+    kernel: Kernel | Block = "library",
+) -> Tensor:
+    """This rank's rows of attention, [B, H, s, K]; the pieces of the sequence lie as `sp_split.places` cuts them.
+
+    Raises ValueError for zigzag with an odd s, UsageError where the kernel cannot run.
+    """
+    if order == "zigzag" and q_BHsK.shape[2] % 2:
+        raise ValueError(f"zigzag: a rank's {q_BHsK.shape[2]} tokens are not two chunks")
+    chosen = kernel if isinstance(kernel, Block) else block(kernel, q_BHsK.device)
+    return cast(Tensor, RingAttention.apply(q_BHsK, k_BGsK, v_BGsK, causal, group, order, chosen))
+
+
+def attention_bytes(o: SequenceOptions, ranks: int) -> int:
+    """Bytes a rank sends for a layer's attention: keys and values forward, again backward, and their gradients."""
+    _, keys = shape_bytes(o, ranks)
+    return 3 * (ranks - 1) * 2 * keys
+
+
+def attend(name: str, rt: Runtime, o: SequenceOptions) -> Attend:
+    """The attention of a version."""
+    return partial(ring_attention, group=sp_group(rt), order=ORDERS[name], kernel=o.kernel)
+
+
+def make_version(name: str, model: Transformer, rt: Runtime, o: SequenceOptions) -> Version:
+    """The model with ring attention, in contiguous or zigzag order."""
+    return version(model, attend(name, rt, o), rt, ORDERS[name])
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
+    """Bytes a rank sends in a step."""
+    return bytes_of_step(model, group, o, attention_bytes(o, group.size))
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
+    """Bytes a rank sends in `o.steps` steps."""
+    return bytes_of_run(model, group, o, attention_bytes(o, group.size))
+
+
+def messages(qkv: list[Tensor], group: Group) -> None:
+    """The messages of a forward and backward pass, and nothing else."""
+    kv = torch.stack((qkv[1], qkv[2]))
+    spare = torch.empty_like(kv)
+    for _ in range(3 * (group.size - 1)):
+        Passing(kv, spare, group, tag=0).wait()
+
+
+def main(rt: Runtime, o: RingOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    check(rt, VERSIONS, o, [ORDERS[name] for name in o.versions if name in ORDERS])
+    if not o.benchmark:
+        return prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="sp")
+    group, cases = sp_group(rt), {}
+    n, s = group.size, o.shape[0] // group.size
+    for name in o.versions:
+        items = [work(ORDERS[name], True, group.rank, owner, s) for owner in range(n)]
+        pairs = o.shape[1] * sum(item.pairs(s) for item in items if item)
+        mine = partial(places, group=group, order=ORDERS[name])
+        sends, alone = 3 * (n - 1) * 2, partial(messages, group=group)
+        cases[name] = AttentionCase(attend(name, rt, o), mine, pairs, sends, alone)
+    return attention_benchmark(rt, o, cases)
+
+
+if __name__ == "__main__":
+    run(main, RingOptions)

@@ -1,0 +1,56 @@
+"""Attention on the ranks of one mpirun, over this repository's process group: differences from one device as JSON.
+
+mpirun -np 4 python -m mpi4py tests/mpi/sp_worker.py result.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import torch
+from sp_hybrid import grid, hybrid_attention, hybrid_places
+from sp_sequence_parallel import ORDERS, attends
+from sp_split import places
+from sp_training import sp_group
+
+from common import comm
+from common.models.transformer import attend
+from common.runtime import Runtime, runtime
+
+
+def differences(rt: Runtime) -> dict[str, float]:
+    """o, dq, dk and dv of 4 heads over 32 tokens, grouped keys: the largest relative difference of all ranks."""
+    draw, group = torch.Generator().manual_seed(1), sp_group(rt)
+    *qkv, do = (torch.randn(2, heads, 32, 6, generator=draw, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    whole = [x.clone().requires_grad_() for x in qkv]
+    expected = attend(*whole, True)
+    expected.backward(do)
+    on = grid(group, 2)
+    cases = {
+        name: (call, places(32, group, ORDERS[name])) for name, call in attends(group, "library").items()
+    }
+    for order in ("contiguous", "zigzag"):
+        cases["hybrid, " + order] = (
+            partial(hybrid_attention, on=on, order=order),
+            hybrid_places(32, on, order),
+        )
+    found = {}
+    for name, (call, mine) in cases.items():
+        part = [x[:, :, mine].requires_grad_() for x in qkv]
+        o = call(*part, True)
+        o.backward(do[:, :, mine])
+        pairs = zip((o, *(x.grad for x in part)), (expected, *(x.grad for x in whole)), strict=True)
+        worst = torch.stack([(a - b[:, :, mine]).abs().max() / b.abs().max() for a, b in pairs]).max()
+        comm.all_reduce(worst, group, "max")
+        found[name] = worst.item()
+    return found
+
+
+if __name__ == "__main__":
+    with runtime() as rt:
+        results = {"backend": rt.backend, "differences": differences(rt)}
+        if rt.rank == 0:
+            with open(sys.argv[1], "w") as file:
+                json.dump(results, file)

@@ -1,0 +1,159 @@
+"""Museum of silent bugs, a split sequence: each trains, none crashes, and no shape is wrong.
+
+For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+equality with one device in every gradient and weight; `pytest -s tests/test_museum_sp.py` prints the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from museum import show
+from sp_block import KERNELS
+from sp_ring_attention import Passing, RingAttention
+from sp_sequence_parallel import ORDERS, sequence_parallel
+from sp_split import split_sequence
+from sp_training import SequenceOptions
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.equality import OPTIMIZERS, Difference, compare, follow
+from common.mesh import Mesh
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.placement import sum_gradients
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, make_model
+
+ALONE = Group("one", 0, 1, (0,))
+OPTIONS = SequenceOptions(model="llama-tiny", batch=2, micro_batches=1, sequence=24, steps=3)
+
+
+class FirstKeysAgain(RingAttention):
+    """The forward pass is right. The backward pass goes round with the keys that it began with."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, o, lse), (causal, group, _, kernel) = ctx.saved_tensors, ctx.rest
+        (do,), r, n = gradients, group.rank, group.size
+        dq, own_dk, own_dv = kernel.backward(do, q, o, lse, k, v, causal)
+        dkv, spare = (torch.zeros(2, *k.shape, dtype=k.dtype) for _ in range(2))
+        for t in range(1, n):
+            if (r - t) % n < r:
+                more, dk, dv = kernel.backward(
+                    do, q, o, lse, k, v, False
+                )  # k, v: should be those of rank r - t
+                dq += more
+                dkv += torch.stack((dk, dv))
+            dkv, spare = Passing(dkv, spare, group, tag=1).wait()
+        return dq, own_dk + dkv[0], own_dv + dkv[1], None, None, None, None
+
+
+def first_keys_again(model: Transformer, group: Group) -> None:
+    """A ring whose backward pass forgets to receive."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return FirstKeysAgain.apply(q, k, v, causal, group, "contiguous", KERNELS["library"])
+
+    for layer in model.layers:
+        layer.attention.attend = attend
+
+
+def from_zero(positions_s: Tensor) -> Tensor:
+    """Every rank counts its own tokens."""
+    return torch.arange(len(positions_s))
+
+
+def mean_of_means(here: int, everywhere: int, ranks: int) -> float:
+    """Each rank divides by its own targets, then the ranks by their number."""
+    return 1 / (max(here, 1) * ranks)
+
+
+def contiguous_positions(positions_s: Tensor, group: Group) -> Tensor:
+    """The places that the rank would have in contiguous order."""
+    return torch.arange(len(positions_s)) + group.rank * len(positions_s)
+
+
+@dataclass
+class Recipe:
+    """A way to train on a split sequence."""
+
+    attention: str = "ring"
+    set_up: Callable[[Transformer, Group], None] = lambda model, group: None
+    positions: Callable[[Tensor, Group], Tensor] = lambda positions_s, group: positions_s
+    scale: Callable[[int, int, int], float] = lambda here, everywhere, ranks: 1 / everywhere
+
+
+EXHIBITS = {
+    "the ring that goes back with the first keys": Recipe(set_up=first_keys_again),
+    "positions that restart on every rank": Recipe(
+        positions=lambda positions_s, group: from_zero(positions_s)
+    ),
+    "the mean of means": Recipe(scale=mean_of_means),
+    "zigzag without its positions": Recipe("zigzag", positions=contiguous_positions),
+    "right": Recipe(),
+    "right, zigzag": Recipe("zigzag"),
+}
+
+
+def padded(step: int) -> tuple[Tensor, Tensor]:
+    """A batch whose samples end early: the last rank has few targets."""
+    ((tokens_BS, targets_BS),) = Batches(OPTIONS, ALONE, torch.device("cpu")).parts(step)
+    return tokens_BS, targets_BS.index_fill(1, torch.arange(15, 24), -100)
+
+
+def train(model: Transformer, recipe: Recipe, group: Group, mesh: Mesh | None) -> Callable[[int], Tensor]:
+    """The training step as `recipe` has it; without a mesh on one device."""
+    if mesh:
+        sequence_parallel(model, group, recipe.attention)
+        recipe.set_up(model, group)
+
+    def step(t: int) -> Tensor:
+        tokens_Bs, positions_s, targets_Bs = split_sequence(*padded(t), group, ORDERS[recipe.attention])
+        count = targets_Bs.ne(-100).sum()
+        here = int(count.item())
+        comm.all_reduce(count, group)
+        total, _ = cross_entropy_sum(model(tokens_Bs, recipe.positions(positions_s, group)), targets_Bs)
+        loss = total * recipe.scale(here, int(count.item()), group.size)
+        loss.backward()
+        if mesh:
+            sum_gradients(model.parameters(), mesh)
+        shown = loss.detach().clone()
+        comm.all_reduce(shown, group)
+        return shown
+
+    return step
+
+
+def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
+    """Differences of the exhibit to one device, for each optimizer."""
+    found = {}
+    for optimizer in OPTIMIZERS:
+        model = make_model(OPTIONS, rt.device)
+        reference = follow(model, optimizer, OPTIONS.steps, train(model, Recipe(), ALONE, None))
+        model, mesh = make_model(OPTIONS, rt.device), Mesh(rt.world, sp=rt.world_size)
+        step = train(model, EXHIBITS[name], mesh.group("sp"), mesh)
+        found[optimizer] = compare(reference, follow(model, optimizer, OPTIONS.steps, step, mesh))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
+def test_caught(name: str) -> None:
+    found = spawn(visit, 2, name)[0]
+    show(name, found)
+    assert found["sgd"]["gradients"].value > 1e-3
+    assert found["sgd"]["weights"].value > 1e-6
+    assert found["adamw"]["loss"].value < 0.2  # a loss curve does not show it
+
+
+@pytest.mark.parametrize("name", [name for name in EXHIBITS if name.startswith("right")])
+def test_right(name: str) -> None:
+    for found in spawn(visit, 2, name):
+        show(name, found)
+        for differences in found.values():
+            assert max(d.value for d in differences.values()) <= 1e-12

@@ -1,0 +1,374 @@
+"""Sequence parallelism in PyTorch: equal to one device at every world size, by every attention; what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import pytest
+import sp_hybrid
+import sp_ring_attention
+import sp_sequence_parallel
+import torch
+from sp_basic import attention_bytes as gather_bytes
+from sp_block import KERNELS, merge_
+from sp_ring_attention import RingOptions, ring_attention, work
+from sp_sequence_parallel import ORDERS, sequence_parallel
+from sp_split import Order, places, split_sequence
+from sp_training import SequenceOptions, bytes_of_run, sp_group
+from sp_ulysses import attention_bytes as ulysses_bytes
+from sp_ulysses import copies
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.equality import OPTIMIZERS, TOLERANCE, Difference, Followed, compare, follow
+from common.ledger import Ledger
+from common.mesh import Mesh
+from common.models import configs
+from common.models.transformer import attend
+from common.placement import sum_gradients
+from common.runtime import Runtime, UsageError
+from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
+from common.utils.memory import peak_allocated
+
+ALONE = Group("one", 0, 1, (0,))
+# 8 heads divide over 1, 2, 4 and 8 ranks, 6 over 3; 2 and 3 key-value heads over few of them
+configs.CONFIGS |= {
+    "sp-gpt2-8": configs.gpt2(layers=2, width=16, heads=8, sequence=48),
+    "sp-gpt2-6": configs.gpt2(layers=2, width=12, heads=6, sequence=48),
+    "sp-llama-8": configs.llama(layers=2, width=16, heads=8, kv_heads=2, mlp_width=24, sequence=48),
+    "sp-llama-6": configs.llama(layers=2, width=12, heads=6, kv_heads=2, mlp_width=20, sequence=48),
+}
+configs.CONFIGS["sp-dropout"] = replace(configs.CONFIGS["sp-gpt2-8"], dropout=0.2)
+ATTENTIONS = tuple(ORDERS)
+
+
+def options(model: str) -> SequenceOptions:
+    return SequenceOptions(model=model, batch=3, micro_batches=2, sequence=48, steps=2, versions=("",))
+
+
+@dataclass
+class Padded(Batches):
+    """The last tokens of every sample predict nothing: the last ranks have fewer targets, or none."""
+
+    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
+        parts = super().parts(step)
+        return [(x_BS, y_BS.index_fill(1, torch.arange(35, 48), -100)) for x_BS, y_BS in parts]
+
+
+def batches(o: SequenceOptions, device: torch.device) -> Batches:
+    return Padded(o, ALONE, device)
+
+
+@cache
+def one_device(model: str, optimizer: str) -> Followed:
+    """The reference, once for all worlds."""
+    o = options(model)
+    plain = Version(without_dropped_weights(make_model(o, torch.device("cpu"))))
+    step = training_step(plain, batches(replace(o, micro_batches=1), torch.device("cpu")), ALONE)
+    return replace(follow(plain.model, optimizer, o.steps, step), optimizer=None)
+
+
+def without_dropped_weights(model: torch.nn.Module) -> torch.nn.Module:
+    for layer in model.layers:
+        layer.attention.weights_dropout.p = 0.0
+    return model
+
+
+def sent_by(attention: str, o: SequenceOptions, ranks: int) -> int:
+    if attention == "allgather":
+        return gather_bytes(o, ranks)
+    return ulysses_bytes(o, ranks) if attention == "ulysses" else sp_ring_attention.attention_bytes(o, ranks)
+
+
+Case = tuple[str, str, str, str]  # model, optimizer, attention, kernel
+
+
+def train(rt: Runtime, cases: list[tuple[Case, Followed]]) -> list[dict[str, Difference]]:
+    """Every case's differences to its reference; the ledger's bytes are checked on the way."""
+    found, mesh = [], Mesh(rt.world, sp=rt.world_size)
+    group = mesh.group("sp")
+    for (name, optimizer, attention, kernel), reference in cases:
+        o = options(name)
+        model = without_dropped_weights(make_model(o, rt.device))
+        sequence_parallel(model, group, attention, kernel)
+        split = partial(split_sequence, group=group, order=ORDERS[attention])
+        finish = partial(sum_gradients, list(model.parameters()), mesh)
+        step = training_step(Version(model, finish=finish, split=split), batches(o, rt.device), group)
+        with Ledger() as ledger:
+            parallel = follow(model, optimizer, o.steps, step, mesh)
+        assert ledger.bytes() == bytes_of_run(model, group, o, sent_by(attention, o, group.size)), attention
+        found.append(compare(reference, parallel))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equal_to_one_device(world: int) -> None:
+    heads = 6 if world == 3 else 8
+    cases = [
+        ((f"sp-{model}-{heads}", optimizer, attention, kernel), one_device(f"sp-{model}-{heads}", optimizer))
+        for model, optimizer, kernel in (
+            ("gpt2", "sgd", "library"),
+            ("llama", "adamw", "library"),
+            ("llama", "sgd", "hand"),
+        )
+        for attention in ATTENTIONS
+        if kernel == "library" or attention in ("ring", "zigzag")
+    ]
+    if world == 4:
+        cases += [
+            (("sp-dropout", "adamw", a, "library"), one_device("sp-dropout", "adamw")) for a in ATTENTIONS
+        ]
+    for of_rank in spawn(train, world, cases):
+        for (case, _), differences in zip(cases, of_rank, strict=True):
+            for kind, difference in differences.items():
+                assert difference.value <= 1e-12, (world, case, kind, difference)
+
+
+def train_hybrid(
+    rt: Runtime, inner: int, model: str, references: dict[str, Followed]
+) -> list[dict[str, Difference]]:
+    """SGD and AdamW in both orders; the ledger's bytes are checked on the way."""
+    o = sp_hybrid.HybridOptions(**vars(replace(options(model), versions=sp_hybrid.VERSIONS)), inner=inner)
+    mesh, found = Mesh(rt.world, sp=rt.world_size), []
+    for (optimizer, reference), name in zip(references.items(), sp_hybrid.VERSIONS, strict=True):
+        made = sp_hybrid.make_version(name, make_model(o, rt.device), rt, o)
+        with Ledger() as ledger:
+            step = training_step(made, batches(o, rt.device), rt.world)
+            parallel = follow(made.model, optimizer, o.steps, step, mesh)
+        assert ledger.bytes() == sp_hybrid.run_bytes(name, made.model, rt.world, o)
+        found.append(compare(reference, parallel))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("inner", "across", "model"),
+    [
+        (2, 2, "sp-llama-8"),
+        (2, 4, "sp-gpt2-8"),
+        (4, 2, "sp-llama-8"),
+        (1, 3, "sp-llama-6"),
+        (3, 1, "sp-gpt2-6"),
+    ],
+)
+def test_hybrid(inner: int, across: int, model: str) -> None:
+    references = {optimizer: one_device(model, optimizer) for optimizer in OPTIMIZERS}
+    for of_rank in spawn(train_hybrid, inner * across, inner, model, references):
+        for differences in of_rank:
+            assert max(d.value for d in differences.values()) <= 1e-12, differences
+
+
+def pieces(rt: Runtime, kv_heads: int) -> list[tuple[list[float], float]]:
+    """Attention alone against torch's: differences, and what is allowed."""
+    cases = ((True, torch.float64), (False, torch.float64), (True, torch.float32))
+    return [(one_case(rt, kv_heads, *case), TOLERANCE[case[1]]) for case in cases]
+
+
+def one_case(rt: Runtime, kv_heads: int, causal: bool, dtype: torch.dtype) -> list[float]:
+    """o, dq, dk and dv of each attention and kernel."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(2, h, 24, 4) for h in (12, kv_heads, kv_heads, 12)]
+    *qkv, do = (torch.randn(shape, generator=draw, dtype=dtype) for shape in shapes)
+    whole = [x.clone().requires_grad_() for x in qkv]
+    expected = attend(*whole, causal)
+    expected.backward(do)
+    group, found = sp_group(rt), []
+    for kernel in KERNELS:
+        for name, ours in sp_sequence_parallel.attends(group, kernel).items():
+            mine = places(24, group, ORDERS[name])
+            part = [x[:, :, mine].requires_grad_() for x in qkv]
+            o = ours(*part, causal)
+            o.backward(do[:, :, mine])
+            pairs = zip((o, *(x.grad for x in part)), (expected, *(x.grad for x in whole)), strict=True)
+            found += [((a - b[:, :, mine]).abs().max() / b.abs().max()).item() for a, b in pairs]
+    return found
+
+
+@pytest.mark.parametrize(("world", "kv_heads"), [(2, 4), (3, 12), (4, 3), (4, 1)])
+def test_attention_alone(world: int, kv_heads: int) -> None:
+    for of_rank in spawn(pieces, world, kv_heads):
+        for found, limit in of_rank:
+            assert len(found) == 4 * 4 * 2
+            assert max(found) <= limit
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_work_is_the_mask_and_no_more(order: Order, n: int) -> None:
+    s = 4
+    where = [places(n * s, Group("sp", r, n, tuple(range(n))), order) for r in range(n)]
+    seen, counts = torch.zeros(n * s, n * s, dtype=torch.int), []
+    for r in range(n):
+        items = [(owner, work(order, True, r, owner, s)) for owner in range(n)]
+        counts.append(sum(item.pairs(s) for _, item in items if item))
+        for owner, item in items:
+            if item:
+                rows, columns = where[r][item.queries], where[owner][item.keys]
+                ones = torch.ones(len(rows), len(columns), dtype=torch.int)
+                seen[rows[:, None], columns] += ones.tril() if item.causal else ones
+    assert torch.equal(seen, torch.ones_like(seen).tril())  # every pair once, none that is masked
+    assert sum(counts) == n * s * (n * s + 1) // 2
+    if order == "zigzag":
+        assert len(set(counts)) == 1
+    elif n > 1:
+        assert counts[-1] > 1.3 * sum(counts) / n
+
+
+def test_kernels_agree_and_blocks_merge() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, do = (torch.randn(2, 6, 5, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 3, 9, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    expected = attend(q, k, v, False)
+    for kernel in KERNELS.values():
+        o, lse = kernel.forward(q, k[:, :, :4], v[:, :, :4], False)
+        merge_(o, lse, *kernel.forward(q, k[:, :, 4:], v[:, :, 4:], False))
+        torch.testing.assert_close(o, expected, rtol=1e-13, atol=1e-13)
+        scores = q @ k.repeat_interleave(2, 1).mT / 2
+        torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-13, atol=1e-13)
+    for causal, keys in ((False, 9), (True, 5)):
+        k_T, v_T = k[:, :, :keys], v[:, :, :keys]
+        found = []
+        for kernel in KERNELS.values():
+            o, lse = kernel.forward(q, k_T, v_T, causal)
+            found.append((o, lse, *kernel.backward(do, q, o, lse, k_T, v_T, causal)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_copies_of_key_value_heads() -> None:
+    assert [copies(2, n) for n in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert copies(3, 2) == 2  # 6 heads: 3 on each rank, one for each query head
+
+
+def order_of_events(rt: Runtime) -> list[str]:
+    """Sends, multiplications and waits of a ring, in their order."""
+    events: list[str] = []
+    plain, wait, kernel = comm.send, comm.Pending.wait, KERNELS["hand"]
+
+    def send(*args, **how):
+        events.append("send")
+        return plain(*args, **how)
+
+    def waiting(pending):
+        if pending.work is not None and pending.op == "recv":
+            events.append("wait")
+        wait(pending)
+
+    def multiply(call, *args):
+        events.append("multiply")
+        return call(*args)
+
+    comm.send, comm.Pending.wait = send, waiting
+    logged = sp_ring_attention.Block(partial(multiply, kernel.forward), partial(multiply, kernel.backward))
+    q, k, v = (torch.randn(1, 2, 4, 2, requires_grad=True) for _ in range(3))
+    o = ring_attention(q, k, v, True, rt.world, "zigzag", logged)
+    events.append("|")
+    o.sum().backward()
+    return events
+
+
+def test_messages_travel_while_blocks_are_multiplied() -> None:
+    forward, backward = ["send multiply wait " * 2 + "multiply ", "send multiply wait " * 2]
+    backward = "send multiply wait "  # keys of step 1 on their way
+    backward += "send multiply send wait "  # keys of step 2, dkv of step 1
+    backward += "multiply wait send wait "  # dkv of step 2, which has no multiplication left to hide under
+    for events in spawn(order_of_events, 3):
+        assert " ".join(events) == forward + "| " + backward.strip()
+
+
+def peaks(rt: Runtime, tokens: int) -> dict[tuple[int, int], int]:
+    """Peak bytes of zigzag attention on n of the ranks, with the sequence fixed and with a rank's tokens fixed."""
+    found = {}
+    for n in (2, rt.world_size):
+        group = Mesh(rt.world, dp=rt.world_size // n, sp=n).group("sp")
+        for s in {tokens // n, tokens // rt.world_size}:
+            q, k, v = (torch.ones(1, 4, s, 16, requires_grad=True) for _ in range(3))
+
+            def call(q=q, k=k, v=v, group=group):
+                ring_attention(q, k, v, True, group, "zigzag").sum().backward()
+
+            found[n, s] = peak_allocated(call)
+    return found
+
+
+def test_peak_of_the_ring_falls_with_ranks_and_does_not_grow_with_them() -> None:
+    for found in spawn(peaks, 4, 2048):
+        assert 4 * found[4, 512] == pytest.approx(2 * found[2, 1024], rel=0.05)
+        assert found[4, 512] == pytest.approx(found[2, 512], rel=0.05)
+
+
+# What cannot work
+
+
+def test_sequences_that_do_not_divide() -> None:
+    three = Group("sp", 1, 3, (0, 1, 2))
+    tokens = torch.zeros(1, 20, dtype=torch.int64)
+    with pytest.raises(
+        UsageError, match=r"20 tokens does not divide into 3 pieces, .* 3 ranks needs; 18 or 21 would"
+    ):
+        split_sequence(tokens, tokens, three)
+    with pytest.raises(UsageError, match=r"into 6 pieces, which zigzag order .*; 18 or 24 would"):
+        split_sequence(tokens, tokens, three, "zigzag")
+    with pytest.raises(UsageError, match=r"2 tokens .*; 3 would"):
+        split_sequence(tokens[:, :2], tokens[:, :2], three)
+    with pytest.raises(UsageError, match="18 tokens is too long for a model with 16 learned positions"):
+        split_sequence(tokens[:, :18], tokens[:, :18], three, longest=16)
+    with pytest.raises(ValueError, match="a rank's 3 tokens are not two chunks"):
+        ring_attention(*torch.zeros(3, 1, 1, 3, 2), True, three, "zigzag")
+
+
+def test_models_that_cannot_be_split() -> None:
+    three = Group("sp", 1, 3, (0, 1, 2))
+    model = make_model(options("sp-dropout"), torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"cannot drop attention weights \(dropout 0.2\): give 0"):
+        sequence_parallel(model, three)
+    model = make_model(options("sp-gpt2-8"), torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"8 heads do not divide over 3 ranks; 1, 2, 4, 8 ranks would do"):
+        sequence_parallel(model, three, "ulysses")
+    with pytest.raises(UsageError, match=r"attention 'rings' is unknown; choose one of allgather, ulysses"):
+        sequence_parallel(model, three, "rings")
+    sequence_parallel(model, three)
+    with pytest.raises(UsageError, match="needs its tokens' positions"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def lesson(rt: Runtime, o: RingOptions) -> bool:
+    return sp_ring_attention.main(rt, o)
+
+
+def hybrid_lesson(rt: Runtime, o: sp_hybrid.HybridOptions) -> bool:
+    return sp_hybrid.main(rt, o)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sequence": 46}, "46 tokens does not divide into 4 pieces"),
+        ({"sequence": 128}, "128 tokens is too long for a model with 64 learned positions"),
+        ({"versions": ("zig",)}, "--versions 'zig' is unknown"),
+        ({"benchmark": True, "shape": (0, 8, 64)}, "--shape .* each at least 1|0 tokens"),
+    ],
+)
+def test_bad_input_is_one_line(given: dict[str, object], message: str) -> None:
+    with pytest.raises(RankError, match=message) as error:
+        spawn(lesson, 2, RingOptions(**given))
+    assert error.value.code == 2
+    assert str(error.value).count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inner": 3}, "--inner 3 does not divide 4 ranks; 1, 2, 4 would"),
+        (
+            {"sequence": 42, "inner": 4},
+            "42 tokens does not divide into 4 pieces, .* 4 ranks needs; 40 or 44 would",
+        ),
+    ],
+)
+def test_bad_grids(given: dict[str, object], message: str) -> None:
+    with pytest.raises(RankError, match=message) as error:
+        spawn(hybrid_lesson, 4, sp_hybrid.HybridOptions(**given))
+    assert error.value.code == 2
