@@ -12,6 +12,7 @@ import sp_sequence_parallel
 import torch
 from sp_basic import attention_bytes as gather_bytes
 from sp_block import KERNELS, merge_
+from sp_memory import MemoryOptions, activation_bytes, attention_peak, largest, saved
 from sp_ring_attention import RingOptions, ring_attention, work
 from sp_sequence_parallel import ORDERS, sequence_parallel
 from sp_split import Order, places, split_sequence
@@ -31,7 +32,6 @@ from common.placement import sum_gradients
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 from common.training import Batches, Version, make_model, training_step
-from common.utils.memory import peak_allocated
 
 ALONE = Group("one", 0, 1, (0,))
 # 8 heads divide over 1, 2, 4 and 8 ranks, 6 over 3; 2 and 3 key-value heads over few of them
@@ -45,8 +45,10 @@ configs.CONFIGS["sp-dropout"] = replace(configs.CONFIGS["sp-gpt2-8"], dropout=0.
 ATTENTIONS = tuple(ORDERS)
 
 
-def options(model: str) -> SequenceOptions:
-    return SequenceOptions(model=model, batch=3, micro_batches=2, sequence=48, steps=2, versions=("",))
+def options(model: str, micro_batches: int = 1) -> SequenceOptions:
+    return SequenceOptions(
+        model=model, batch=3, micro_batches=micro_batches, sequence=48, steps=2, versions=("",)
+    )
 
 
 @dataclass
@@ -91,7 +93,7 @@ def train(rt: Runtime, cases: list[tuple[Case, Followed]]) -> list[dict[str, Dif
     found, mesh = [], Mesh(rt.world, sp=rt.world_size)
     group = mesh.group("sp")
     for (name, optimizer, attention, kernel), reference in cases:
-        o = options(name)
+        o = options(name, micro_batches=2 if rt.world_size < 4 else 1)
         model = without_dropped_weights(make_model(o, rt.device))
         sequence_parallel(model, group, attention, kernel)
         split = partial(split_sequence, group=group, order=ORDERS[attention])
@@ -115,7 +117,8 @@ def test_equal_to_one_device(world: int) -> None:
             ("llama", "sgd", "hand"),
         )
         for attention in ATTENTIONS
-        if kernel == "library" or attention in ("ring", "zigzag")
+        if (kernel == "library" and (world < 8 or model == "gpt2" or attention == "zigzag"))
+        or (kernel == "hand" and attention == "zigzag")
     ]
     if world == 4:
         cases += [
@@ -278,25 +281,35 @@ def test_messages_travel_while_blocks_are_multiplied() -> None:
         assert " ".join(events) == forward + "| " + backward.strip()
 
 
-def peaks(rt: Runtime, tokens: int) -> dict[tuple[int, int], int]:
-    """Peak bytes of zigzag attention on n of the ranks, with the sequence fixed and with a rank's tokens fixed."""
-    found = {}
-    for n in (2, rt.world_size):
+def peaks(rt: Runtime) -> dict[tuple[str, int, int], int]:
+    """Peak bytes of ring attention on n ranks: 1024 tokens in all, and 256 on each rank."""
+    found, o = {}, MemoryOptions(shape=(1024, 32, 64), dtype="float32")
+    for n in (2, 4):
         group = Mesh(rt.world, dp=rt.world_size // n, sp=n).group("sp")
-        for s in {tokens // n, tokens // rt.world_size}:
-            q, k, v = (torch.ones(1, 4, s, 16, requires_grad=True) for _ in range(3))
-
-            def call(q=q, k=k, v=v, group=group):
-                ring_attention(q, k, v, True, group, "zigzag").sum().backward()
-
-            found[n, s] = peak_allocated(call)
+        for name in ("ring", "zigzag"):
+            for s in {1024 // n, 256}:
+                found[name, n, s] = largest(attention_peak(name, o, s, group, rt), rt)
     return found
 
 
 def test_peak_of_the_ring_falls_with_ranks_and_does_not_grow_with_them() -> None:
-    for found in spawn(peaks, 4, 2048):
-        assert 4 * found[4, 512] == pytest.approx(2 * found[2, 1024], rel=0.05)
-        assert found[4, 512] == pytest.approx(found[2, 512], rel=0.05)
+    found = spawn(peaks, 4)[0]
+    for name in ("ring", "zigzag"):
+        assert 4 * found[name, 4, 256] == pytest.approx(2 * found[name, 2, 512], rel=0.05)
+        assert found[name, 4, 256] == pytest.approx(found[name, 2, 256], rel=0.05)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bytes_kept_by_formula(kernel: str) -> None:
+    """The lesson compares them itself; its attention is a small one here."""
+    o = MemoryOptions(shape=(96, 4, 4), kernel=kernel, dtype="float32")
+    for exact in spawn(kept_bytes, 4, o):
+        assert all(measured == formula for measured, formula in exact)
+
+
+def kept_bytes(rt: Runtime, o: MemoryOptions) -> list[tuple[int, int]]:
+    group, o = sp_group(rt), replace(o, micro_batches=1)
+    return [(saved(name, o, group, rt), activation_bytes(name, o, group)) for name in ATTENTIONS]
 
 
 # What cannot work
