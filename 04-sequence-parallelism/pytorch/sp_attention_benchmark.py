@@ -129,8 +129,8 @@ def show_times(
     S, H, K = o.shape
     one = measured[ONE]
     title = (
-        f"causal attention, {S} tokens, {H} heads of {K}, {o.dtype}, forward and backward, {rt.world_size} rank(s), "
-        f"{rt.backend}, {o.steps} rounds in turn; one rank {one.median * 1e3:.0f} ms"
+        f"causal attention, {S} tokens, {H} heads of {K}, {o.dtype}, forward and backward, in turn {o.steps} times\n"
+        f"{rt.world_size} rank(s), {rt.backend}; one rank {one.median * 1e3:.0f} ms, spread {one.spread:.0%}"
     )
     table = Table(title=title, title_justify="left")
     for column in (

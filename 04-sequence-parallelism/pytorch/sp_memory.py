@@ -3,7 +3,7 @@
     kept for the backward pass, numbers (GPT-2, t = B s tokens of a rank, T = B S of all)
 
     a layer        t (8 D + 2 F + H + 4)     inputs of norms and projections, q, k, v, o, the GELU's two, softmax's sums
-      ulysses      + t D                     o by heads and o by tokens are two tensors
+      ulysses      + t D                     o by heads and o by tokens are two tensors (`--kernel hand`: also two)
       allgather    + 2 (T - t) D + s (r+1) s k and v of all ranks; and the mask
     the ends       t (2 D + 2 + V)           and 8 bytes a token, target and position
 
@@ -45,6 +45,8 @@ VERSIONS = get_args(Attention)
 class MemoryOptions(SequenceOptions):
     """Which versions, and the attention whose peak is measured."""
 
+    sequence: int = 64
+    """Tokens of a sample, all ranks together; half as many are measured, too."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
     shape: tuple[int, int, int] = (1024, 16, 64)
@@ -58,7 +60,7 @@ def activation_bytes(name: str, o: SequenceOptions, group: Group) -> int:
     layer = t * (8 * c.width + 2 * c.mlp_width + c.heads + 4)
     if name == "allgather":
         layer += 2 * (whole - t) * c.width + s * (group.rank + 1) * s
-    elif group.size > 1 and (name == "ulysses" or o.kernel == "hand"):
+    elif (name == "ulysses" and group.size > 1) or (name != "ulysses" and o.kernel == "hand"):
         layer += t * c.width
     numbers = c.layers * layer + t * (2 * c.width + 2 + c.vocabulary)
     return (numbers + 1) * size + 8 * (2 * t + s)
@@ -97,22 +99,22 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Saved bytes = formula; the ring's peak falls as 1/n with the sequence, and stays with a rank's tokens."""
     comparison.check(rt, VERSIONS, o)
     o = replace(o, micro_batches=1)
+    lengths = (o.sequence // 2, o.sequence)
     known = o.model.startswith("gpt2") and rt.device.type == "cpu"
     sizes = [n for n in range(1, rt.world_size + 1) if rt.world_size % n == 0]
     meshes = {n: Mesh(rt.world, dp=rt.world_size // n, sp=n, timeout=rt.timeout) for n in sizes}
     groups = {n: mesh.group("sp") for n, mesh in meshes.items()}
     for name in cast(tuple[Attention, ...], o.versions):
         longest = longest_sequence(config(o.model))
-        check_length(o.sequence, ORDERS[name], rt.world_size, longest)
+        for length in lengths:
+            check_length(length, ORDERS[name], rt.world_size, longest)
         check_length(o.shape[0], ORDERS[name], rt.world_size)
-    kept = Table(
-        title=f"bytes kept for the backward pass: {o.model}, {o.dtype}, {o.batch} x {o.sequence} tokens"
-    )
+    kept = Table(title=f"bytes kept for the backward pass: {o.model}, {o.dtype}, {o.batch} samples")
     peak = Table(
         title=f"peak of attention: {o.shape[1]} heads of {o.shape[2]}, {o.dtype}, the most of any rank"
     )
     for table, columns in (
-        (kept, ("attention", "ranks", "measured", "formula")),
+        (kept, ("attention", "ranks", "tokens", "measured", "formula")),
         (peak, ("attention", "ranks", f"{o.shape[0]} tokens in all", "times ranks", "as many on each rank")),
     ):
         table.title_justify = "left"
@@ -124,10 +126,12 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
         for n, group in groups.items():
             if name == "ulysses" and (config(o.model).heads % n or o.shape[1] % n):
                 continue
-            measured, formula = saved(name, o, group, rt), activation_bytes(name, o, group)
-            exact &= measured == formula or not known
-            shown = (show_bytes(x) for x in (largest(measured, rt), largest(formula, rt)))
-            kept.add_row(name, str(n), next(shown), next(shown) if known else "-")
+            for length in lengths:
+                cut = replace(o, sequence=length)
+                measured, formula = saved(name, cut, group, rt), activation_bytes(name, cut, group)
+                exact &= measured == formula or not known
+                counts = (show_bytes(largest(x, rt)) for x in (measured, formula))
+                kept.add_row(name, str(n), str(length), next(counts), next(counts) if known else "-")
             tokens = o.shape[0] // n, o.shape[0] // rt.world_size
             split, fixed = (largest(attention_peak(name, o, t, group, rt), rt) for t in tokens)
             peak.add_row(name, str(n), show_bytes(split), show_bytes(n * split), show_bytes(fixed))
