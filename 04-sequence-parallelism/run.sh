@@ -28,4 +28,9 @@ for binary in sp_mpi sp_libtorch; do
         printf '\nleft out: build/bin/%s is not built; run make setup\n' "$binary"
     fi
 done
+if python -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("sp_mpi"))'; then
+    run mpirun -np 2 python "$chapter/sp_mpi_against_torch.py"
+else
+    printf '\nleft out: sp_mpi_against_torch.py, whose module sp_mpi is not built; run make setup\n'
+fi
 printf '\nall of chapter 04 holds on %s ranks\n' "$ranks"
