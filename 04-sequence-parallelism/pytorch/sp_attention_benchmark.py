@@ -30,7 +30,7 @@ from common.ledger import Ledger
 from common.lesson import DTYPES, console, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.runtime import Runtime
-from common.utils.visualizer import figure, throughput_bars
+from common.utils.visualizer import figure, share_bars, throughput_bars
 
 ONE = "one rank, torch's"
 ALONE = ", messages alone"
@@ -41,7 +41,7 @@ class AttentionCase:
     """A way to split attention.
 
     places(S): indices of this rank's tokens. pairs: query-key pairs of this rank, all heads. sends: what it sends, in
-    sizes of its own keys. messages(qkv): the same messages with nothing to compute.
+    sizes of its own keys. messages(qkv): the same messages with nothing to compute. language: PyTorch when left out.
     """
 
     attend: Attend
@@ -49,6 +49,7 @@ class AttentionCase:
     pairs: int
     sends: Fraction | int
     messages: Callable[[list[Tensor]], None] | None = None
+    language: str | None = None
 
 
 def forward_and_backward(attend: Attend, qkv: list[Tensor], do: Tensor, busy: list[float]) -> list[Tensor]:
@@ -89,12 +90,15 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, Attent
     work = {name: balance(rt, case.pairs, busy[name][1:]) for name, case in cases.items()}
     own_keys = S // rt.world_size * H * K * dtype.itemsize
     agree = all(measured[name].sent[0] == case.sends * own_keys for name, case in cases.items())
-    show_times(rt, o, measured, work, equal)
+    shares = {name: pairs_of_ranks(rt, case.pairs) for name, case in cases.items()}
+    show_times(rt, o, measured, work, equal, shares)
     if rt.rank == 0:
         memory = peak_memory(Group("one", 0, 1, (0,)))
         for name, case in cases.items():
             sent = float(case.sends * own_keys)
-            write_records(o.json, [record(rt, o, name, measured[name], sent, memory, equal[name]).as_json()])
+            write_records(
+                o.json, [record(rt, o, name, case, measured[name], sent, memory, equal[name]).as_json()]
+            )
     limit = TOLERANCE[dtype]
     right = max(equal.values()) <= limit
     sentence = f"o, dq, dk and dv {'equal' if right else 'do NOT equal'} one device's within {limit:.0e}"
@@ -118,14 +122,24 @@ def balance(rt: Runtime, pairs: int, busy: list[float]) -> tuple[float, float]:
     return by_pairs, by_seconds
 
 
+def pairs_of_ranks(rt: Runtime, pairs: int) -> dict[str, float]:
+    """Query-key pairs by rank."""
+    mine = torch.tensor([float(pairs)], dtype=torch.float64, device=rt.device)
+    return {f"rank {r}": x for r, x in enumerate(comm.all_gather(mine, rt.world).tolist())}
+
+
 def show_times(
     rt: Runtime,
     o: SequenceOptions,
     measured: dict[str, Measured],
     work: dict[str, tuple[float, float]],
     equal: dict[str, float],
+    shares: dict[str, dict[str, float]],
 ) -> None:
-    """The table, and the picture of --plot."""
+    """The table, and the picture of --plot.
+
+    work: of each case, both numbers of `balance`. shares: its query-key pairs by rank.
+    """
     S, H, K = o.shape
     one = measured[ONE]
     title = (
@@ -162,19 +176,27 @@ def show_times(
     console(rt).print(table)
     if o.plot and rt.rank == 0:
         speeds = {name: {rt.world_size: S / measured[name].median} for name in work}
-        with figure(o.plot) as (axes,):
-            throughput_bars(axes, speeds, unit="tokens/s", title=f"causal attention, {S} tokens, {o.dtype}")
+        with figure(o.plot, columns=2, width=10) as (left, right):
+            throughput_bars(left, speeds, unit="tokens/s", title=f"causal attention, {S} tokens, {o.dtype}")
+            share_bars(right, shares, unit="pairs", title="query-key pairs", of="share of each rank")
 
 
 def record(
-    rt: Runtime, o: SequenceOptions, name: str, m: Measured, sent: float, memory: int, difference: float
+    rt: Runtime,
+    o: SequenceOptions,
+    name: str,
+    case: AttentionCase,
+    m: Measured,
+    sent: float,
+    memory: int,
+    difference: float,
 ) -> BenchmarkRecord:
     """One line of --json. Operations: two products forward, four backward, of 2 K a pair and head."""
     S, H, K = o.shape
     return BenchmarkRecord(
         strategy="sp",
         implementation=f"attention, {name}",
-        language="pytorch",
+        language=case.language or "pytorch",
         ranks=rt.world_size,
         backend=rt.backend,
         dtype=o.dtype,

@@ -37,6 +37,7 @@ from common.models.transformer import cross_entropy_sum
 from common.runtime import Runtime
 from common.training import make_model
 from common.utils.memory import peak_allocated, saved_bytes
+from common.utils.visualizer import figure, memory_lines
 
 VERSIONS = get_args(Attention)
 
@@ -99,7 +100,7 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Saved bytes = formula; the ring's peak falls as 1/n with the sequence, and stays with a rank's tokens."""
     comparison.check(rt, VERSIONS, o)
     o = replace(o, micro_batches=1)
-    lengths = (o.sequence // 2, o.sequence)
+    lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)
     known = o.model.startswith("gpt2") and rt.device.type == "cpu"
     sizes = [n for n in range(1, rt.world_size + 1) if rt.world_size % n == 0]
     meshes = {n: Mesh(rt.world, dp=rt.world_size // n, sp=n, timeout=rt.timeout) for n in sizes}
@@ -121,6 +122,7 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
         for column in columns:
             table.add_column(column, justify="left" if column == "attention" else "right")
     exact, flat = True, True
+    lines: dict[str, dict[int, float]] = {}
     for name in cast(tuple[Attention, ...], o.versions):
         first: tuple[int, int] | None = None
         for n, group in groups.items():
@@ -130,6 +132,9 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
                 cut = replace(o, sequence=length)
                 measured, formula = saved(name, cut, group, rt), activation_bytes(name, cut, group)
                 exact &= measured == formula or not known
+                if name != "ring" and (n > 1 or name == "zigzag"):  # others keep the same numbers
+                    line = f"{name}, {n} ranks" if n > 1 else "one device"
+                    lines.setdefault(line, {})[length] = largest(measured, rt)
                 counts = (show_bytes(largest(x, rt)) for x in (measured, formula))
                 kept.add_row(name, str(n), str(length), next(counts), next(counts) if known else "-")
             tokens = o.shape[0] // n, o.shape[0] // rt.world_size
@@ -140,6 +145,11 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
                 flat &= all(abs(a / b - 1) <= 0.05 for a, b in zip((n * split, fixed), first, strict=True))
     out = console(rt)
     out.print(kept, peak)
+    if o.plot and rt.rank == 0:
+        with figure(o.plot, width=7.4, height=4.2) as (axes,):
+            memory_lines(
+                axes, lines, against="tokens of a sequence", title="bytes kept on a rank, of 1, 2, ..."
+            )
     out.print(
         f"bytes kept {'=' if exact else 'are NOT those of the'} formula" if known else "no formula for this"
     )

@@ -23,7 +23,14 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    PercentFormatter,
+)
 
 from common.watchdog import UsageError
 
@@ -148,7 +155,12 @@ def scaling_lines(
 
 
 def share_bars(
-    axes: Axes, parts: Mapping[str, Mapping[str, float]], *, unit: str = "ms a step", title: str = ""
+    axes: Axes,
+    parts: Mapping[str, Mapping[str, float]],
+    *,
+    unit: str = "ms a step",
+    title: str = "",
+    of: str = "share of the step's time",
 ) -> None:
     """Time by what it went into, as shares of each row's sum: row -> part -> time; the sum stands behind."""
     kinds = list(dict.fromkeys(kind for row in parts.values() for kind in row))
@@ -163,7 +175,7 @@ def share_bars(
             left += share
         axes.text(1.01, y, f"{total:.3g} {unit}", va="center", fontsize=9)
     axes.set_yticks(range(len(parts)), list(parts))
-    axes.set(xlim=(0, 1), ylim=(len(parts) - 0.5, -0.5), xlabel="share of the step's time")
+    axes.set(xlim=(0, 1), ylim=(len(parts) - 0.5, -0.5), xlabel=of)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.spines["left"].set_visible(False)
@@ -195,6 +207,23 @@ def bandwidth_lines(
     values = [value for by_size in bandwidths.values() for value in by_size.values()]
     axes.set_ylim(0, 1.15 * max([*values, *(limit[1].values() if limit else ())], default=1))
     axes.grid(axis="y")
+    _legend(axes)
+
+
+def memory_lines(
+    axes: Axes, sizes: Mapping[str, Mapping[int, float]], *, against: str, title: str = ""
+) -> None:
+    """Bytes against a length, both axes logarithmic: name -> length -> bytes; `against` names the length."""
+    for place, (name, by_length) in enumerate(sizes.items()):
+        x, y = zip(*sorted(by_length.items()), strict=True)
+        axes.plot(x, y, **_line(place), label=name)
+    lengths = sorted({length for by_length in sizes.values() for length in by_length})
+    axes.set(xscale="log", xlabel=against, title=title)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=20))
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda size, _: bytes_text(size))
     _legend(axes)
 
 
