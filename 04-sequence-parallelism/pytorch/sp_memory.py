@@ -148,7 +148,7 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     if o.plot and rt.rank == 0:
         with figure(o.plot, width=7.4, height=4.2) as (axes,):
             memory_lines(
-                axes, lines, against="tokens of a sequence", title="bytes kept on a rank, of 1, 2, ..."
+                axes, lines, against="tokens of a sequence", title="kept on a rank for the backward pass"
             )
     out.print(
         f"bytes kept {'=' if exact else 'are NOT those of the'} formula" if known else "no formula for this"
