@@ -191,19 +191,19 @@ def record(
     memory: int,
     difference: float,
 ) -> BenchmarkRecord:
-    """One line of --json. Operations: two products forward, four backward, of 2 K a pair and head."""
+    """One line of --json. Operations: two products forward, five backward, of 2 K a pair and head."""
     S, H, K = o.shape
     return BenchmarkRecord(
         strategy="sp",
-        implementation=f"attention, {name}",
+        implementation=name,
         language=case.language or "pytorch",
         ranks=rt.world_size,
         backend=rt.backend,
         dtype=o.dtype,
-        model=f"causal attention, {S} tokens, {H} heads of {K}",
+        model=f"attention 1 x {H} x {S} x {K}, {H} heads of keys, causal",
         parameters=0,
         tokens_per_step=S,
-        flop_per_step=6 * 2 * K * H * S * (S + 1) // 2,
+        flop_per_step=7 * 2 * K * H * S * (S + 1) // 2,
         step_seconds=m.seconds,
         communication_seconds=median(m.blocked),
         bytes_counted=median(m.sent),

@@ -170,8 +170,8 @@ def check(rt: Runtime, o: HybridOptions) -> None:
         raise UsageError(f"--inner {o.inner} does not divide {rt.world_size} ranks; {fits} would")
     check_heads(o.shape[1] if o.benchmark else config(o.model).heads, o.inner)
     length, longest = (o.shape[0], None) if o.benchmark else (o.sequence, longest_sequence(config(o.model)))
-    for name in o.versions:
-        check_length(length, ORDERS[name], rt.world_size // o.inner, longest, o.inner)
+    for order in sorted((ORDERS[name] for name in o.versions), reverse=True):  # zigzag needs more
+        check_length(length, order, rt.world_size // o.inner, longest, o.inner)
     block(o.kernel, rt.device)
 
 

@@ -110,7 +110,7 @@ def version(
 def check(rt: Runtime, known: tuple[str, ...], o: SequenceOptions, orders: Iterable[Order]) -> None:
     """Refuse what cannot run, before any rank waits for another."""
     comparison.check(rt, known, o)
-    for order in orders:
+    for order in sorted(orders, reverse=True):  # zigzag, which needs more, first
         if o.benchmark:
             check_length(o.shape[0], order, rt.world_size)
         else:
