@@ -1,15 +1,16 @@
 """Attention alone, forward and backward, causal: each way to split it beside one rank that runs torch's.
 
-speed-up     seconds of one rank's scaled_dot_product_attention / seconds of the slowest rank, the median over rounds
-blocked      of which seconds in which a rank waits for messages, the slowest rank's
-alone        seconds that the same messages take when there is nothing to compute meanwhile
-work         query-key pairs, and seconds not blocked, of the slowest rank / the mean of the ranks
+    speed-up          seconds of one rank's scaled_dot_product_attention / the slowest rank's, median over the rounds
+    blocked           seconds of these in which a rank waits for messages, the most of any rank
+    alone             seconds that the same messages take when there is nothing to compute meanwhile
+    pairs, seconds    query-key pairs, and seconds not blocked, of the slowest rank / the mean of the ranks
 
 B batch (1)  S sequence  s = S / n, a rank's tokens  H heads  K width of a head
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -109,7 +110,8 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, Attent
 def largest_difference(rt: Runtime, expected: list[Tensor], found: list[Tensor]) -> float:
     """The largest of all tensors and ranks, relative to the largest number of the tensor."""
     values = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(expected, found, strict=True)]
-    worst = torch.tensor(max(values), dtype=torch.float64, device=rt.device)
+    largest = max(value if math.isfinite(value) else math.inf for value in values)
+    worst = torch.tensor(largest, dtype=torch.float64, device=rt.device)
     comm.all_reduce(worst, rt.world, "max")
     return worst.item()
 
