@@ -28,9 +28,10 @@ for binary in sp_mpi sp_libtorch; do
         printf '\nleft out: build/bin/%s is not built; run make setup\n' "$binary"
     fi
 done
-if python -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("sp_mpi"))'; then
+if python -c 'import importlib.util as i, sys; sys.exit(not all(map(i.find_spec, ["sp_mpi", "sp_libtorch"])))'; then
+    run mpirun -np "$ranks" python "$chapter/sp_languages.py"
     run mpirun -np 2 python "$chapter/sp_mpi_against_torch.py"
 else
-    printf '\nleft out: sp_mpi_against_torch.py, whose module sp_mpi is not built; run make setup\n'
+    printf '\nleft out: sp_languages.py and sp_mpi_against_torch.py, whose modules are not built; run make setup\n'
 fi
 printf '\nall of chapter 04 holds on %s ranks\n' "$ranks"
