@@ -76,9 +76,10 @@ class Lesson {
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark)
-            say("\n%s: training on %d rank(s) %s training on one, bytes counted %s formula.\n",
-                right ? "Proved" : "WRONG", world_.size(),
-                right ? "equals" : "differs from, or does not send as,", right ? "=" : "or !=");
+            say(right ? "\nProved: training on %d rank(s) equals training on one, bytes counted = formula.\n"
+                      : "\nWRONG: training on %d rank(s) differs from training on one, or bytes counted from "
+                        "the formula.\n",
+                world_.size());
         if (!s_.json.empty() && world_.rank() == 0)
             for (const Timed& timed : timed_)
                 if (timed.sums) record(timed, right).append_to(s_.json);

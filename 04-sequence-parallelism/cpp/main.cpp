@@ -128,10 +128,11 @@ class Lesson {
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark)
-            say("\n%s: attention and its gradients on %d rank(s) %s those on one, bytes counted %s "
-                "formula.\n",
-                right ? "Proved" : "WRONG", world_.size(),
-                right ? "equal" : "differ from, or are not sent as,", right ? "=" : "or !=");
+            say(right ? "\nProved: attention and its gradients on %d rank(s) equal those on one, bytes "
+                        "counted = formula.\n"
+                      : "\nWRONG: attention or its gradients on %d rank(s) differ from those on one, or "
+                        "bytes counted from the formula.\n",
+                world_.size());
         if (!s_.json.empty() && world_.rank() == 0)
             for (const Timed& timed : timed_) record(timed, right).append_to(s_.json);
         return right;

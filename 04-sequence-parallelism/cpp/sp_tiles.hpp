@@ -8,8 +8,7 @@
 //        │      [ whole ][ whole    ][ diag. ]     makes the older sums e^(m_old - m_new) times as large
 //        ▼                                         (online softmax, arXiv:1805.02867)
 //
-// Backward makes the weights again from logsumexp = m + log l (FlashAttention-2, arXiv:2307.08691, algorithm
-// 2):
+// Backward makes the weights again from logsumexp = m + log l (FlashAttention-2, arXiv:2307.08691):
 //
 //     P = e^(s - logsumexp)     dS = P (dO V' - delta) / sqrt K     delta_i = dO_i out_i
 //     dV = P' dO                dQ = dS K                           dK = dS' Q
