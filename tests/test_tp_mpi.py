@@ -17,9 +17,10 @@ SHAPES, TOKENS = [(24, 4, 32), (20, 5, 31)], (2, 7)
 CASES = [
     {"shape": shape, "tokens": TOKENS, "steps": STEPS, "optimizer": o, "reduction": r, "dtype": "float64"}
     for shape, o, r in itertools.product(SHAPES, ["sgd", "adamw"], ["mpi", "ring"])
-] + [
-    {"shape": SHAPES[0], "tokens": (1, 1), "steps": 1, "optimizer": "sgd", "reduction": "ring", "dtype": t}
-    for t in ("float64", "float32")
+] + [  # one token; a head of width 1 and one column of the MLP on each of 4 ranks
+    {"shape": shape, "tokens": tokens, "steps": 1, "optimizer": "sgd", "reduction": "ring", "dtype": dtype}
+    for shape, tokens in ((SHAPES[0], (1, 1)), ((4, 4, 4), TOKENS))
+    for dtype in ("float64", "float32")
 ]
 
 

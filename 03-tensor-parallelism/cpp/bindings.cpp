@@ -69,7 +69,7 @@ class LayerOf final : public Layer {
         py::dict named;
         for (const Shard& p : layer_->parameters()) {
             py::array_t<T> copy(p.size(), flat.data() + p.offset);
-            named[p.name.c_str()] = is_vector(p) ? copy : py::array_t<T>(copy.reshape({p.rows, p.columns}));
+            named[p.name.c_str()] = p.is_vector() ? copy : py::array_t<T>(copy.reshape({p.rows, p.columns}));
         }
         return named;
     }
@@ -79,7 +79,7 @@ class LayerOf final : public Layer {
             const py::slice rows(p.first_row, p.first_row + p.rows, 1),
                 columns(p.first_column, p.first_column + p.columns, 1);
             named[p.name.c_str()] =
-                is_vector(p) ? py::tuple(py::make_tuple(rows)) : py::make_tuple(rows, columns);
+                p.is_vector() ? py::tuple(py::make_tuple(rows)) : py::make_tuple(rows, columns);
         }
         return named;
     }
@@ -89,7 +89,7 @@ class LayerOf final : public Layer {
             const auto found = weights.find(p.name);
             if (found == weights.end()) throw std::invalid_argument("no weights for " + p.name);
             const Array<T> values = Array<T>::ensure(found->second);
-            const bool fits = values && values.ndim() == (is_vector(p) ? 1 : 2) &&
+            const bool fits = values && values.ndim() == (p.is_vector() ? 1 : 2) &&
                               std::size_t(values.shape(0)) == p.whole_rows &&
                               std::size_t(values.size()) == p.whole_rows * p.whole_columns;
             if (!fits)
@@ -127,7 +127,6 @@ class LayerOf final : public Layer {
                                         std::to_string(width) + ") in C order");
         return given.cast<Array<T>>();
     }
-    static bool is_vector(const Shard& p) { return p.whole_columns == 1; }
 
     std::optional<Communicator> comm_;
     std::optional<TensorParallelLayer<T>> layer_;

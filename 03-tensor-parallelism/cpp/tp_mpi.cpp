@@ -68,7 +68,7 @@ template <class T>
 void TensorParallelLayer<T>::initialise(std::uint64_t seed) {
     for (const Shard& p : parameters_) {
         const std::span<T> values(weights_.data() + p.offset, p.size());
-        if (p.columns == 1) {
+        if (p.is_vector()) {
             std::ranges::fill(values, T(p.name.ends_with("norm.weight")));
             continue;
         }
@@ -123,7 +123,8 @@ void TensorParallelLayer<T>::backward(MatrixView<const T> dy_ND, MatrixView<T> d
                                     "] of the last forward; given [" + std::to_string(dy_ND.rows) + ", " +
                                     std::to_string(dy_ND.columns) + "]");
     const MatrixView<T> sum_ND = tokens(sum_, D);
-    std::ranges::fill(gradients_, T(0));
+    for (const Shard& p : parameters_)  // those of matrices are written, not added to
+        if (p.is_vector()) std::ranges::fill(vector(gradients_, p.name), T(0));
 
     // y = a + down(gelu(up(norm(a))))
     sum_of_rows<T>(dy_ND, vector(gradients_, "mlp.down_proj.bias"));

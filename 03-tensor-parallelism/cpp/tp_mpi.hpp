@@ -42,6 +42,7 @@ struct LayerShape {
 /// Where this rank's part of a parameter lies in the flat arrays, and where in the whole parameter.
 struct Shard : Parameter {
     std::size_t whole_rows, whole_columns, first_row = 0, first_column = 0;
+    bool is_vector() const { return !name.ends_with("proj.weight"); }
     bool split() const { return rows < whole_rows || columns < whole_columns; }
     /// Of element i of this part, the place in the whole parameter.
     std::size_t place(std::size_t i) const {
