@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -320,14 +320,48 @@ def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False
     )
 
 
+class _All:
+    """Several messages as one: NCCL, and any backend that batches, may give fewer than were posted."""
+
+    def __init__(self, posts: list[dist.P2POp]) -> None:
+        self.posts = posts  # holds the tensors until they have left
+        self.works = dist.batch_isend_irecv(posts) if posts else []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def exchange(
+    x: Tensor, out: Tensor, group: Group, dst: int, src: int, tag: int = 0, async_op: bool = False
+) -> Pending:
+    """x to rank `dst` while out comes from rank `src`: sends S. Empty tensors do not travel.
+
+    Both are posted as one batch. Posted one after the other, two ranks that are each other's neighbours would wait
+    for ever where a backend runs messages in order, as NCCL does.
+    """
+    x = x.contiguous()
+    posts = [
+        dist.P2POp(call, tensor, group.ranks[peer], group=group.pg, tag=tag)
+        for call, tensor, peer in ((dist.isend, x, dst), (dist.irecv, out, src))
+        if tensor.numel()
+    ]
+    return _run(
+        lambda: cast(dist.Work, _All(posts)),
+        "send",
+        group,
+        x.numel() * x.element_size(),
+        async_op,
+        peer=f" to {dst}, from {src}",
+    )
+
+
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     """x of rank r-by: every rank sends to r+by and receives at once, so that no order can deadlock. Sends S."""
     if group.size == 1 or by % group.size == 0:
         return x.clone()
     out = torch.empty_like(x)
-    sending = send(x, group, (group.rank + by) % group.size, async_op=True)
-    recv(out, group, (group.rank - by) % group.size)
-    sending.wait()
+    exchange(x, out, group, (group.rank + by) % group.size, (group.rank - by) % group.size)
     return out
 
 

@@ -271,7 +271,7 @@ def order_of_events(rt: Runtime) -> list[str]:
         return plain(*args, **how)
 
     def waiting(pending):
-        if pending.work is not None and pending.op == "recv":
+        if pending.work is not None and pending.op == "send":
             events.append("wait")
         wait(pending)
 

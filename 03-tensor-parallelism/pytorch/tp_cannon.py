@@ -121,10 +121,7 @@ def move(x: Tensor, room: Tensor, group: Group, by: int, tag: int = 0) -> tuple[
     if by % group.size == 0:
         return x, []
     back, ahead = (group.rank - by) % group.size, (group.rank + by) % group.size
-    pending = [comm.send(x, group, back, tag, async_op=True)] if x.numel() else []
-    if room.numel():
-        pending.append(comm.recv(room, group, ahead, tag, async_op=True))
-    return room, pending
+    return room, [comm.exchange(x, room, group, back, ahead, tag, async_op=True)]
 
 
 def finish(moving: list[Pending]) -> None:

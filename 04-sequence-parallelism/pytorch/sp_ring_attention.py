@@ -102,15 +102,11 @@ class Passing:
     def __init__(self, x: Tensor, into: Tensor, group: Group, tag: int) -> None:
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         self.sent, self.into = x, into
-        self.under_way = [
-            comm.send(x, group, after, tag, async_op=True),
-            comm.recv(into, group, before, tag, async_op=True),
-        ]
+        self.under_way = comm.exchange(x, into, group, after, before, tag, async_op=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """What came, and the memory of what went."""
-        for message in self.under_way:
-            message.wait()
+        self.under_way.wait()
         return self.into, self.sent
 
 
