@@ -264,7 +264,7 @@ def test_copies_of_key_value_heads() -> None:
 def order_of_events(rt: Runtime) -> list[str]:
     """Sends, multiplications and waits of a ring, in their order."""
     events: list[str] = []
-    plain, wait, kernel = comm.send, comm.Pending.wait, KERNELS["hand"]
+    plain, wait, kernel = comm.exchange, comm.Pending.wait, KERNELS["hand"]
 
     def send(*args, **how):
         events.append("send")
@@ -279,7 +279,7 @@ def order_of_events(rt: Runtime) -> list[str]:
         events.append("multiply")
         return call(*args)
 
-    comm.send, comm.Pending.wait = send, waiting
+    comm.exchange, comm.Pending.wait = send, waiting
     logged = sp_ring_attention.Block(partial(multiply, kernel.forward), partial(multiply, kernel.backward))
     q, k, v = (torch.randn(1, 2, 4, 2, requires_grad=True) for _ in range(3))
     o = ring_attention(q, k, v, True, rt.world, "zigzag", logged)
