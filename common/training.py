@@ -68,7 +68,9 @@ class Version:
 
     def __post_init__(self) -> None:
         self.parameters = [p for _, p in (self.owner or self.model).named_parameters()]
-        self.dropouts = [module for module in self.model.modules() if isinstance(module, Dropout)]
+        self.dropouts = [
+            module for module in self.model.modules() if isinstance(module, Dropout) and module.p > 0
+        ]
 
 
 @dataclass

@@ -98,7 +98,7 @@ def refused(module: object, capsys: pytest.CaptureFixture[str], *arguments: str)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["lesson.py", *arguments])
         with pytest.raises(SystemExit) as ended:
-            lesson.run(module.main, module.TrainingOptions)  # type: ignore[attr-defined]
+            lesson.run(module.main, module.DataParallelOptions)  # type: ignore[attr-defined]
     assert ended.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1

@@ -15,7 +15,7 @@ with open("calls", "a") as calls:
     calls.write(" ".join(sys.argv[1:-2]) + chr(10))
 if o.sleep:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.run([sys.executable, "-c", f"import time; time.sleep({o.sleep})"])
+    subprocess.run([sys.executable, "-c", f"import time; time.sleep({o.sleep})"], check=True)
 if os.environ["OMP_NUM_THREADS"] != "1":
     sys.exit("threads")
 if o.fail and not os.path.exists("repaired"):
