@@ -340,10 +340,10 @@ def exchange(
     Both are posted as one batch. Posted one after the other, two ranks that are each other's neighbours would wait
     for ever where a backend runs messages in order, as NCCL does.
     """
-    x = x.contiguous()
+    x, (room, back) = x.contiguous(), _in_place(out)
     posts = [
         dist.P2POp(call, tensor, group.ranks[peer], group=group.pg, tag=tag)
-        for call, tensor, peer in ((dist.isend, x, dst), (dist.irecv, out, src))
+        for call, tensor, peer in ((dist.isend, x, dst), (dist.irecv, room, src))
         if tensor.numel()
     ]
     return _run(
@@ -353,6 +353,7 @@ def exchange(
         x.numel() * x.element_size(),
         async_op,
         peer=f" to {dst}, from {src}",
+        finish=back,
     )
 
 
@@ -360,7 +361,7 @@ def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     """x of rank r-by: every rank sends to r+by and receives at once, so that no order can deadlock. Sends S."""
     if group.size == 1 or by % group.size == 0:
         return x.clone()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     exchange(x, out, group, (group.rank + by) % group.size, (group.rank - by) % group.size)
     return out
 

@@ -102,12 +102,14 @@ def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     """The rule: every gradient summed over its axes, in place, one message for all that share axes and type.
 
-    A parameter without a gradient takes part with zeros, since another rank may have one. Sends 2(n-1)/n of the
+    A parameter without a gradient takes part with zeros, since another rank may have one; what no rank used
+    has a gradient of zeros then. Frozen parameters are left alone. Sends 2(n-1)/n of the
     gradients' bytes, n the ranks along the axes.
     """
     together: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
     for p in parameters:
-        together.setdefault((gradient_axes(p), p.dtype), []).append(p)
+        if p.requires_grad:
+            together.setdefault((gradient_axes(p), p.dtype), []).append(p)
     for (axes, _), members in together.items():
         group = mesh.group(*axes)
         if group.size > 1:

@@ -68,6 +68,8 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     """The table; True where what is counted is the formula, to the byte."""
     c, n = o.model_config(), rt.world_size
     check_split(c, n)
+    if min(o.batch, o.sequence) < 1:
+        raise UsageError(f"--batch {o.batch} --sequence {o.sequence}: each must be at least 1")
     if c.mlp != "gelu" or c.dropout or o.sequence % n or c.mlp_width % n:
         raise UsageError(
             f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2 without dropout, its MLP and the "

@@ -58,13 +58,20 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, group: Group, leave: Map | None = None) -> None:
         super().__init__()
-        self.weight = shard(embedding.weight, group, 0)
+        self.vocabulary, self.weight = embedding.num_embeddings, shard(embedding.weight, group, 0)
         self.begin = sum(sizes_of(embedding.num_embeddings, group.size)[: group.rank])
         self.leave = leave or (lambda x: collectives.reduce(x, group))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        _check(tokens_BS, self.vocabulary)
         mine_BS, inside_BS = _inside(tokens_BS, self.begin, self.weight.shape[0])
-        return self.leave(F.embedding(mine_BS, self.weight) * inside_BS[..., None])
+        return self.leave(torch.where(inside_BS[..., None], F.embedding(mine_BS, self.weight), 0))
+
+
+def _check(tokens: Tensor, vocabulary: int) -> None:
+    """A token that no rank has would count as zeros. On a GPU the look would wait for it, so there none is taken."""
+    if tokens.device.type == "cpu" and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise IndexError(f"tokens {tokens.min()} to {tokens.max()} of a vocabulary of {vocabulary}")
 
 
 def _inside(tokens: Tensor, begin: int, length: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         comm.all_reduce(largest_N, group, "max")
         shifted_Nv = logits_Nv - largest_N[:, None]
         mine_N, inside_N = _inside(targets_N, begin, logits_Nv.shape[1])
-        at_target_N = shifted_Nv.gather(1, mine_N[:, None])[:, 0] * inside_N
+        at_target_N = torch.where(inside_N, shifted_Nv.gather(1, mine_N[:, None])[:, 0], 0)
         sums_2N = torch.stack([shifted_Nv.exp_().sum(-1), at_target_N])
         comm.all_reduce(sums_2N, group)
         softmax_Nv = shifted_Nv.div_(sums_2N[0][:, None])
@@ -103,12 +110,13 @@ def cross_entropy_sum_parallel(
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy_sum` of logits that are split along the vocabulary, whole and the same on all ranks.
 
-    vocabulary: the number of logits of all ranks together.
+    vocabulary: the number of logits of all ranks together. Raises IndexError for other targets, on a CPU.
     """
     precise = torch.promote_types(logits_BSv.dtype, torch.float32)
     begin = sum(sizes_of(vocabulary, group.size)[: group.rank])
     targets_N = targets_BS.flatten()
     counted_N = targets_N != ignore_index
+    _check(targets_N[counted_N], vocabulary)
     loss_N = _CrossEntropy.apply(logits_BSv.flatten(0, -2).to(precise), targets_N, begin, group)
     return torch.where(counted_N, loss_N, 0).sum(), counted_N.sum()
 

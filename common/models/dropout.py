@@ -4,7 +4,8 @@
 
 A generator's state says how many numbers were drawn before, and that differs from rank to rank. A function of the place
 does not: whoever holds an element draws the same bit for it. What is replicated is dropped alike on all ranks, what is
-split is dropped as one device would, and a checkpointed layer that runs again drops the same. Megatron-LM keeps two
+split is dropped as one device would, and a checkpointed layer that runs again drops the same, as long as it does so
+before the next micro-batch. Megatron-LM keeps two
 generators for the first two (Narayanan et al., "Efficient large-scale language model training", 2021, section 3).
 
 The bits are those of random.py's splitmix64, folded over the coordinates one dimension after the other, so that only
