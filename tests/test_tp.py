@@ -170,7 +170,7 @@ def layers_alone(rt: Runtime) -> None:
 def vocabulary_alone(rt: Runtime) -> None:
     """Embedding and loss on 13 tokens, ignored targets and large logits among them, forward and backward."""
     group, V = tp_group(rt), 13
-    mine = place(V, group)
+    mine, sizes = place(V, group), sizes_of(V, group.size)
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(V, (3, 7), generator=generator)
     targets[0, 2:5] = -100
@@ -184,6 +184,19 @@ def vocabulary_alone(rt: Runtime) -> None:
     (2.5 * expected).backward()
     (2.5 * found).backward()
     torch.testing.assert_close(many.grad, one.grad[..., mine], rtol=0, atol=1e-14)
+
+    gone = logits.clone()
+    gone[
+        ..., [sum(sizes[:r]) for r in range(group.size)]
+    ] = -torch.inf  # each rank's first token is never right
+    impossible = gone.gather(-1, targets.clamp(min=0)[..., None])[..., 0].isinf()
+    some = torch.where(impossible, -100, targets)
+    expected, _ = cross_entropy_sum(gone, some)
+    found, _ = cross_entropy_sum_parallel(gone[..., mine], some, group, V)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    for wrong in (-1, V):
+        with pytest.raises(IndexError, match=f"of a vocabulary of {V}"):
+            cross_entropy_sum_parallel(many, torch.full((3, 7), wrong), group, V)
 
     table = nn.Embedding(V, 5, dtype=torch.float64)
     with torch.no_grad():
