@@ -144,9 +144,19 @@ def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
     return found
 
 
+def visit_all(rt: Runtime) -> dict[str, dict[str, dict[str, Difference]]]:
+    """All exhibits in one start of the ranks."""
+    return {name: visit(rt, name) for name in EXHIBITS}
+
+
+@pytest.fixture(scope="module")
+def visited() -> list[dict[str, dict[str, dict[str, Difference]]]]:
+    return spawn(visit_all, 2, timeout=120)
+
+
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_exhibit(name: str) -> None:
-    ranks = spawn(visit, 2, name)
+def test_exhibit(name: str, visited: list[dict[str, dict[str, dict[str, Difference]]]]) -> None:
+    ranks = [found[name] for found in visited]
     worst = {
         optimizer: {
             kind: max((found[optimizer][kind] for found in ranks), key=lambda d: d.value) for kind in KINDS
