@@ -17,7 +17,8 @@ from torch import Tensor
 from tp_cannon import Cannon, finish, move
 from tp_grid import ALGORITHMS, Blocks, GridOptions, make_grid, most_square, panels
 from tp_grid_costs import best_layers, cannon, summa
-from tp_summa import Method, Summa, benchmark, bytes_by_formula, make_method, multiply, prepared
+from tp_grid_product import Method, bytes_by_formula, multiply, prepared
+from tp_summa import Summa, benchmark, make_method
 from tp_summa_peers import dtensor
 
 from common.ledger import Ledger

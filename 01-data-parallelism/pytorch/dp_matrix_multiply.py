@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from statistics import median
 
 import torch
 from dp_matrices import SPLITS, Factors, MatrixOptions
@@ -39,12 +37,11 @@ from torch import Tensor
 
 from common import collectives, comm
 from common.comm import Group, Pending, sizes_of
-from common.equality import TOLERANCE
 from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run, write_records
-from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.lesson import DTYPES, console, run
+from common.measure import BenchmarkRecord, Measured, in_turn
 from common.runtime import Runtime
-from common.utils.matrices import ALONE, times_table
+from common.utils.matrices import ALONE, proved, record, timed, times_table
 from common.utils.visualizer import figure, throughput_bars
 
 
@@ -142,7 +139,7 @@ def bytes_by_formula(split: str, o: MatrixOptions, n: int) -> tuple[Fraction, Fr
 
 def prove(rt: Runtime, o: MatrixOptions) -> bool:
     """Every split forward and backward against numpy, its bytes against the formula, then its time."""
-    group, factors, limit = rt.world, Factors(o, rt.world, rt.device), TOLERANCE[DTYPES[o.dtype]]
+    group, factors = rt.world, Factors(o, rt.world, rt.device)
     sizes = " x ".join(map(str, o.shape))
     title = f"C = A B, {sizes}, on {group.size} rank(s), {o.dtype}: max|x - numpy| / max|numpy|"
     equality = Table(title=title, title_justify="left")
@@ -179,17 +176,7 @@ def prove(rt: Runtime, o: MatrixOptions) -> bool:
         sent.add_row(name, *(show_bytes(x) for x in counted))
     out = console(rt)
     out.print(equality, sent)
-    records = benchmark(rt, o)
-    if rt.rank == 0:
-        proved = [replace(r, equal=largest <= limit, largest_difference=largest) for r in records]
-        write_records(o.json, [r.as_json() for r in proved])
-    if largest > limit:
-        out.print(f"NOT equal to numpy: a difference of {largest:.1e}, {limit:.0e} is allowed")
-    elif not agree:
-        out.print("equal to numpy, but the bytes counted are NOT those of the formula")
-    else:
-        out.print(f"proved: C, dA and dB equal numpy's within {limit:.0e}, bytes counted = formula")
-    return largest <= limit and agree
+    return proved(rt, benchmark(rt, o), o.json, largest, agree)
 
 
 def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
@@ -231,27 +218,15 @@ def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
     measured = in_turn(cases, o.steps, group, warm_up=1, device=rt.device.type)
     show_times(rt, o, measured)
     differences = {name: factors.difference("C", results[name](), SPLITS[name].c, 4) for name in o.splits}
-    M, K, J = o.shape
     return [
-        BenchmarkRecord(
-            strategy="dp",
-            implementation=f"matrix product, {name}",
-            language="pytorch",
-            ranks=group.size,
-            backend=rt.backend,
-            dtype=o.dtype,
-            model=f"matrix product {M} x {K} x {J}",
-            parameters=K * J,
-            tokens_per_step=M,
-            flop_per_step=2 * M * K * J,
-            step_seconds=measured[name].seconds,
-            communication_seconds=median(measured[name].blocked),
-            bytes_counted=median(measured[name].sent),
-            bytes_formula=float(bytes_by_formula(name, o, group.size)[0]),
-            peak_memory_bytes=peak_memory(group),
-            scaling="strong",
-            equal=differences[name] <= TOLERANCE[DTYPES[o.dtype]],
-            largest_difference=differences[name],
+        record(
+            rt,
+            "dp",
+            name,
+            factors,
+            measured[name],
+            float(bytes_by_formula(name, o, group.size)[0]),
+            differences[name],
         )
         for name in o.splits
     ]
@@ -277,14 +252,7 @@ def main(rt: Runtime, o: MatrixOptions) -> bool:
     o.check()
     if rt.world_size > 1:
         torch.set_num_threads(1)
-    if not o.benchmark:
-        return prove(rt, o)
-    records = benchmark(rt, o)
-    if rt.rank == 0:
-        write_records(o.json, [r.as_json() for r in records])
-    worst = max(r.largest_difference or 0.0 for r in records)
-    console(rt).print(f"some rows of each C differ from numpy's by {worst:.1e} at the most")
-    return all(bool(r.equal) for r in records)
+    return timed(rt, benchmark(rt, o), o.json) if o.benchmark else prove(rt, o)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,12 @@ class SharedRows(nn.Module):
     Every rank adds to the gradient, so the weight passes `copy`, whose adjoint sums.
     """
 
+    rows: Tensor
+
     def __init__(self, linear: nn.Linear, rows: Tensor, group: Group) -> None:
         super().__init__()
-        self.weight, self.bias, self.rows, self.group = linear.weight, linear.bias, rows, group
+        self.weight, self.bias, self.group = linear.weight, linear.bias, group
+        self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         weight_fD = collectives.copy(self.weight, self.group)[self.rows]

@@ -24,12 +24,8 @@ SUMMA: van de Geijn and Watts, Concurrency 9(4), 1997. Cannon's product, on squa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from math import ceil
-from statistics import median
-from typing import Any, Protocol, cast
 
 import torch
 from rich.table import Table
@@ -37,16 +33,16 @@ from torch import Tensor
 from tp_cannon import Cannon
 from tp_grid import Blocks, Grid, GridOptions, Panel, make_grid, panels
 from tp_grid_costs import table as costs_table
+from tp_grid_product import Method, bytes_by_formula, multiply, prepared
 from tp_summa_peers import dtensor
 
-from common import collectives, comm
+from common import comm
 from common.comm import Pending
-from common.equality import TOLERANCE
 from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run, write_records
-from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson import DTYPES, console, run
+from common.measure import BenchmarkRecord, in_turn
 from common.runtime import Runtime
-from common.utils.matrices import ALONE, Product, times_table
+from common.utils.matrices import ALONE, Product, proved, record, timed, times_table
 from common.utils.visualizer import figure, throughput_bars
 
 
@@ -130,56 +126,6 @@ class Summa:
         return once, 2 * once
 
 
-class Method(Protocol):
-    """What Summa and Cannon share."""
-
-    blocks: Blocks
-
-    def multiply(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """c = this rank's block of A B, of its layer."""
-
-    def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
-        """da, db = this rank's blocks of dC B^T and A^T dC."""
-
-    def bytes(self, item: int) -> tuple[Fraction, Fraction]:
-        """What this rank sends forward and backward inside its layer."""
-
-
-class _Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, method: Method) -> Tensor:
-        ctx.method = method
-        ctx.save_for_backward(a, b)
-        c = a.new_empty(a.shape[0], b.shape[1])
-        method.multiply(a, b, c)
-        return c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        a, b = ctx.saved_tensors
-        da, db = torch.empty_like(a), torch.empty_like(b)
-        ctx.method.gradients(a, b, grads[0].contiguous(), da, db)
-        return da, db, None
-
-
-def multiply(a: Tensor, b: Tensor, method: Method) -> Tensor:
-    """This rank's block of C = A B, differentiable. Blocks lie as `Blocks` says, and so do their gradients.
-
-    a [m, k], b [k, j]; with layers, each has a term of C, and the sum is cut by rows over them.
-    """
-    terms = cast(Tensor, _Multiply.apply(a.contiguous(), b.contiguous(), method))
-    return collectives.reduce_scatter(terms, method.blocks.grid.depth, 0)
-
-
-def bytes_by_formula(method: Method, item: int) -> tuple[Fraction, Fraction]:
-    """What this rank sends forward and backward, the sum over the layers included."""
-    depth, blocks = method.blocks.grid.depth.size, method.blocks
-    longest = ceil((blocks.rows.stop - blocks.rows.start) / depth)
-    sum_over_layers = (depth - 1) * longest * (blocks.columns.stop - blocks.columns.start) * item
-    forward, backward = method.bytes(item)
-    return forward + sum_over_layers, backward + sum_over_layers
-
-
 def make_method(name: str, blocks: Blocks, like: Tensor, o: GridOptions) -> Method:
     """summa or cannon."""
     return Cannon(blocks, like) if name == "cannon" else Summa(blocks, like, o.panels, o.overlap)
@@ -187,7 +133,7 @@ def make_method(name: str, blocks: Blocks, like: Tensor, o: GridOptions) -> Meth
 
 def prove(rt: Runtime, o: GridOptions, grid: Grid) -> bool:
     """Each product forward and backward against numpy, its bytes against the formula, then its time."""
-    blocks, limit = Blocks(o.shape, grid), TOLERANCE[DTYPES[o.dtype]]
+    blocks = Blocks(o.shape, grid)
     factors = Product(o.shape, o.dtype, o.seed, rt.device)
     place, item = blocks.place, DTYPES[o.dtype].itemsize
     equality = Table(title="max|x - numpy| / max|numpy|", title_justify="left")
@@ -214,27 +160,13 @@ def prove(rt: Runtime, o: GridOptions, grid: Grid) -> bool:
         counted, formula = (forward.bytes(), backward.bytes()), bytes_by_formula(method, item)
         means = mean_over_ranks([counted[0], formula[0], counted[1], formula[1]], rt)
         sent.add_row(name, *(show_bytes(x) for x in means))
-        wrong = torch.tensor(float(counted != formula), device=rt.device)
-        comm.all_reduce(wrong, rt.world, "max")
-        agree &= wrong.item() == 0
+        agree &= counted == formula
     out = console(rt)
     M, K, J = o.shape
     where = f"{grid.rows} x {grid.columns} ranks" + (f" in {grid.layers} layers" if grid.layers > 1 else "")
     out.print(f"C = A B, {M} x {K} x {J}, {o.dtype}, on {where}")
     out.print(equality, sent, costs_table((4096, 4096, 4096)))
-    records = benchmark(rt, o, grid)
-    if rt.rank == 0:
-        proved = [replace(r, equal=largest <= limit, largest_difference=largest) for r in records]
-        write_records(o.json, [r.as_json() for r in proved])
-    if largest > limit:
-        out.print(f"NOT equal to numpy: a difference of {largest:.1e}, {limit:.0e} is allowed")
-    elif not agree:
-        out.print("equal to numpy, but the bytes counted are NOT those of the formula")
-    else:
-        out.print(
-            f"proved: C, dA and dB equal numpy's within {limit:.0e}, bytes counted = formula on every rank"
-        )
-    return largest <= limit and agree
+    return proved(rt, benchmark(rt, o, grid), o.json, largest, agree)
 
 
 def mean_over_ranks(values: list[Fraction], rt: Runtime) -> list[Fraction]:
@@ -277,43 +209,9 @@ def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
     records = []
     for name, method in methods.items():
         apart = factors.apart("C", results[name](), *blocks.place("C"), rt.world, at_most=4)
-        records.append(
-            BenchmarkRecord(
-                strategy="tp",
-                implementation=f"matrix product, {name}",
-                language="pytorch",
-                ranks=rt.world_size,
-                backend=rt.backend,
-                dtype=o.dtype,
-                model=f"matrix product {M} x {K} x {J}",
-                parameters=K * J,
-                tokens_per_step=M,
-                flop_per_step=flop,
-                step_seconds=measured[name].seconds,
-                communication_seconds=median(measured[name].blocked),
-                bytes_counted=median(measured[name].sent),
-                bytes_formula=float(bytes_by_formula(method, a.element_size())[0]),
-                peak_memory_bytes=peak_memory(rt.world),
-                scaling="strong",
-                equal=apart <= TOLERANCE[DTYPES[o.dtype]],
-                largest_difference=apart,
-            )
-        )
+        formula = float(bytes_by_formula(method, a.element_size())[0])
+        records.append(record(rt, "tp", name, factors, measured[name], formula, apart))
     return records
-
-
-def prepared(a: Tensor, b: Tensor, method: Method) -> Callable[[], Tensor]:
-    """The forward pass of `multiply` in memory that is taken once: each call writes into the same terms of C.
-
-    A fresh block of 64 MiB costs 16384 page faults, which is more than it costs to send it.
-    """
-    terms = a.new_empty(a.shape[0], b.shape[1])
-
-    def call() -> Tensor:
-        method.multiply(a, b, terms)
-        return comm.reduce_scatter(terms, method.blocks.grid.depth)
-
-    return call
 
 
 def main(rt: Runtime, o: GridOptions) -> bool:
@@ -323,14 +221,7 @@ def main(rt: Runtime, o: GridOptions) -> bool:
     if rt.world_size > 1:
         torch.set_num_threads(1)
     grid = make_grid(rt.world, *o.grid, o.layers, rt.timeout)
-    if not o.benchmark:
-        return prove(rt, o, grid)
-    records = benchmark(rt, o, grid)
-    if rt.rank == 0:
-        write_records(o.json, [r.as_json() for r in records])
-    worst = max(r.largest_difference or 0.0 for r in records)
-    console(rt).print(f"some rows of each C differ from numpy's by {worst:.1e} at the most")
-    return all(bool(r.equal) for r in records)
+    return timed(rt, benchmark(rt, o, grid), o.json) if o.benchmark else prove(rt, o, grid)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ M rows of A and C  K inner dimension  J columns of B and C
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.lesson import DTYPES
-from common.measure import Measured
+from common.equality import TOLERANCE
+from common.lesson import DTYPES, console, write_records
+from common.measure import BenchmarkRecord, Measured, peak_memory
+from common.runtime import Runtime
 from common.utils.matrix_generator import Matrix
 
 Array = NDArray[np.float64]
@@ -109,3 +113,60 @@ def times_table(
             f"{median(m.blocked) * 1e3:.1f}" if name in seen else "-",
         )
     return table
+
+
+def record(
+    rt: Runtime, strategy: str, name: str, product: Product, measured: Measured, formula: float, apart: float
+) -> BenchmarkRecord:
+    """The benchmark's record of one way to multiply. formula: bytes that this rank sends; apart: see Product."""
+    (M, K), (_, J), dtype = product.shapes["A"], product.shapes["B"], product.dtype
+    return BenchmarkRecord(
+        strategy=strategy,
+        implementation=f"matrix product, {name}",
+        language="pytorch",
+        ranks=rt.world_size,
+        backend=rt.backend,
+        dtype=dtype,
+        model=f"matrix product {M} x {K} x {J}",
+        parameters=K * J,
+        tokens_per_step=M,
+        flop_per_step=2 * M * K * J,
+        step_seconds=measured.seconds,
+        communication_seconds=median(measured.blocked),
+        bytes_counted=median(measured.sent),
+        bytes_formula=formula,
+        peak_memory_bytes=peak_memory(rt.world),
+        scaling="strong",
+        equal=apart <= TOLERANCE[DTYPES[dtype]],
+        largest_difference=apart,
+    )
+
+
+def proved(
+    rt: Runtime, records: Sequence[BenchmarkRecord], file: Path | None, largest: float, agree: bool
+) -> bool:
+    """Writes the records, says what was proved. largest: difference; agree: this rank's bytes are the formula's."""
+    limit, out = TOLERANCE[DTYPES[records[0].dtype]], console(rt)
+    wrong = torch.tensor(float(not agree), device=rt.device)
+    comm.all_reduce(wrong, rt.world, "max")
+    if rt.rank == 0:
+        equal = [replace(r, equal=largest <= limit, largest_difference=largest) for r in records]
+        write_records(file, [r.as_json() for r in equal])
+    if largest > limit:
+        out.print(f"NOT equal to numpy: a difference of {largest:.1e}, {limit:.0e} is allowed")
+    elif wrong:
+        out.print("equal to numpy, but the bytes counted are NOT those of the formula")
+    else:
+        out.print(
+            f"proved: C, dA and dB equal numpy's within {limit:.0e}, bytes counted = formula on every rank"
+        )
+    return largest <= limit and not wrong
+
+
+def timed(rt: Runtime, records: Sequence[BenchmarkRecord], file: Path | None) -> bool:
+    """Writes the records of --benchmark, says how right the rows were that were compared."""
+    if rt.rank == 0:
+        write_records(file, [r.as_json() for r in records])
+    worst = max(r.largest_difference or 0.0 for r in records)
+    console(rt).print(f"some rows of each C differ from numpy's by {worst:.1e} at the most")
+    return all(bool(r.equal) for r in records)
