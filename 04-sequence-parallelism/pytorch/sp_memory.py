@@ -18,6 +18,8 @@ B batch  S sequence  s a rank's tokens  D width  F width of the MLP  H heads  V 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
@@ -96,63 +98,84 @@ def largest(value: int, rt: Runtime) -> int:
     return int(everywhere.item())
 
 
+Groups = dict[int, Group]
+Lines = dict[str, dict[int, float]]
+
+
+def make_table(title: str, *columns: str) -> Table:
+    """Names on the left, numbers on the right."""
+    table = Table("attention", title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def kept(rt: Runtime, o: MemoryOptions, groups: Groups, lengths: Sequence[int]) -> tuple[Table, Lines, bool]:
+    """Measured beside formula, lines to draw, and whether the two are equal wherever there is a formula."""
+    known = o.model.startswith("gpt2") and rt.device.type == "cpu"
+    title = f"bytes kept for the backward pass: {o.model}, {o.dtype}, {o.batch} samples"
+    table = make_table(title, "ranks", "tokens", "measured", "formula" if known else "no formula")
+    lines: Lines = {}
+    exact = True
+    for name, n, length in itertools.product(names(o), groups, lengths):
+        if name == "ulysses" and config(o.model).heads % n:
+            continue
+        cut = replace(o, sequence=length)
+        measured, formula = saved(name, cut, groups[n], rt), activation_bytes(name, cut, groups[n])
+        exact &= measured == formula or not known
+        most, most_formula = (largest(x, rt) for x in (measured, formula))
+        table.add_row(name, str(n), str(length), show_bytes(most), show_bytes(most_formula) if known else "-")
+        if name != "ring" and (n > 1 or name == "zigzag"):  # others keep the same numbers
+            line = f"{name}, {n} ranks" if n > 1 else "one device"
+            lines.setdefault(line, {})[length] = most
+    return table, lines, exact
+
+
+def peaks(rt: Runtime, o: MemoryOptions, groups: Groups) -> tuple[Table, bool]:
+    """The most bytes at once, and whether the ring's fall as 1/n and stay with a rank's tokens, within 5 %."""
+    title = f"peak of attention: {o.shape[1]} heads of {o.shape[2]}, {o.dtype}, the most of any rank"
+    table = make_table(title, "ranks", f"{o.shape[0]} tokens in all", "times ranks", "as many on each rank")
+    first: dict[str, tuple[int, int]] = {}
+    flat = True
+    for name, n in itertools.product(names(o), groups):
+        if name == "ulysses" and o.shape[1] % n:
+            continue
+        tokens = o.shape[0] // n, o.shape[0] // rt.world_size
+        split, fixed = (largest(attention_peak(name, o, t, groups[n], rt), rt) for t in tokens)
+        table.add_row(name, str(n), show_bytes(split), show_bytes(n * split), show_bytes(fixed))
+        if n > 1 and name in ("ring", "zigzag"):
+            at_first = first.setdefault(name, (n * split, fixed))
+            flat &= all(abs(a / b - 1) <= 0.05 for a, b in zip((n * split, fixed), at_first, strict=True))
+    return table, flat
+
+
+def names(o: MemoryOptions) -> tuple[Attention, ...]:
+    """What was asked for."""
+    return cast(tuple[Attention, ...], o.versions)
+
+
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Saved bytes = formula; the ring's peak falls as 1/n with the sequence, and stays with a rank's tokens."""
     comparison.check(rt, VERSIONS, o)
     o = replace(o, micro_batches=1)
     lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)
-    known = o.model.startswith("gpt2") and rt.device.type == "cpu"
-    sizes = [n for n in range(1, rt.world_size + 1) if rt.world_size % n == 0]
-    meshes = {n: Mesh(rt.world, dp=rt.world_size // n, sp=n, timeout=rt.timeout) for n in sizes}
-    groups = {n: mesh.group("sp") for n, mesh in meshes.items()}
-    for name in cast(tuple[Attention, ...], o.versions):
-        longest = longest_sequence(config(o.model))
+    longest = longest_sequence(config(o.model))
+    for name in names(o):
         for length in lengths:
             check_length(length, ORDERS[name], rt.world_size, longest)
         check_length(o.shape[0], ORDERS[name], rt.world_size)
-    kept = Table(title=f"bytes kept for the backward pass: {o.model}, {o.dtype}, {o.batch} samples")
-    peak = Table(
-        title=f"peak of attention: {o.shape[1]} heads of {o.shape[2]}, {o.dtype}, the most of any rank"
-    )
-    for table, columns in (
-        (kept, ("attention", "ranks", "tokens", "measured", "formula")),
-        (peak, ("attention", "ranks", f"{o.shape[0]} tokens in all", "times ranks", "as many on each rank")),
-    ):
-        table.title_justify = "left"
-        for column in columns:
-            table.add_column(column, justify="left" if column == "attention" else "right")
-    exact, flat = True, True
-    lines: dict[str, dict[int, float]] = {}
-    for name in cast(tuple[Attention, ...], o.versions):
-        first: tuple[int, int] | None = None
-        for n, group in groups.items():
-            if name == "ulysses" and (config(o.model).heads % n or o.shape[1] % n):
-                continue
-            for length in lengths:
-                cut = replace(o, sequence=length)
-                measured, formula = saved(name, cut, group, rt), activation_bytes(name, cut, group)
-                exact &= measured == formula or not known
-                if name != "ring" and (n > 1 or name == "zigzag"):  # others keep the same numbers
-                    line = f"{name}, {n} ranks" if n > 1 else "one device"
-                    lines.setdefault(line, {})[length] = largest(measured, rt)
-                counts = (show_bytes(largest(x, rt)) for x in (measured, formula))
-                kept.add_row(name, str(n), str(length), next(counts), next(counts) if known else "-")
-            tokens = o.shape[0] // n, o.shape[0] // rt.world_size
-            split, fixed = (largest(attention_peak(name, o, t, group, rt), rt) for t in tokens)
-            peak.add_row(name, str(n), show_bytes(split), show_bytes(n * split), show_bytes(fixed))
-            if n > 1 and name in ("ring", "zigzag"):
-                first = first or (n * split, fixed)
-                flat &= all(abs(a / b - 1) <= 0.05 for a, b in zip((n * split, fixed), first, strict=True))
-    out = console(rt)
-    out.print(kept, peak)
+    sizes = [n for n in range(1, rt.world_size + 1) if rt.world_size % n == 0]
+    meshes = {n: Mesh(rt.world, dp=rt.world_size // n, sp=n, timeout=rt.timeout) for n in sizes}
+    groups = {n: mesh.group("sp") for n, mesh in meshes.items()}
+    kept_table, lines, exact = kept(rt, o, groups, lengths)
+    peak_table, flat = peaks(rt, o, groups)
     if o.plot and rt.rank == 0:
         with figure(o.plot, width=7.4, height=4.2) as (axes,):
-            memory_lines(
-                axes, lines, against="tokens of a sequence", title="kept on a rank for the backward pass"
-            )
-    out.print(
-        f"bytes kept {'=' if exact else 'are NOT those of the'} formula" if known else "no formula for this"
-    )
+            title = "kept on a rank for the backward pass"
+            memory_lines(axes, lines, against="tokens of a sequence", title=title)
+    out = console(rt)
+    out.print(kept_table, peak_table)
+    out.print(f"bytes kept {'=' if exact else 'are NOT those of the'} formula, wherever there is one")
     out.print(
         f"the ring's peak {'falls' if flat else 'does NOT fall'} as 1/ranks from 2 ranks on, within 5 %"
     )
