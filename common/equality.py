@@ -85,6 +85,18 @@ def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
     return x
 
 
+def of_all_stages(tensors: dict[str, Tensor], mesh: Mesh | None) -> dict[str, Tensor]:
+    """The tensors of all ranks along pp. Of what two ranks hold, both are kept, by two names, where they differ."""
+    if mesh is None or mesh.shape["pp"] == 1:
+        return tensors
+    found: dict[str, Tensor] = {}
+    for rank, theirs in enumerate(comm.everyones(tensors, mesh.group("pp"))):
+        for name, x in theirs.items():
+            if not torch.equal(found.setdefault(name, x), x):
+                found[f"{name} of pp rank {rank}"] = x
+    return found
+
+
 class Named(Protocol):
     """A module, or anything else that owns parameters under canonical names."""
 
@@ -111,16 +123,15 @@ def follow(
     for t in range(steps):
         chosen.zero_grad()
         result.losses.append(step(t).item())
-        result.gradients.append(
-            {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
-        )
+        gradients = {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
+        result.gradients.append(of_all_stages(gradients, mesh))
         if mesh is None:
             squares = [g.double().square().sum() for g in result.gradients[-1].values()]
             result.norms.append(math.sqrt(sum(squares, torch.zeros(())).item()))
         else:
             result.norms.append(gradient_norm(named.values(), mesh).item())
         chosen.step()
-    result.weights = {name: whole(p, p, mesh) for name, p in named.items()}
+    result.weights = of_all_stages({name: whole(p, p, mesh) for name, p in named.items()}, mesh)
     return result
 
 

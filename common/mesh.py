@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class Mesh:
             )
         self.at = self.coordinates(world.rank)
         self._groups: dict[tuple[str, ...], Group] = {AXES: world}
+        self._parts: dict[tuple[str, str, str], Group | None] = {}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Place of a global rank on each axis."""
@@ -73,11 +75,25 @@ class Mesh:
         if all(self.shape[a] == 1 or a in wanted for a in AXES):
             wanted = AXES
         if wanted not in self._groups:
-            self._groups[wanted] = self._make(wanted)
+            made = self._make(wanted)
+            assert made is not None
+            self._groups[wanted] = made
         g = self._groups[wanted]
         return Group(name, g.rank, g.size, g.ranks, g.pg)
 
-    def _make(self, axes: tuple[str, ...]) -> Group:
+    def part(self, axis: str, places: Sequence[int], purpose: str = "") -> Group | None:
+        """Of the ranks along one axis those at `places`; None on the others. All ranks call it, as they do `group`.
+
+        purpose: tells apart groups of the same ranks, whose messages must not wait for one another's.
+        """
+        chosen = tuple(sorted(set(places)))
+        key = (axis, str(chosen), purpose)
+        if key not in self._parts:
+            self._parts[key] = self._make((axis,), chosen)
+        return self._parts[key]
+
+    def _make(self, axes: tuple[str, ...], places: tuple[int, ...] | None = None) -> Group | None:
+        """The group of this rank; places: of the ranks along a single axis, only these."""
         if not axes:
             return Group("", 0, 1, (self.world.rank,))
         mine: Group | None = None
@@ -89,11 +105,11 @@ class Mesh:
                 r
                 for r in range(self.world.size)
                 if all(self.coordinates(r)[axis] == at for axis, at in here.items())
+                and (places is None or self.coordinates(r)[axes[0]] in places)
             )
-            pg = dist.new_group(
-                [self.world.ranks[r] for r in ranks], self.timeout
-            )  # every rank makes every group
+            alone = len(ranks) == 1
+            # every rank makes every group
+            pg = None if alone else dist.new_group([self.world.ranks[r] for r in ranks], self.timeout)
             if self.world.rank in ranks:
                 mine = Group("+".join(axes), ranks.index(self.world.rank), len(ranks), ranks, pg)
-        assert mine is not None
         return mine

@@ -93,6 +93,20 @@ def split_tokens_along(parameter: Tensor, axis: str) -> None:
     parameter.token_axes = (*getattr(parameter, "token_axes", ()), axis)  # type: ignore[attr-defined]
 
 
+def tie(parameter: Tensor, group: Group) -> None:
+    """Say that the ranks of `group` hold this parameter together, though ranks along its axis own different ones."""
+    parameter.tied = group  # type: ignore[attr-defined]
+
+
+def sum_tied_gradients(parameters: Iterable[Tensor]) -> None:
+    """Each tied parameter's gradient, summed over the ranks that hold it. Sends 2(n-1)/n of its bytes."""
+    for p in parameters:
+        group: Group | None = getattr(p, "tied", None)
+        if group is not None and p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            comm.all_reduce(p.grad, group)
+
+
 def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
     """The axes over which the gradient of `parameter` is summed."""
     token_axes = (*TOKEN_AXES, *getattr(parameter, "token_axes", ()))
@@ -125,13 +139,13 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of the whole model's synchronised gradient, the same scalar on every rank.
 
     A gradient replicated on k ranks adds its squares k times to a sum over the world, so each rank gives
-    1/k of them; pp ranks own different parameters and count as split.
+    1/k of them; pp ranks own different parameters and count as split, but for those that are tied.
     """
     total = torch.zeros((), dtype=torch.float64)
     for p in parameters:
         if p.grad is not None:
             total = total.to(p.device)
-            copies = 1
+            copies = p.tied.size if hasattr(p, "tied") else 1
             # a DTensor's gradient may lie otherwise than the parameter itself
             lies = placement(p.grad if hasattr(p.grad, "device_mesh") else p)
             for axis in AXES:

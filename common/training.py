@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -51,6 +52,9 @@ class TrainingOptions(LessonOptions):
 
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# run(parts, scale, begin): the sum of the losses. Calls begin(i) before each pass of micro-batch i through a part of
+# the model; what it back-propagates are losses times `scale`.
+Run = Callable[[list[tuple[Tensor, ...]], float, Callable[[int], None]], Tensor]
 
 
 @dataclass
@@ -65,6 +69,9 @@ class Version:
     wrap: Wrap = plain
     loss: Loss = cross_entropy_sum
     split: Callable[..., tuple[Tensor, ...]] = lambda *part: part  # what this rank takes of a micro-batch
+    run: Run | None = (
+        None  # forward and backward of all micro-batches, where that is more than one after the other
+    )
 
     def __post_init__(self) -> None:
         self.parameters = [p for _, p in (self.owner or self.model).named_parameters()]
@@ -138,19 +145,31 @@ def training_step(version: Version, batches: Batches, group: Group) -> Callable[
         targets = torch.stack([y.ne(-100).sum() for *_, y in parts]).sum()
         comm.all_reduce(targets, group)
         scale = (group.size if version.averages else 1) / targets.item()
-        loss = torch.zeros((), dtype=version.parameters[0].dtype, device=batches.device)
-        for i, (*inputs, targets_BS) in enumerate(parts):
+
+        def begin(i: int) -> None:
             for dropout in version.dropouts:
                 dropout.step, dropout.first_sample = t, batches.samples()[i][0]
-            with version.no_sync() if i < len(parts) - 1 else nullcontext():
-                total, _ = version.loss(version.model(*inputs), targets_BS)
-                (total * scale).backward()
-                loss += total.detach()
+
+        loss = (version.run or partial(accumulate, version))(parts, scale, begin)
         version.finish()
         comm.all_reduce(loss, group)
         return loss / targets.item()
 
     return step
+
+
+def accumulate(
+    version: Version, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]
+) -> Tensor:
+    """One micro-batch after the other: the sum of their losses; gradients leave with the last."""
+    loss = parts[0][-1].new_zeros((), dtype=version.parameters[0].dtype)
+    for i, (*inputs, targets_BS) in enumerate(parts):
+        begin(i)
+        with version.no_sync() if i < len(parts) - 1 else nullcontext():
+            total, _ = version.loss(version.model(*inputs), targets_BS)
+            (total * scale).backward()
+            loss += total.detach()
+    return loss
 
 
 def whole_step(version: Version, batches: Batches, group: Group) -> Callable[[], None]:

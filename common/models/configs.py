@@ -76,9 +76,11 @@ def llama(
 
 CONFIGS = {
     "gpt2-tiny": gpt2(layers=2, width=64, heads=4, sequence=64),
+    "gpt2-deep": gpt2(layers=16, width=32, heads=2, sequence=64),
     "gpt2-10m": gpt2(layers=6, width=384, heads=6, sequence=256),
     "gpt2": gpt2(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257),
     "llama-tiny": llama(layers=2, width=64, heads=4, kv_heads=2, mlp_width=176, sequence=64),
+    "llama-deep": llama(layers=16, width=32, heads=2, kv_heads=1, mlp_width=88, sequence=64),
     "llama-10m": llama(layers=6, width=384, heads=6, kv_heads=2, mlp_width=1024, sequence=256),
     "llama2-7b": llama(32, 4096, heads=32, kv_heads=32, mlp_width=11008, sequence=4096, vocabulary=32000),
 }

@@ -1,0 +1,121 @@
+"""Proves a schedule right before anything runs.
+
+    1   every micro-batch passes every stage forward once and backward once, in this order, on the stage's rank
+    2   every message that a computation reads is sent once and received once, no other is
+    3   both ends of a channel name its messages in the same order
+    4   no rank waits for ever
+
+What it finds beside is the memory: how many micro-batches a rank holds at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from pp_schedule import COMPUTE, Channel, Instruction, Schedule, other_end
+
+
+class ScheduleError(Exception):
+    """A schedule that would compute something wrong, or hang."""
+
+
+def check(schedule: Schedule) -> None:
+    """Raises ScheduleError with the first thing that is wrong."""
+    computations(schedule)
+    messages(schedule)
+    run_dry(schedule)
+
+
+def computations(schedule: Schedule) -> None:
+    """Rule 1, as far as one rank can see: right numbers, right ranks, forward before backward."""
+    for rank, instructions in enumerate(schedule.lists):
+        at = {i: place for place, i in enumerate(instructions)}
+        if len(at) < len(instructions):
+            twice = Counter(instructions).most_common(1)[0][0]
+            raise ScheduleError(f"rank {rank} has '{twice}' twice")
+        for stage, m in ((s, m) for s in schedule.mine(rank) for m in range(schedule.micro_batches)):
+            places = {op: at.pop(Instruction(op, stage, m), None) for op in COMPUTE}  # type: ignore[arg-type]
+            found = tuple(op for op in COMPUTE if places[op] is not None)
+            if found not in (("F", "B"), ("F", "I", "W")):
+                raise ScheduleError(
+                    f"rank {rank}, stage {stage}, micro-batch {m} has {' '.join(found) or 'nothing'}; "
+                    "F B or F I W is needed"
+                )
+            order = [places[op] for op in found]
+            if order != sorted(order):  # type: ignore[type-var]
+                raise ScheduleError(
+                    f"rank {rank}, stage {stage}, micro-batch {m}: backward stands before forward"
+                )
+        if left := next((i for i in at if i.op in COMPUTE), None):
+            raise ScheduleError(f"rank {rank} has '{left}', which is not its own")
+
+
+def messages(schedule: Schedule) -> None:
+    """Rules 2 and 3, and that a message is sent after it is made."""
+    sent: dict[Channel, list[Instruction]] = {}
+    received: dict[Channel, list[Instruction]] = {}
+    for rank, instructions in enumerate(schedule.lists):
+        done: set[Instruction] = set()
+        for i in instructions:
+            if i.op[0] == "S":
+                if not any(schedule.makes(made) == i for made in makers(i) if made in done):
+                    raise ScheduleError(f"rank {rank} sends '{i}' before it has made it")
+                sent.setdefault(schedule.channel(i), []).append(i)
+            elif i.op[0] == "R":
+                received.setdefault(schedule.channel(i), []).append(i)
+            elif (message := schedule.needs(i)) and message not in done:
+                raise ScheduleError(f"rank {rank} computes '{i}' and never received what it needs before")
+            done.add(i)
+        missing = next(
+            (s for i in instructions if i.op in COMPUTE and (s := schedule.makes(i)) and s not in done), None
+        )
+        if missing:
+            raise ScheduleError(f"rank {rank} never sends '{missing}'")
+    for channel in sent.keys() | received.keys():
+        here, there = sent.get(channel, []), [other_end(i) for i in received.get(channel, [])]
+        if here != there:
+            first = next(i for i in range(max(len(here), len(there))) if here[i : i + 1] != there[i : i + 1])
+            raise ScheduleError(
+                f"from rank {channel[0]} to {channel[1]}, message {first}: '{(*here[first:], 'nothing')[0]}' is sent, "
+                f"'{(*there[first:], 'nothing')[0]}' expected"
+            )
+
+
+def makers(send: Instruction) -> tuple[Instruction, ...]:
+    """The computations that may have made what is sent."""
+    ops = ("F",) if send.op == "SX" else ("B", "I")
+    return tuple(Instruction(op, send.stage, send.micro) for op in ops)  # type: ignore[arg-type]
+
+
+def run_dry(schedule: Schedule) -> None:
+    """Rule 4, and the rest of rule 1: every rank comes to the end of its list."""
+    at = [0] * schedule.ranks
+    done: set[Instruction] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, instructions in enumerate(schedule.lists):
+            while at[rank] < len(instructions) and done.issuperset(
+                waits_for(schedule, instructions[at[rank]])
+            ):
+                done.add(instructions[at[rank]])
+                at[rank] += 1
+                moved = True
+    stand = [f"rank {r} at '{i[at[r]]}'" for r, i in enumerate(schedule.lists) if at[r] < len(i)]
+    if stand:
+        raise ScheduleError(f"ranks wait for one another for ever: {', '.join(stand)}")
+
+
+def waits_for(schedule: Schedule, i: Instruction) -> list[Instruction]:
+    """What has to be done, here or elsewhere, before a computation can run; nothing for a receive, which only posts."""
+    if message := schedule.needs(i):
+        return [message, other_end(message)]
+    source = schedule.reads(i)
+    return [source] if source else []
+
+
+def held(schedule: Schedule, rank: int) -> int:
+    """The most chunks of micro-batches of which a rank holds activations at once: from F to the end of B or W."""
+    changes = {"F": 1, "B": -1, "W": -1}
+    return max(itertools.accumulate(changes.get(i.op, 0) for i in schedule.lists[rank]))

@@ -1,0 +1,83 @@
+"""The backward pass of a matrix product in two halves, of which one can wait.
+
+    y = x w^T        I:  dx = dy w      the stage before waits for it
+                     W:  dw = dy^T x    nobody waits for it before the optimizer's step
+
+Autograd computes both at once. Here the backward of a product returns dx and leaves dw as a function to be called
+later; what that function keeps is x and dy, everything else of the graph goes with I. Norms, biases and embeddings stay
+in I: they cost little. (Qi et al., arXiv:2401.10241, section 4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+Work = Callable[[], None]
+
+
+class Deferred:
+    """Where weight gradients wait. Outside of `collect()` they are computed at once."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Work] | None = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Work]]:
+        """Backward passes inside leave their weight gradients in the list: call each, once, in any order."""
+        self.waiting = []
+        try:
+            yield self.waiting
+        finally:
+            self.waiting = None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.linear. x [..., in], weight [out, in], bias [out]."""
+        y = cast(Tensor, _Product.apply(x, weight, self))
+        return y if bias is None else y + bias
+
+    def replace(self, module: nn.Module) -> None:
+        """Let every nn.Linear inside compute so."""
+        for linear in module.modules():
+            if type(linear) is nn.Linear:
+                linear.forward = partial(self._as_linear, linear)  # type: ignore[method-assign]
+
+    def _as_linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        return self.linear(x, module.weight, module.bias)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: Deferred) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.deferred = weight, deferred  # saved, checkpointing would give back a copy
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        (x,), (dy,), weight = ctx.saved_tensors, grads, ctx.weight
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None
+        waiting = ctx.deferred.waiting
+        if waiting is None:
+            return dx, _weight_gradient(dy, x), None
+        waiting.append(lambda: _add(weight, _weight_gradient(dy, x)))
+        return dx, None, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+@torch.no_grad()
+def _add(weight: Tensor, gradient: Tensor) -> None:
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient

@@ -1,0 +1,161 @@
+"""Runs a schedule: one method for each kind of instruction, and what lies between them.
+
+    for i in schedule.lists[rank]:     F  forward     B I W  backward     SX SG  send     RX RG  receive
+
+Between its forward and its backward a stage keeps of a micro-batch its input, and an edge into autograd's graph for its
+output; the output itself goes when it has left. Nobody waits for a send: a message that comes later shows that it was
+received (`settled`).
+
+Messages to higher ranks go through one process group and those to lower ranks through another: a library may carry out
+the messages of a group in order, and the two directions must not wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from pp_deferred import Deferred, Work
+from pp_schedule import COMPUTE, Instruction, Schedule, settled
+from pp_simulator import Event
+from pp_stages import Stage
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from common import comm
+from common.comm import Group, Pending
+from common.mesh import Mesh
+
+Part = tuple[Tensor, ...]  # tokens_BS, perhaps positions_S, targets_BS
+Key = tuple[str, int, int]  # X or G, the stage that reads it, the micro-batch
+
+
+class Executor:
+    """The runtime of one rank.
+
+    stages: this rank's, by number. loss(logits, targets): (sum, count). shape(tokens_BS): of what passes from stage to
+    stage, [B, S, D] as a rule. After a run `events` says what was computed when, in seconds of this machine's clock.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        mesh: Mesh,
+        loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        shape: Callable[[Tensor], tuple[int, ...]],
+        dtype: torch.dtype,
+        deferred: Deferred,
+    ) -> None:
+        self.schedule, self.stages, self.loss = schedule, stages, loss
+        self.shape, self.dtype, self.deferred = shape, dtype, deferred
+        self.group = mesh.group("pp")
+        self.ways = {
+            up: mesh.part("pp", range(self.group.size), "up" if up else "down") for up in (True, False)
+        }
+        self.instructions = schedule.lists[self.group.rank]
+        self.settled = settled(schedule, self.group.rank)
+        self.events: list[Event] = []
+
+    def run(self, parts: list[Part], scale: float, begin: Callable[[int], None]) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of their losses, the same on all ranks along pp.
+
+        parts: of each micro-batch. scale: what is back-propagated is the losses times this. begin(m): called before
+        each computation of micro-batch m.
+        """
+        self.parts, self.scale = parts, scale
+        self.total = torch.zeros((), dtype=self.dtype, device=parts[0][0].device)
+        self.here: dict[Key, Tensor] = {}  # made on this rank, to be read or sent
+        self.arriving: dict[Key, tuple[Tensor, Pending]] = {}
+        self.leaving: dict[Instruction, Pending] = {}
+        self.inputs: dict[tuple[int, int], Tensor] = {}
+        self.outputs: dict[tuple[int, int], GradientEdge] = {}
+        self.put_off: dict[tuple[int, int], list[Work]] = {}
+        self.events = []
+        for i in self.instructions:
+            if i.op in COMPUTE:
+                begin(i.micro)
+                self.compute(i)
+            elif i.op[0] == "S":
+                self.send(i)
+            else:
+                self.receive(i)
+        for pending in self.leaving.values():
+            pending.wait()
+        comm.all_reduce(self.total, self.group)
+        return self.total
+
+    def compute(self, i: Instruction) -> None:
+        """Run a computation and note when; the wait for what it reads is not part of it."""
+        read = self.read(i)
+        start = time.perf_counter()
+        if i.op == "F":
+            self.forward(i.stage, i.micro, read)
+        elif i.op == "W":
+            for work in self.put_off.pop((i.stage, i.micro)):
+                work()
+        elif i.op == "I":
+            with self.deferred.collect() as self.put_off[i.stage, i.micro]:
+                self.backward(i.stage, i.micro, read)
+        else:
+            self.backward(i.stage, i.micro, read)
+        if self.total.is_cuda:
+            torch.cuda.synchronize()
+        self.events.append(Event(self.group.rank, i, start, time.perf_counter()))
+
+    def forward(self, stage: int, m: int, x: Tensor | None) -> None:
+        """x: of the stage before, None in the first."""
+        tokens, *rest, targets = self.parts[m]
+        positions = rest[0] if rest else torch.arange(tokens.shape[1], device=tokens.device)
+        if x is not None:
+            self.inputs[stage, m] = x.requires_grad_()
+        y = self.stages[stage](tokens if x is None else x, positions)
+        if stage == self.schedule.stages - 1:
+            y, _ = self.loss(y, targets)
+            self.total += y.detach()
+            y = y * self.scale
+        else:
+            self.here["X", stage + 1, m] = y.detach()
+        self.outputs[stage, m] = get_gradient_edge(y)
+
+    def backward(self, stage: int, m: int, dy: Tensor | None) -> None:
+        """dy: the gradient of the stage's output, None in the last, whose output is the loss."""
+        one = torch.ones((), dtype=self.dtype, device=self.total.device)
+        torch.autograd.backward([self.outputs.pop((stage, m))], [one if dy is None else dy])
+        if stage > 0:
+            gradient = self.inputs.pop((stage, m)).grad
+            assert gradient is not None
+            self.here["G", stage - 1, m] = gradient
+
+    def read(self, i: Instruction) -> Tensor | None:
+        """What a computation reads from another stage."""
+        key = ("X" if i.op == "F" else "G", i.stage, i.micro)
+        message = self.schedule.needs(i)
+        if message is None:
+            return self.here.pop(key, None) if i.op != "W" else None
+        x, pending = self.arriving.pop(key)
+        pending.wait()
+        for send in self.settled.get(message, ()):
+            self.leaving.pop(send).wait()
+        return x
+
+    def send(self, i: Instruction) -> None:
+        """Start to send what this rank made."""
+        reader = i.stage + (1 if i.op == "SX" else -1)
+        x = self.here.pop((i.op[1], reader, i.micro))
+        group, peer = self.way(i, 1)
+        self.leaving[i] = comm.send(x, group, peer, async_op=True)
+
+    def receive(self, i: Instruction) -> None:
+        """Start to receive what another rank sends."""
+        x = torch.empty(self.shape(self.parts[i.micro][0]), dtype=self.dtype, device=self.total.device)
+        group, peer = self.way(i, 0)
+        self.arriving[i.op[1], i.stage, i.micro] = x, comm.recv(x, group, peer, async_op=True)
+
+    def way(self, i: Instruction, end: int) -> tuple[Group, int]:
+        """The process group and the other rank of a message."""
+        channel = self.schedule.channel(i)
+        group = self.ways[channel[0] < channel[1]]
+        assert group is not None
+        return group, channel[end]

@@ -1,0 +1,21 @@
+"""GPipe: all micro-batches forward, then all backward (Huang et al., arXiv:1811.06965).
+
+p = 4 ranks, M = 4 micro-batches; a digit is a forward, two letters in a row a backward (twice the time)
+
+rank 0   0 1 2 3 . . . . . . . . . a a b b c c d d      bubble    (p-1) / (M + p-1) of the time
+rank 1   . 0 1 2 3 . . . . . . a a b b c c d d . .      holds     M micro-batches, whatever the rank
+rank 2   . . 0 1 2 3 . . . . a a b b c c d d . . .
+rank 3   . . . 0 1 2 3 a a b b c c d d . . . . . .      more micro-batches: less bubble, more memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pp_schedule import Instruction
+
+
+def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """What `rank` computes."""
+    yield from (Instruction("F", rank, m) for m in range(micro_batches))
+    yield from (Instruction("B", rank, m) for m in range(micro_batches))

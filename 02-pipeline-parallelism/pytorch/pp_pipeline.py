@@ -1,0 +1,81 @@
+"""pipeline(model, mesh, schedule): cut the plain Transformer into stages and run them by a schedule.
+
+    model = Transformer(config)
+    pipe = pipeline(model, mesh, "1f1b", micro_batches=8)        # model keeps this rank's part
+    loss = pipe.run(parts, 1 / tokens, begin)                    # forward and backward of all micro-batches
+    pipe.finish()                                                # gradients of what two ranks hold, summed
+
+The loss is divided once, by the tokens of the whole batch: `scale`. A micro-batch's gradients add up to those of the
+batch whatever their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pp_deferred import Deferred
+from pp_executor import Executor
+from pp_schedule import Schedule
+from pp_stages import cut_model, evenly
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.mesh import Mesh
+from common.models.transformer import Transformer
+from common.placement import sum_tied_gradients
+
+
+class Pipeline:
+    """A model in stages. `model` is this rank's part; its parameters have the names of the whole model."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        mesh: Mesh,
+        schedule: Schedule,
+        cuts: Sequence[range] | None = None,
+        checkpointing: bool = False,
+        shape: Callable[[Tensor], tuple[int, ...]] | None = None,
+    ) -> None:
+        cuts = cuts or evenly(len(model.layers), schedule.stages)
+        self.model, self.schedule, deferred = model, schedule, Deferred()
+        self.stages = cut_model(model, schedule.owner, mesh, cuts)
+        if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
+            deferred.replace(model)
+            model.unembed = deferred.linear
+        if checkpointing:
+            for stage in self.stages.values():
+                stage.layers = nn.ModuleList(Checkpointed(layer) for layer in stage.layers)
+        width = model.config.width
+        parameter = next(iter(model.parameters()))
+        self.executor = Executor(
+            schedule,
+            self.stages,
+            mesh,
+            lambda logits, targets: model.loss(logits, targets),
+            shape or (lambda tokens_BS: (*tokens_BS.shape, width)),
+            parameter.dtype,
+            deferred,
+        )
+        self.run = self.executor.run
+
+    def finish(self) -> None:
+        """After the backward passes."""
+        sum_tied_gradients(self.model.parameters())
+
+
+class Checkpointed(nn.Module):
+    """A layer that keeps its input alone and computes again what its backward pass needs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.layer, *inputs, use_reentrant=False)
+        return y
+
+
+def pipeline(model: Transformer, mesh: Mesh, schedule: Schedule, **options: object) -> Pipeline:
+    """The five calls' form."""
+    return Pipeline(model, mesh, schedule, **options)  # type: ignore[arg-type]

@@ -1,0 +1,205 @@
+"""A pipeline's schedule is data: for every rank the list of what it does, in order. One executor runs any of them.
+
+    F s m    forward of stage s for micro-batch m          SX  send the activations that stage s made to stage s+1
+    B s m    backward, for the input and for the weights   RX  receive the activations that stage s needs
+    I s m    backward for the input alone                  SG  send the gradient that stage s made to stage s-1
+    W s m    backward for the weights, later               RG  receive the gradient that stage s needs
+
+A generator (pp_gpipe.py, pp_1f1b.py, ...) yields what one rank computes; `connect` adds the messages, the same way for
+all of them. The checker, the simulator, the picture, the executors in Python and in C++ read the result, and nothing
+else. A schedule as text is one line a rank:
+
+    F 0 0;SX 0 0;F 0 1;SX 0 1;RG 0 0;B 0 0;RG 0 1;B 0 1
+    RX 1 0;F 1 0;B 1 0;SG 1 0;RX 1 1;F 1 1;B 1 1;SG 1 1
+
+A message is started, never waited for, where its instruction stands: a computation waits for what it reads. What goes
+from one rank to another arrives in the order in which it was sent, so both must name their messages in the same order.
+
+This file imports nothing but Python: the C++ executors ask it for their lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+Op = Literal["F", "B", "I", "W", "SX", "RX", "SG", "RG"]
+COMPUTE = ("F", "B", "I", "W")
+Channel = tuple[int, int]  # from rank, to rank
+
+
+class Instruction(NamedTuple):
+    """What a rank does for one micro-batch in one stage."""
+
+    op: Op
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.stage} {self.micro}"
+
+
+Generator = Callable[[int, int, int], Iterator[Instruction]]  # rank, ranks, micro-batches
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """owner: the rank of each stage, first to last. lists: what each rank does, in order."""
+
+    name: str
+    micro_batches: int
+    owner: tuple[int, ...]
+    lists: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.lists)
+
+    @property
+    def stages(self) -> int:
+        return len(self.owner)
+
+    def mine(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, first to last."""
+        return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
+
+    def channel(self, i: Instruction) -> Channel:
+        """Which channel a message goes along."""
+        stage = i.stage
+        sender, receiver = {
+            "SX": (stage, stage + 1),
+            "RX": (stage - 1, stage),
+            "SG": (stage, stage - 1),
+            "RG": (stage + 1, stage),
+        }[i.op]
+        return self.owner[sender], self.owner[receiver]
+
+    def reads(self, i: Instruction) -> Instruction | None:
+        """The computation whose result this one reads, on whatever rank; None for what reads the batch or the loss."""
+        if i.op == "F" and i.stage > 0:
+            return Instruction("F", i.stage - 1, i.micro)
+        if i.op in ("B", "I") and i.stage < self.stages - 1:
+            return self.backward(i.stage + 1, i.micro)
+        return None
+
+    def needs(self, i: Instruction) -> Instruction | None:
+        """The message that a computation waits for; None where what it reads was made on the same rank."""
+        message: Instruction | None = None
+        if i.op == "F" and i.stage > 0:
+            message = Instruction("RX", i.stage, i.micro)
+        elif i.op in ("B", "I") and i.stage < self.stages - 1:
+            message = Instruction("RG", i.stage, i.micro)
+        return message if message and self._travels(message) else None
+
+    def makes(self, i: Instruction) -> Instruction | None:
+        """The message that follows from a computation; None where the same rank reads it."""
+        message: Instruction | None = None
+        if i.op == "F" and i.stage < self.stages - 1:
+            message = Instruction("SX", i.stage, i.micro)
+        elif i.op in ("B", "I") and i.stage > 0:
+            message = Instruction("SG", i.stage, i.micro)
+        return message if message and self._travels(message) else None
+
+    def backward(self, stage: int, micro: int) -> Instruction:
+        """The instruction that gives the gradient of a stage's input: B, or I where the two halves are apart."""
+        whole = Instruction("B", stage, micro)
+        return whole if whole in self.lists[self.owner[stage]] else Instruction("I", stage, micro)
+
+    def _travels(self, message: Instruction) -> bool:
+        sender, receiver = self.channel(message)
+        return sender != receiver
+
+    def __str__(self) -> str:
+        return "\n".join(";".join(map(str, instructions)) for instructions in self.lists)
+
+
+def connect(
+    name: str, micro_batches: int, owner: Sequence[int], computed: Sequence[Sequence[Instruction]]
+) -> Schedule:
+    """The schedule in which ranks compute these lists and every message goes as soon as it can.
+
+    A send follows the computation that made it. A receive stands before the computation that precedes the one that
+    needs it, so that the message may travel meanwhile, and after all that were sent before it on its channel.
+    """
+    plan = Schedule(name, micro_batches, tuple(owner), tuple(map(tuple, computed)))
+    sent: dict[Channel, list[Instruction]] = {}
+    for instructions in plan.lists:
+        for i in instructions:
+            if message := plan.makes(i):
+                sent.setdefault(plan.channel(message), []).append(other_end(message))
+    lists = []
+    for rank, instructions in enumerate(plan.lists):
+        arriving = {channel: iter(messages) for channel, messages in sent.items() if channel[1] == rank}
+        posted: set[Instruction] = set()
+        out: list[Instruction] = []
+        for here, ahead in zip([None, *instructions], [*instructions, None], strict=True):
+            wanted = plan.needs(ahead) if ahead else None
+            while wanted and wanted not in posted:
+                message = next(arriving[plan.channel(wanted)], wanted)
+                posted.add(message)
+                out.append(message)
+            if here:
+                out.append(here)
+                if message := plan.makes(here):
+                    out.append(message)
+        lists.append(tuple(out))
+    return Schedule(name, micro_batches, tuple(owner), tuple(lists))
+
+
+def settled(schedule: Schedule, rank: int) -> dict[Instruction, list[Instruction]]:
+    """For each receive of a rank: the sends that are over when it has come, for their receiver had used them before.
+
+    So a buffer that is being sent can be given back without a wait. The other rank sends something later on, and this
+    shows it; what nothing shows is over at the end.
+    """
+    place = [{i: at for at, i in enumerate(instructions)} for instructions in schedule.lists]
+    reader = {m: i for row in schedule.lists for i in row if i.op in COMPUTE and (m := schedule.needs(i))}
+    shows: dict[Instruction, list[Instruction]] = {}
+    for send in (i for i in schedule.lists[rank] if i.op[0] == "S"):
+        peer = schedule.channel(send)[1]
+        used = place[peer][reader[other_end(send)]]
+        for receive in schedule.lists[rank]:
+            if (
+                receive.op[0] == "R"
+                and schedule.channel(receive)[0] == peer
+                and place[peer][other_end(receive)] > used
+            ):
+                shows.setdefault(receive, []).append(send)
+                break
+    return shows
+
+
+def other_end(message: Instruction) -> Instruction:
+    """The receive of a send, and the send of a receive."""
+    kind = message.op[1]
+    step = (1 if kind == "X" else -1) * (1 if message.op[0] == "S" else -1)
+    op = ("R" if message.op[0] == "S" else "S") + kind
+    assert op in get_args(Op)
+    return Instruction(op, message.stage + step, message.micro)  # type: ignore[arg-type]
+
+
+def in_a_line(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Owners of ranks * chunks stages: 0 1 2 3 0 1 2 3."""
+    return tuple(range(ranks)) * chunks
+
+
+def in_a_v(ranks: int) -> tuple[int, ...]:
+    """Owners of two stages a rank: 0 1 2 3 3 2 1 0. The rank with the first stage has the last, too."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def read(text: str) -> tuple[tuple[Instruction, ...], ...]:
+    """The lists of a schedule that was written as text. Raises ValueError for what is none."""
+    lists = []
+    for line in text.strip().splitlines():
+        row = []
+        for item in line.split(";"):
+            op, *numbers = item.split()
+            if op not in get_args(Op) or len(numbers) != 2:
+                raise ValueError(
+                    f"{item!r} is no instruction; one is F 0 3: {', '.join(get_args(Op))}, stage, micro-batch"
+                )
+            row.append(Instruction(op, int(numbers[0]), int(numbers[1])))  # type: ignore[arg-type]
+        lists.append(tuple(row))
+    return tuple(lists)

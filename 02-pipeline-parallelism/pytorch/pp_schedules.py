@@ -1,0 +1,83 @@
+"""All schedules by name: how stages lie on ranks, who generates the lists, the bubble by formula.
+
+    python pp_schedules.py --schedule 1f1b --ranks 4 --micro-batches 8        prints the lists, one line a rank
+
+p ranks, M micro-batches, v chunks a rank; bubbles where forward, I and W take the same time and messages none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+import tyro
+from pp_1f1b import one_f_one_b
+from pp_checker import check
+from pp_gpipe import gpipe
+from pp_interleaved import interleaved
+from pp_schedule import Generator, Schedule, connect, in_a_line, in_a_v
+from pp_zero_bubble import zb_h1, zb_v
+
+
+@dataclass(frozen=True)
+class Kind:
+    """owner(p, v); generator; bubble(p, M, v) of at least `enough`(p) micro-batches; chunks a rank, 0 for any."""
+
+    owner: Callable[[int, int], Sequence[int]]
+    generator: Generator
+    bubble: Callable[[int, int, int], Fraction]
+    enough: Callable[[int], int] = lambda p: 1
+    chunks: int = 1
+
+
+def in_order(p: int, M: int, v: int) -> Fraction:
+    """Of the time M + p-1 micro-batches take, p-1 are waiting (Huang et al., arXiv:1811.06965)."""
+    return Fraction(p - 1, v * M + p - 1)
+
+
+KINDS = {
+    "gpipe": Kind(in_a_line, gpipe, in_order),
+    "1f1b": Kind(in_a_line, one_f_one_b, in_order),
+    "interleaved": Kind(in_a_line, interleaved, in_order, enough=lambda p: p, chunks=0),
+    "zb-h1": Kind(in_a_line, zb_h1, lambda p, M, v: Fraction(p - 1, 3 * M + p - 1), enough=lambda p: p),
+    "zb-v": Kind(
+        lambda p, v: in_a_v(p), zb_v, lambda p, M, v: Fraction(p - 1, 6 * M + p - 1), lambda p: 2 * p - 1, 2
+    ),
+}
+
+
+def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """A schedule that is proved right. chunks: of each rank, where the kind leaves it open."""
+    kind = KINDS[name]
+    generator = kind.generator if kind.chunks else partial(interleaved, chunks=chunks)
+    computed = [tuple(generator(rank, ranks, micro_batches)) for rank in range(ranks)]
+    schedule = connect(name, micro_batches, kind.owner(ranks, kind.chunks or chunks), computed)
+    check(schedule)
+    return schedule
+
+
+def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Fraction | None:
+    """By formula, where F = I = W and messages take no time; None where there are too few micro-batches for it."""
+    kind = KINDS[name]
+    return (
+        kind.bubble(ranks, micro_batches, kind.chunks or chunks)
+        if micro_batches >= kind.enough(ranks)
+        else None
+    )
+
+
+@dataclass
+class PrintOptions:
+    """Which schedule to print."""
+
+    schedule: str = "1f1b"
+    ranks: int = 4
+    micro_batches: int = 8
+    chunks: int = 2
+
+
+if __name__ == "__main__":
+    o = tyro.cli(PrintOptions)
+    print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))

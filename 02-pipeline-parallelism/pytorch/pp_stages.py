@@ -1,0 +1,99 @@
+"""A Transformer cut into stages: consecutive layers, the embeddings before the first, the head after the last.
+
+    rank 0 | embed  layers.0  layers.1 |  x_BSD  ->  rank 1 | layers.2  layers.3  norm  head |  loss
+
+A rank keeps the parts of the model that its stages use, under their names in the whole model, and drops the rest. A
+tied head is the embedding, used twice: where the first and the last stage lie on two ranks, both hold it, both compute
+a part of its gradient, and the parts are summed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from common.comm import sizes_of
+from common.mesh import Mesh
+from common.models.transformer import Transformer
+from common.placement import tie
+from common.runtime import UsageError
+
+
+class Stage(nn.Module):
+    """Part of a Transformer: tokens_BS or x_BSD goes in, x_BSD or logits_BSV comes out."""
+
+    def __init__(self, model: Transformer, layers: range, stages: int, number: int) -> None:
+        super().__init__()
+        self.number, self.first, self.last = number, number == 0, number == stages - 1
+        self.layers = nn.ModuleList(model.layers[i] for i in layers)
+        self._model = [model]  # in a list, so that it is no submodule
+
+    def forward(self, x: Tensor, positions_S: Tensor) -> Tensor:
+        """One micro-batch through these layers."""
+        (model,) = self._model
+        if self.first:
+            x = model.embed(x, positions_S)
+        for layer in self.layers:
+            x = layer(x, positions_S)
+        return model.head(x) if self.last else x
+
+
+def cut_model(
+    model: Transformer, owner: Sequence[int], mesh: Mesh, cuts: Sequence[range]
+) -> dict[int, Stage]:
+    """This rank's stages, by number. `model` keeps what they use and nothing else, under the same names.
+
+    owner: the pp rank of each stage. cuts: the layers of each stage.
+    """
+    mine = [s for s, rank in enumerate(owner) if rank == mesh.at["pp"]]
+    stages = {s: Stage(model, cuts[s], len(owner), s) for s in mine}
+    model.layers = nn.ModuleDict({str(i): model.layers[i] for s in mine for i in cuts[s]})  # type: ignore[assignment]
+    first, last = 0 in stages, len(owner) - 1 in stages
+    if not first:
+        model.embed_positions = None
+    if not last:
+        del model.norm
+        model.lm_head = None
+    if model.config.tied:
+        holders = mesh.part("pp", (owner[0], owner[-1]), "tied")
+        if holders and holders.size > 1:
+            tie(model.embed_tokens.weight, holders)
+    if not first and not (last and model.config.tied):
+        del model.embed_tokens
+    return stages
+
+
+def evenly(layers: int, stages: int) -> list[range]:
+    """Layers of each stage, in numbers that differ by one at the most. Raises UsageError where a stage gets none."""
+    if layers < stages:
+        raise UsageError(
+            f"{layers} layers cannot be cut into {stages} stages; at most {layers} stages would do"
+        )
+    ends = list(itertools.accumulate(sizes_of(layers, stages), initial=0))
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def by_cost(layers: Sequence[float], stages: int, before: float = 0, after: float = 0) -> list[range]:
+    """Layers of each stage such that the slowest stage is as fast as may be; every stage gets one.
+
+    layers: what each costs. before, after: what the first stage and the last have to do beside: embeddings and head.
+    """
+    L = len(layers)
+    evenly(L, stages)
+    total = list(itertools.accumulate(layers, initial=0.0))
+
+    def cost(stage: int, a: int, b: int) -> float:
+        return total[b] - total[a] + (before if stage == 0 else 0) + (after if stage == stages - 1 else 0)
+
+    # best[b]: (slowest stage, ends) of the first stages with b layers
+    best: dict[int, tuple[float, tuple[int, ...]]] = {b: (cost(0, 0, b), (0, b)) for b in range(1, L + 1)}
+    for stage in range(1, stages):
+        best = {
+            b: min(
+                (max(slowest, cost(stage, a, b)), (*ends, b)) for a, (slowest, ends) in best.items() if a < b
+            )
+            for b in range(stage + 1, L + 1)
+        }
+    return [range(a, b) for a, b in itertools.pairwise(best[L][1])]

@@ -1,0 +1,51 @@
+"""Zero bubble: the backward pass in two, so that half of it can fill the waits (Qi et al., arXiv:2401.10241).
+
+y = x w      I:  dx = dy w^T   the stage before waits for it       W:  dw = x^T dy   nobody waits before the step
+
+zb-h1    1F1B in which rank r puts W off by r micro-batches: all ranks hold p of them, as 1F1B's first does.
+         bubble  (p-1)(F + I - W) of time, a third of 1F1B's (p-1)(F + I + W) where the three take the same
+zb-v     two chunks a rank, in a V: rank 0 has the first stage and the last, so that backward begins where forward
+         ends. holds 2p half-size chunks, as 1F1B's first rank; no bubble where F = I = W and M >= 2p - 1
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import cast
+
+from pp_schedule import Instruction, Op
+
+
+def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """What `rank` computes."""
+    ahead = min(ranks - 1 - rank, micro_batches)
+    late = ahead + min(rank, micro_batches)
+    for m in range(micro_batches + late):
+        if m < micro_batches:
+            yield Instruction("F", rank, m)
+        if ahead <= m < micro_batches + ahead:
+            yield Instruction("I", rank, m - ahead)
+        if m >= late:
+            yield Instruction("W", rank, m - late)
+
+
+def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """What `rank` computes: 0 is its stage on the way down the V, 1 the one on the way up."""
+    stages, after = (rank, 2 * ranks - 1 - rank), ranks - rank
+    enough = max(micro_batches, 2 * ranks - 1)  # where there are fewer, the others leave gaps
+    phases = [
+        (2 * after - 1, "F0"),
+        (rank, "F1 F0"),
+        (after, "F1 I1 W1"),
+        (enough - ranks, "F0 I0 W0 F1 I1 W1"),
+        (rank, "I0 I1"),
+        (after, "I0 W0"),
+        (rank, "W1 W0"),
+    ]
+    count = Counter[str]()
+    for times, work in phases:
+        for what in work.split() * times:
+            if count[what] < micro_batches:
+                yield Instruction(cast(Op, what[0]), stages[int(what[1])], count[what])
+            count[what] += 1
