@@ -10,8 +10,14 @@ holds    p - r micro-batches on rank r, however large M is: the difference from 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pp_schedule import Instruction
+
+if TYPE_CHECKING:
+    from pp_training import PipelineOptions
+
+    from common.runtime import Runtime
 
 
 def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
@@ -22,3 +28,18 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Instructi
             yield Instruction("F", rank, m)
         if m >= ahead:
             yield Instruction("B", rank, m - ahead)
+
+
+def main(rt: Runtime, o: PipelineOptions) -> bool:
+    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    from pp_training import lesson  # with it comes torch, which the schedule does not need
+
+    return lesson(rt, o, "1f1b", "gpipe")
+
+
+if __name__ == "__main__":
+    from pp_training import PipelineOptions
+
+    from common.lesson import run
+
+    run(main, PipelineOptions)

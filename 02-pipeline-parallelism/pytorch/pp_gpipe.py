@@ -11,11 +11,32 @@ rank 3   . . . 0 1 2 3 a a b b c c d d . . . . . .      more micro-batches: less
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pp_schedule import Instruction
+
+if TYPE_CHECKING:
+    from pp_training import PipelineOptions
+
+    from common.runtime import Runtime
 
 
 def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
     """What `rank` computes."""
     yield from (Instruction("F", rank, m) for m in range(micro_batches))
     yield from (Instruction("B", rank, m) for m in range(micro_batches))
+
+
+def main(rt: Runtime, o: PipelineOptions) -> bool:
+    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    from pp_training import lesson  # with it comes torch, which the schedule does not need
+
+    return lesson(rt, o, "gpipe")
+
+
+if __name__ == "__main__":
+    from pp_training import PipelineOptions
+
+    from common.lesson import run
+
+    run(main, PipelineOptions)

@@ -13,8 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pp_schedule import Instruction
+
+if TYPE_CHECKING:
+    from pp_training import PipelineOptions
+
+    from common.runtime import Runtime
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> Iterator[Instruction]:
@@ -36,3 +42,18 @@ def cut(numbers: range, parts: int) -> list[range]:
     """Consecutive parts, the longer ones first."""
     ends = [-(-i * len(numbers) // parts) for i in range(parts + 1)]
     return [numbers[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def main(rt: Runtime, o: PipelineOptions) -> bool:
+    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    from pp_training import lesson  # with it comes torch, which the schedule does not need
+
+    return lesson(rt, o, "interleaved", "1f1b")
+
+
+if __name__ == "__main__":
+    from pp_training import PipelineOptions
+
+    from common.lesson import run
+
+    run(main, PipelineOptions)

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from pp_schedule import Instruction, Op
+
+if TYPE_CHECKING:
+    from pp_training import PipelineOptions
+
+    from common.runtime import Runtime
 
 
 def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
@@ -49,3 +54,18 @@ def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
             if count[what] < micro_batches:
                 yield Instruction(cast(Op, what[0]), stages[int(what[1])], count[what])
             count[what] += 1
+
+
+def main(rt: Runtime, o: PipelineOptions) -> bool:
+    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    from pp_training import lesson  # with it comes torch, which the schedule does not need
+
+    return lesson(rt, o, "zb-h1", "zb-v", "1f1b")
+
+
+if __name__ == "__main__":
+    from pp_training import PipelineOptions
+
+    from common.lesson import run
+
+    run(main, PipelineOptions)

@@ -71,16 +71,16 @@ def style() -> Iterator[None]:
 
 @contextmanager
 def figure(
-    *paths: Path, columns: int = 1, width: float = 6.4, height: float = 3.4
+    *paths: Path, columns: int = 1, rows: int = 1, width: float = 6.4, height: float = 3.4
 ) -> Iterator[tuple[Axes, ...]]:
-    """Axes side by side, saved at the end to each path (.png, .svg, .pdf). Sizes in inches.
+    """Axes, row by row, saved at the end to each path (.png, .svg, .pdf). Sizes in inches.
 
     Raises UsageError when a path cannot be written.
     """
     with style():
         drawn = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(drawn)
-        yield tuple(drawn.subplots(1, columns, squeeze=False)[0])
+        yield tuple(drawn.subplots(rows, columns, squeeze=False).flat)
         for path in paths:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

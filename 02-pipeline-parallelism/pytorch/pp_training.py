@@ -1,0 +1,189 @@
+"""What the lessons of chapter 02 share: options, the model under a schedule, its bytes and its bubble."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from pp_checker import held
+from pp_pipeline import Pipeline
+from pp_schedule import Instruction, Schedule
+from pp_schedules import KINDS, bubble, make_schedule
+from pp_simulator import Event, Timeline, simulate
+from pp_stages import evenly
+from rich.table import Table
+from torch import nn
+
+from common import comm, comparison
+from common.comm import Group
+from common.comparison import benchmark, one_rank, prove, report
+from common.lesson import DTYPES, console
+from common.mesh import Mesh
+from common.models.transformer import Transformer
+from common.runtime import Runtime, UsageError
+from common.training import Batches, TrainingOptions, Version, make_model, training_step
+from common.utils.visualizer import Interval, figure, timeline
+
+
+@dataclass
+class PipelineOptions(TrainingOptions):
+    """Model, batch and schedule of the lessons of chapter 02."""
+
+    model: str = "gpt2-deep"
+    """A name of common/models/configs.py."""
+    batch: int = 11
+    """Samples of the batch; all pass every stage."""
+    micro_batches: int = 8
+    """Parts into which the batch is cut; they differ by one sample at the most."""
+    chunks: int = 2
+    """Stages of each rank in the interleaved schedule."""
+    checkpointing: bool = False
+    """Keep the input of each layer alone, and compute the layer again for its backward pass."""
+
+
+def make_pipeline(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Pipeline:
+    """The model in stages on all ranks of the world."""
+    mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
+    schedule = make_schedule(name, rt.world_size, o.micro_batches, o.chunks)
+    return Pipeline(model, mesh, schedule, checkpointing=o.checkpointing)
+
+
+def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
+    """The training step's view of it."""
+    pipe = make_pipeline(name, model, rt, o)
+    return Version(model, run=pipe.run, finish=pipe.finish)
+
+
+def make_batches(o: PipelineOptions, group: Group, device: torch.device) -> Batches:
+    """Every sample on every rank: the first stage reads the tokens, the last one the targets."""
+    return Batches(o, Group("one", 0, 1, (0,)), device)
+
+
+def check(rt: Runtime, known: tuple[str, ...], o: PipelineOptions) -> None:
+    """Refuse what cannot run, before any rank waits for another."""
+    comparison.check(rt, known, o)
+    if o.chunks < 1:
+        raise UsageError(f"--chunks {o.chunks}: a rank needs at least 1 stage")
+    if not 1 <= o.micro_batches <= o.batch:
+        raise UsageError(
+            f"--batch {o.batch} cannot be cut into {o.micro_batches} micro-batches; give between 1 and {o.batch}"
+        )
+    layers = o.model_config().layers
+    for name in o.versions:
+        evenly(layers, rt.world_size * (KINDS[name].chunks or o.chunks))
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
+    """Bytes this rank sends in a step: B S D for each side on which a stage has a neighbour elsewhere.
+
+    Beside that the loss (one number, all-reduced), and the gradient of a tied head on the two ranks that have it.
+    """
+    assert isinstance(model, Transformer)
+    c, size, kind = model.config, DTYPES[o.dtype].itemsize, KINDS[name]
+    owner = kind.owner(group.size, kind.chunks or o.chunks)
+    borders = [(a, b) for a, b in itertools.pairwise(owner) if a != b]
+    sides = sum(group.rank in border for border in borders)
+    sent = Fraction(sides * o.batch * o.sequence * c.width * size)
+    if c.tied and owner[0] != owner[-1] and group.rank in (owner[0], owner[-1]):
+        sent += c.vocabulary * c.width * size
+    return sent + Fraction(2 * (group.size - 1) * size, group.size)
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
+    """Bytes this rank sends in `o.steps` steps, each with the 8 bytes of its gradient norm, all-reduced."""
+    return o.steps * (step_bytes(name, model, group, o) + Fraction(2 * (group.size - 1) * 8, group.size))
+
+
+def lesson(rt: Runtime, o: PipelineOptions, *names: str) -> bool:
+    """Proof, bytes and times of some schedules; then what they wait, by formula, simulated and measured."""
+    o = replace(o, versions=o.versions or names)
+    check(rt, names, o)
+    right = True
+    if o.benchmark:
+        report(rt, o, benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp"))
+    else:
+        plot, o = o.plot, replace(o, plot=None)
+        right = prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="pp")
+        o = replace(o, plot=plot)
+    waits(rt, o)
+    return right
+
+
+def waits(rt: Runtime, o: PipelineOptions) -> None:
+    """The bubble of each schedule, four times, and what ranks hold; with --plot the last one's timelines."""
+    table = Table(
+        title=f"{rt.world_size} ranks, {o.micro_batches} micro-batches: share of the time that is bubble"
+    )
+    table.title_justify = "left"
+    for column in (
+        "schedule",
+        "formula",
+        "simulated",
+        "with measured times",
+        "measured",
+        "chunks held by rank",
+    ):
+        table.add_column(column, justify="right" if column != "schedule" else "left")
+    for name in o.versions:
+        schedule, measured = measure(name, rt, o)
+        equal, expected = simulate(schedule), simulate(schedule, durations(measured).__getitem__)
+        formula = bubble(name, rt.world_size, o.micro_batches, o.chunks)
+        table.add_row(
+            name,
+            f"{float(formula):.1%}" if formula is not None else "-",
+            *(f"{float(line.bubble):.1%}" for line in (equal, expected, measured)),
+            " ".join(str(held(schedule, rank)) for rank in range(schedule.ranks)),
+        )
+    console(rt).print(table)
+    if o.plot and rt.rank == 0:
+        draw(o, name, expected, measured)
+
+
+def measure(name: str, rt: Runtime, o: PipelineOptions, rounds: int = 3) -> tuple[Schedule, Timeline]:
+    """The timeline of a training step, of `rounds` the shortest, after one to warm up. All ranks on one host."""
+    pipe = make_pipeline(name, model := make_model(o, rt.device), rt, o)
+    batches = make_batches(o, rt.world, rt.device)
+    step = training_step(Version(model, run=pipe.run, finish=pipe.finish), batches, one_rank(rt))
+    lines = []
+    for t in range(rounds + 1):
+        comm.barrier(rt.world)
+        step(t)
+        everyones = comm.everyones(pipe.executor.events, rt.world)
+        lines.append(Timeline(rt.world_size, tuple(event for events in everyones for event in events)))
+    return pipe.schedule, min(lines[1:], key=lambda line: line.length)
+
+
+def durations(measured: Timeline) -> Mapping[Instruction, float]:
+    """What each computation took, the median over the micro-batches."""
+    took: dict[tuple[str, int], list[float]] = {}
+    for e in measured.events:
+        took.setdefault((e.instruction.op, e.instruction.stage), []).append(float(e.end - e.start))
+    medians = {key: statistics.median(values) for key, values in took.items()}
+    return {e.instruction: medians[e.instruction.op, e.instruction.stage] for e in measured.events}
+
+
+def draw(o: PipelineOptions, name: str, simulated: Timeline, measured: Timeline) -> None:
+    """The two timelines, one above the other."""
+    assert o.plot is not None
+    with figure(o.plot, rows=2, width=9.0, height=2.2 + 0.6 * measured.ranks) as axes:
+        for ax, what, line in zip(axes, ("simulated", "measured"), (simulated, measured), strict=True):
+            title = f"{name}, {what}: {float(line.bubble):.1%} bubble"
+            timeline(ax, rows(line), unit="ms", scale=1e3, kinds=("F", "B", "I", "W"), title=title)
+
+
+def rows(line: Timeline) -> dict[str, list[Interval]]:
+    """What the visualizer draws: micro-batches as labels."""
+    begin = min(e.start for e in line.events)
+    return {
+        f"rank {rank}": [interval(e, begin) for e in line.events if e.rank == rank]
+        for rank in range(line.ranks)
+    }
+
+
+def interval(e: Event, begin: float | Fraction) -> Interval:
+    """One computation."""
+    return Interval(float(e.start - begin), float(e.end - begin), e.instruction.op, str(e.instruction.micro))
