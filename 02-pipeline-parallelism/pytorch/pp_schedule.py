@@ -9,8 +9,8 @@ A generator (pp_gpipe.py, pp_1f1b.py, ...) yields what one rank computes; `conne
 all of them. The checker, the simulator, the picture, the executors in Python and in C++ read the result, and nothing
 else. A schedule as text is one line a rank:
 
-    F 0 0;SX 0 0;F 0 1;SX 0 1;RG 0 0;B 0 0;RG 0 1;B 0 1
-    RX 1 0;F 1 0;B 1 0;SG 1 0;RX 1 1;F 1 1;B 1 1;SG 1 1
+    F 0 0;SX 0 0;RG 0 0;F 0 1;SX 0 1;RG 0 1;B 0 0;B 0 1
+    RX 1 0;F 1 0;RX 1 1;B 1 0;SG 1 0;F 1 1;B 1 1;SG 1 1
 
 A message is started, never waited for, where its instruction stands: a computation waits for what it reads. What goes
 from one rank to another arrives in the order in which it was sent, so both must name their messages in the same order.

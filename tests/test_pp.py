@@ -1,0 +1,184 @@
+"""Pipelines in PyTorch: every schedule equal to one device at every world size, in the order that it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pp_checker import held
+from pp_deferred import Deferred
+from pp_pipeline import Pipeline
+from pp_schedule import COMPUTE
+from pp_schedules import KINDS, make_schedule
+from pp_stages import by_cost
+from pp_training import PipelineOptions, check, lesson, make_batches, make_version, run_bytes
+from torch import nn
+
+from common.comm import Group
+from common.equality import KINDS as DIFFERENCES
+from common.equality import OPTIMIZERS, Followed, compare, follow
+from common.ledger import Ledger
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, gpt2, llama
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
+
+CONFIGS["pp-gpt2"] = replace(gpt2(layers=8, width=16, heads=2, sequence=16), dropout=0.2)
+CONFIGS["pp-llama"] = llama(layers=9, width=16, heads=2, kv_heads=1, mlp_width=24, sequence=16)
+CONFIGS["pp-deep"] = gpt2(layers=16, width=16, heads=2, sequence=16)
+CONFIGS["pp-short"] = gpt2(layers=3, width=16, heads=2, sequence=16)
+
+Case = tuple[str, str, dict[str, Any]]
+ALL: list[Case] = [
+    ("gpipe", "pp-gpt2", {"micro_batches": 3}),
+    ("1f1b", "pp-gpt2", {"micro_batches": 7}),
+    ("1f1b", "pp-llama", {"micro_batches": 1}),
+    ("interleaved", "pp-gpt2", {"micro_batches": 5}),
+    ("interleaved", "pp-llama", {"micro_batches": 4, "chunks": 1}),
+    ("zb-h1", "pp-gpt2", {"micro_batches": 5, "checkpointing": True}),
+    ("zb-h1", "pp-llama", {"micro_batches": 2}),
+    ("zb-v", "pp-gpt2", {"micro_batches": 4}),
+    ("zb-v", "pp-llama", {"micro_batches": 7, "checkpointing": True}),
+]
+
+
+def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]:
+    """The largest differences of SGD and AdamW in each case; bytes counted are the formula's."""
+    results = []
+    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    references: dict[tuple[str, str], Followed] = {}
+    for name, model_name, more in cases:
+        o = PipelineOptions(model=model_name, batch=7, sequence=6, steps=2, **more)
+        for optimizer in OPTIMIZERS:
+            if (model_name, optimizer) not in references:
+                model = make_model(o, rt.device)
+                batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+                step = training_step(Version(model), batches, alone)
+                references[model_name, optimizer] = follow(model, optimizer, o.steps, step)
+            model = make_model(o, rt.device)
+            with Ledger() as ledger:
+                version = make_version(name, model, rt, o)
+                step = training_step(version, make_batches(o, rt.world, rt.device), alone)
+                followed = follow(model, optimizer, o.steps, step, mesh)
+            found = compare(references[model_name, optimizer], followed)
+            assert ledger.bytes() == run_bytes(name, make_model(o, rt.device), rt.world, o), (
+                name,
+                model_name,
+            )
+            results.append({kind: found[kind].value for kind in DIFFERENCES})
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equal_to_one_device(world: int) -> None:
+    # all on 2 ranks; with more ranks than cores, what depends on their number
+    many: list[Case] = [("1f1b", "pp-deep", {"micro_batches": 4}), ("zb-v", "pp-deep", {"micro_batches": 7})]
+    cases = {1: ALL[::3], 2: ALL, 3: ALL[1::2], 4: ALL[1::3] + ALL[-1:], 8: many}[world]
+    for of_rank in spawn(against_one_device, world, cases):
+        for case, found in zip([c for c in cases for _ in OPTIMIZERS], of_rank, strict=True):
+            assert max(found.values()) < 1e-12, (case, found)
+
+
+def observe(rt: Runtime, names: list[str]) -> list[bool]:
+    """What each schedule did on this rank, against its list; what was kept at most, against the checker."""
+    seen = []
+    for name in names:
+        o = PipelineOptions(model="pp-gpt2", batch=7, sequence=6, micro_batches=5)
+        model = make_model(o, rt.device)
+        mesh = Mesh(rt.world, pp=rt.world_size)
+        pipe = Pipeline(model, mesh, make_schedule(name, rt.world_size, o.micro_batches))
+        executor, most = pipe.executor, 0
+        compute = executor.compute
+
+        def watched(i: Any, compute: Any = compute, executor: Any = executor) -> None:
+            nonlocal most
+            compute(i)
+            waiting = {k for k in executor.put_off if k not in executor.outputs}
+            most = max(most, len(executor.outputs) + len(waiting) + (i.op in ("B", "W")))
+
+        executor.compute = watched  # type: ignore[method-assign]
+        alone = Group("one", 0, 1, (rt.rank,))
+        training_step(Version(model, run=pipe.run), make_batches(o, rt.world, rt.device), alone)(0)
+        order = [e.instruction for e in executor.events]
+        seen.append(order == [i for i in pipe.schedule.lists[rt.rank] if i.op in COMPUTE])
+        seen.append(most == held(pipe.schedule, rt.rank))
+        left = (executor.here, executor.arriving, executor.inputs, executor.outputs, executor.put_off)
+        seen.append(not any(left))
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_instructions_run_in_the_order_of_the_list_and_hold_what_it_says(world: int) -> None:
+    for seen in spawn(observe, world, list(KINDS) if world == 2 else ["interleaved", "zb-v"]):
+        assert all(seen), seen
+
+
+def test_deferred_weight_gradients_are_the_same() -> None:
+    torch.manual_seed(0)
+    plain, split = (nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 2)).double() for _ in range(2))
+    split.load_state_dict(plain.state_dict())
+    x, dy = torch.randn(2, 4, 3).double(), torch.randn(2, 4, 2).double()
+    deferred = Deferred()
+    deferred.replace(split)
+    for _ in range(2):
+        plain(x).backward(dy)
+        with deferred.collect() as waiting:
+            split(x).backward(dy)
+        assert len(waiting) == 2
+        for work in reversed(waiting):
+            work()
+    split(x).backward(dy)  # outside of collect, at once
+    plain(x).backward(dy)
+    for a, b in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-14, atol=1e-14)
+
+
+def cut_by_cost(rt: Runtime) -> list[float]:
+    """Stages of 1, 2 and 5 layers."""
+    o = PipelineOptions(model="pp-gpt2", batch=3, sequence=6, micro_batches=3)
+    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    model = make_model(o, rt.device)
+    reference = follow(model, "sgd", 1, training_step(Version(model), Batches(o, alone, rt.device), alone))
+    model = make_model(o, rt.device)
+    cuts = by_cost([8, 4, 4, *[1] * 5], 3)
+    pipe = Pipeline(model, mesh, make_schedule("1f1b", 3, 3), cuts)
+    version = Version(model, run=pipe.run, finish=pipe.finish)
+    followed = follow(model, "sgd", 1, training_step(version, Batches(o, alone, rt.device), alone), mesh)
+    return [len(cuts[rt.rank]), *(d.value for d in compare(reference, followed).values())]
+
+
+def test_stages_of_different_lengths() -> None:
+    found = spawn(cut_by_cost, 3)
+    assert [int(length) for length, *_ in found] == [1, 2, 5]
+    assert all(max(values) < 1e-12 for _, *values in found)
+
+
+def refused(rt: Runtime, o: PipelineOptions) -> None:
+    check(rt, tuple(KINDS), o)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"micro_batches": 12}, "--batch 11 cannot be cut into 12 micro-batches; give between 1 and 11"),
+        ({"micro_batches": 0}, "--batch 11 cannot be cut into 0 micro-batches"),
+        ({"model": "pp-short"}, "3 layers cannot be cut into 4 stages; at most 3 stages would do"),
+        ({"chunks": 0}, "--chunks 0: a rank needs at least 1 stage"),
+        ({"versions": ("2f2b",)}, "--versions '2f2b' is unknown; choose from gpipe, 1f1b"),
+    ],
+)
+def test_bad_input_is_one_line(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(RankError, match=says) as error:
+        spawn(refused, 2, PipelineOptions(**{"versions": ("interleaved",), **given}))
+    assert error.value.code == 2
+
+
+def lessons(rt: Runtime, o: PipelineOptions) -> bool:
+    return lesson(rt, o, "1f1b", "zb-v")
+
+
+def test_the_lesson_proves() -> None:
+    assert all(spawn(lessons, 2, PipelineOptions(model="pp-gpt2", sequence=6, steps=1)))

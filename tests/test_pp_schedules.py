@@ -1,0 +1,192 @@
+"""Schedules without a model: proved right, simulated against their formulas, and what the checker catches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pp_checker import ScheduleError, check, held
+from pp_schedule import COMPUTE, Instruction, Schedule, connect, in_a_line, read, settled
+from pp_schedules import KINDS, bubble, make_schedule
+from pp_simulator import Times, simulate
+from pp_stages import by_cost, evenly
+
+from common.runtime import UsageError
+
+NAMES = tuple(KINDS)
+sizes = {"ranks": st.integers(1, 8), "micro_batches": st.integers(1, 16), "chunks": st.integers(1, 4)}
+
+
+def drawn(**strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """hypothesis' given: enough examples, and as long as a busy machine takes."""
+    return lambda test: settings(deadline=None, max_examples=60)(given(**strategies)(test))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@drawn(**sizes)
+def test_every_schedule_is_right(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
+    """make_schedule checks; times and messages that differ do not stop it, and its text is itself."""
+    schedule = make_schedule(name, ranks, micro_batches, chunks)
+    assert read(str(schedule)) == schedule.lists
+    line = simulate(schedule, lambda i: 1 + (7 * i.stage + 3 * i.micro) % 5, message=2)
+    assert len(line.events) == sum(i.op in COMPUTE for row in schedule.lists for i in row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@drawn(**sizes)
+def test_the_bubble_is_the_formulas(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
+    """Exactly, for equal times and enough micro-batches; those in order do not even need I = W."""
+    formula = bubble(name, ranks, micro_batches, chunks)
+    schedule = make_schedule(name, ranks, micro_batches, chunks)
+    if formula is not None:
+        assert simulate(schedule).bubble == formula
+        if not name.startswith("zb"):
+            assert simulate(schedule, Times(Fraction(2), Fraction(3), Fraction(7))).bubble == formula
+
+
+@drawn(ranks=st.integers(2, 8), more=st.integers(0, 8))
+def test_zb_h1_waits_a_third_and_holds_no_more(ranks: int, more: int) -> None:
+    ours, plain = (make_schedule(name, ranks, ranks + more) for name in ("zb-h1", "1f1b"))
+    waits, plain_waits = (simulate(s).length - 3 * (ranks + more) for s in (ours, plain))
+    assert 3 * waits == plain_waits == 3 * (ranks - 1)
+    assert max(held(ours, r) for r in range(ranks)) == max(held(plain, r) for r in range(ranks)) == ranks
+    F, I, W = Fraction(5), Fraction(4), Fraction(3)  # noqa: E741
+    assert simulate(ours, Times(F, I, W)).length == (ranks + more) * (F + I + W) + (ranks - 1) * (F + I - W)
+
+
+@drawn(ranks=st.integers(1, 8), more=st.integers(0, 8))
+def test_what_ranks_hold(ranks: int, more: int) -> None:
+    """1F1B: p - r micro-batches; GPipe: all; ZB-V: 2p chunks of half the size, on every rank."""
+    M = 2 * ranks + more
+    everyone = range(ranks)
+    for name, each in (("gpipe", M), ("zb-h1", ranks), ("zb-v", 2 * ranks)):
+        assert [held(make_schedule(name, ranks, M), r) for r in everyone] == [each] * ranks
+    assert [held(make_schedule("1f1b", ranks, M), r) for r in everyone] == [ranks - r for r in everyone]
+    ahead = 2 * (ranks - 1) + ranks + 1
+    assert held(make_schedule("interleaved", ranks, ranks * (2 + more), 2), 0) == ahead
+
+
+@pytest.mark.parametrize("name", NAMES)
+@drawn(ranks=st.integers(2, 6), micro_batches=st.integers(1, 12))
+def test_what_shows_that_a_send_is_over(name: str, ranks: int, micro_batches: int) -> None:
+    """With every time and delay drawn anew, what `settled` says is over has been read when the receive comes."""
+    schedule = make_schedule(name, ranks, micro_batches)
+    line = simulate(schedule, lambda i: 1 + (13 * i.stage + 5 * i.micro) % 7, message=1)
+    begins = {e.instruction: e.start for e in line.events}
+    readers = {schedule.needs(i): i for row in schedule.lists for i in row if i.op in COMPUTE}
+    for rank in range(ranks):
+        for receive, sends in settled(schedule, rank).items():
+            for send in sends:
+                kind, step = ("RX", 1) if send.op == "SX" else ("RG", -1)
+                read_there = readers[Instruction(kind, send.stage + step, send.micro)]  # type: ignore[arg-type]
+                assert begins[read_there] < begins[readers[receive]]
+
+
+def changed(schedule: Schedule, rank: int, edit: dict[int, Instruction | None]) -> Schedule:
+    """The schedule with some of a rank's instructions replaced or, by None, taken away."""
+    row = [edit.get(at, i) for at, i in enumerate(schedule.lists[rank])]
+    lists = list(schedule.lists)
+    lists[rank] = tuple(i for i in row if i)
+    return Schedule("changed", schedule.micro_batches, schedule.owner, tuple(lists))
+
+
+def place(schedule: Schedule, rank: int, text: str) -> int:
+    return [str(i) for i in schedule.lists[rank]].index(text)
+
+
+@pytest.mark.parametrize(
+    ("rank", "take", "put", "says"),
+    [
+        (0, "B 0 1", None, "rank 0, stage 0, micro-batch 1 has F; F B or F I W is needed"),
+        (1, "F 1 0", None, "rank 1, stage 1, micro-batch 0 has B; F B or F I W is needed"),
+        (1, "B 1 1", "B 1 0", "rank 1 has 'B 1 0' twice"),
+        (0, "B 0 1", "B 1 1", "rank 0, stage 0, micro-batch 1 has F"),
+        (0, "SX 0 1", None, "rank 0 never sends 'SX 0 1'"),
+        (1, "RX 1 1", None, "rank 1 computes 'F 1 1' and never received what it needs before"),
+        (0, "F 0 0", "W 0 0", "rank 0, stage 0, micro-batch 0 has B W"),
+    ],
+)
+def test_the_checker_names_what_is_wrong(rank: int, take: str, put: str | None, says: str) -> None:
+    right = make_schedule("1f1b", 2, 3)
+    instead = read(put)[0][0] if put else None
+    with pytest.raises(ScheduleError, match=says):
+        check(changed(right, rank, {place(right, rank, take): instead}))
+
+
+def test_messages_that_cross_are_caught() -> None:
+    """Receives in another order than sends: gloo would mix them up, NCCL would hand over the wrong micro-batch."""
+    right = make_schedule("gpipe", 2, 3)
+    first, second = (place(right, 1, f"RX 1 {m}") for m in (0, 1))
+    row = right.lists[1]
+    with pytest.raises(
+        ScheduleError, match=r"from rank 0 to 1, message 0: 'SX 0 0' is sent, 'SX 0 1' expected"
+    ):
+        check(changed(right, 1, {first: row[second], second: row[first]}))
+
+
+def test_a_deadlock_is_caught() -> None:
+    """Rank 0 wants the gradient of micro-batch 0 before it computes what rank 1 needs to come to it."""
+    F, B = (lambda s, m: Instruction("F", s, m)), (lambda s, m: Instruction("B", s, m))
+    lists = [[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]
+    with pytest.raises(
+        ScheduleError, match="ranks wait for one another for ever: rank 0 at 'B 0 0', rank 1 at 'F 1 1'"
+    ):
+        check(connect("stuck", 2, in_a_line(2), lists))
+
+
+def test_text_that_is_no_schedule() -> None:
+    with pytest.raises(ValueError, match="'F 0' is no instruction"):
+        read("F 0 0;F 0")
+
+
+def test_the_generators_need_no_torch() -> None:
+    """The C++ executors ask for their lists; that must not take seconds."""
+    folder = Path(sys.modules["pp_schedules"].__file__ or "").parent
+    code = "import pp_schedules as s, sys; assert 'torch' not in sys.modules; print(s.make_schedule('1f1b', 2, 1))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "RG 0 0;F 0 0;SX 0 0;B 0 0\nRX 1 0;F 1 0;B 1 0;SG 1 0\n"
+
+
+@drawn(
+    costs=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    stages=st.integers(1, 5),
+    before=st.integers(0, 9),
+    after=st.integers(0, 9),
+)
+def test_cuts(costs: list[int], stages: int, before: int, after: int) -> None:
+    """All layers in order, none empty; no other cut has a faster slowest stage."""
+    if len(costs) < stages:
+        with pytest.raises(UsageError, match=f"at most {len(costs)} stages would do"):
+            by_cost(costs, stages)
+        return
+
+    def slowest(cuts: list[range]) -> float:
+        work = [sum(costs[i] for i in cut) for cut in cuts]
+        work[0] += before
+        work[-1] += after
+        return max(work)
+
+    found = by_cost(costs, stages, before, after)
+    assert [i for cut in found for i in cut] == list(range(len(costs)))
+    assert all(found)
+    best = min(slowest([range(a, b) for a, b in cut]) for cut in every_cut(0, len(costs), stages))
+    assert slowest(found) == best <= slowest(evenly(len(costs), stages))
+
+
+def every_cut(begin: int, end: int, parts: int) -> list[list[tuple[int, int]]]:
+    if parts == 1:
+        return [[(begin, end)]]
+    return [
+        [(begin, at), *rest]
+        for at in range(begin + 1, end - parts + 2)
+        for rest in every_cut(at, end, parts - 1)
+    ]
