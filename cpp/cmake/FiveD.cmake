@@ -2,9 +2,8 @@
 # Python environment. Nothing has to be installed beside that environment but a C++ compiler.
 #
 #   fived_mpi_chapter(dp_mpi)              dp_mpi.cpp + main.cpp -> bin/dp_mpi; + bindings.cpp -> python/dp_mpi*.so
+#   fived_torch_chapter(dp_libtorch)       the same on the LibTorch inside torch's wheel, and more sources for both
 #   fived_add_test(name RANKS 1 2 SOURCES a.cpp)     a C++ test, run under mpirun at each number of ranks
-#   fived_add_torch_module(name a.cpp)     a Python module on the LibTorch inside torch's wheel
-#   fived_add_torch_binary(name objects)   a program on it, without Python
 #
 # -DPython_EXECUTABLE=python      the environment (default: the active one, else the repository's .venv)
 # -DFIVED_MPI=system              mpicxx on the PATH instead of the environment's
@@ -166,11 +165,12 @@ function(fived_add_module name pybind11)
     LIBRARY_OUTPUT_DIRECTORY "${FIVED_MODULE_FOLDER}" CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON DEFINE_SYMBOL "")
 endfunction()
 
+# A second lesson of a folder has a prefix: fived_mpi_chapter(dp_matmul_mpi matmul_) takes matmul_main.cpp.
 function(fived_mpi_chapter name)
-  add_executable(${name} ${name}.cpp main.cpp)
+  add_executable(${name} ${name}.cpp ${ARGN}main.cpp)
   target_link_libraries(${name} PRIVATE fived)
   if(FIVED_PYTHON)
-    fived_add_module(${name}_module "${FIVED_PYBIND11}/include" ${name}.cpp bindings.cpp)
+    fived_add_module(${name}_module "${FIVED_PYBIND11}/include" ${name}.cpp ${ARGN}bindings.cpp)
     set_target_properties(${name}_module PROPERTIES OUTPUT_NAME ${name})
   endif()
 endfunction()

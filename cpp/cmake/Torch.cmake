@@ -67,6 +67,21 @@ function(fived_add_torch_binary name)
   target_link_libraries(${name} PRIVATE fived_torch fived)
 endfunction()
 
+# A chapter's libtorch/ folder: name.cpp and `ARGN` without Python, main.cpp -> bin/, bindings.cpp -> python/.
+function(fived_torch_chapter name)
+  if(NOT TARGET fived_c10d_core)
+    add_subdirectory("${FIVED_ROOT}/cpp/c10d" "${CMAKE_BINARY_DIR}/c10d")
+  endif()
+  fived_add_torch_objects(${name}_core ${name}.cpp ${ARGN})
+  fived_add_torch_module(${name}_module $<TARGET_OBJECTS:${name}_core> bindings.cpp)
+  if(FIVED_PYTHON)
+    set_target_properties(${name}_module PROPERTIES OUTPUT_NAME ${name})
+  endif()
+  fived_add_torch_objects(${name}_main main.cpp)
+  target_include_directories(${name}_main PRIVATE "${FIVED_ROOT}/cpp/c10d")
+  fived_add_torch_binary(${name} ${name}_main ${name}_core fived_c10d_core)
+endfunction()
+
 # A Python module on LibTorch. pybind11 is the one in torch's include folder: a module that takes a
 # c10d::ProcessGroup must be compiled with the pybind11 that torch was.
 function(fived_add_torch_module name)
