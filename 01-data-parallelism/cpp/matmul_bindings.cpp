@@ -20,11 +20,6 @@ Array<T> empty(std::size_t rows, std::size_t columns) {
     return Array<T>({rows, columns});
 }
 
-template <class T>
-MatrixView<T> view(Array<T>& array) {
-    return {array.mutable_data(), std::size_t(array.shape(0)), std::size_t(array.shape(1))};
-}
-
 /// The whole of a length of which every rank has a piece, or which every rank has whole.
 std::size_t whole(const Communicator& comm, std::size_t n, bool is_cut) {
     const auto total = comm.all_reduce(std::uint64_t(n), is_cut ? MPI_SUM : MPI_MAX);
@@ -49,7 +44,7 @@ Array<T> multiply(const Array<T>& a, const Array<T>& b, const py::object& comm, 
         product.emplace(ranks, how, shape<T>(ranks, how, left, right), panels);
     }
     Array<T> c = empty<T>(product->rows_of_c().length, product->columns_of_c().length);
-    const MatrixView<T> result = view(c);
+    const MatrixView<T> result = writable_matrix(c);
     const py::gil_scoped_release waiting;
     product->multiply(left, right, result);
     return c;
@@ -62,7 +57,7 @@ std::pair<Array<T>, Array<T>> gradients(const Array<T>& a, const Array<T>& b, co
     const MatrixView<const T> left = matrix(a), right = matrix(b), dresult = matrix(dc);
     const Communicator ranks = communicator(comm);
     auto da = empty<T>(left.rows, left.columns), db = empty<T>(right.rows, right.columns);
-    const MatrixView<T> dleft = view(da), dright = view(db);
+    const MatrixView<T> dleft = writable_matrix(da), dright = writable_matrix(db);
     const py::gil_scoped_release waiting;
     SplitProduct<T> product(ranks, how, shape<T>(ranks, how, left, right));
     product.gradients(left, right, dresult, dleft, dright);

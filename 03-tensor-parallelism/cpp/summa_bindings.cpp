@@ -16,11 +16,6 @@ Carrier carrier_of(const std::string& name) {
     throw std::invalid_argument("carrier is " + name + "; it is mpi or host");
 }
 
-template <class T>
-MatrixView<T> view(Array<T>& array) {
-    return {array.mutable_data(), std::size_t(array.shape(0)), std::size_t(array.shape(1))};
-}
-
 /// The product whose blocks have these sizes; the whole sizes are those of all blocks together. Collective.
 template <class T>
 Summa<T> product(const Communicator& ranks, const GridArgument& given, MatrixView<const T> a,
@@ -44,7 +39,7 @@ Array<T> multiply(const Array<T>& a, const Array<T>& b, const py::object& comm, 
     const MatrixView<const T> left = matrix(a), right = matrix(b);
     const Communicator ranks = communicator(comm);
     Array<T> c({left.rows, right.columns});
-    const MatrixView<T> result = view(c);
+    const MatrixView<T> result = writable_matrix(c);
     const py::gil_scoped_release waiting;
     product<T>(ranks, grid, left, right, panels, how, overlap).multiply(left, right, result);
     return c;
@@ -58,7 +53,7 @@ std::pair<Array<T>, Array<T>> gradients(const Array<T>& a, const Array<T>& b, co
     const MatrixView<const T> left = matrix(a), right = matrix(b), dresult = matrix(dc);
     const Communicator ranks = communicator(comm);
     Array<T> da({left.rows, left.columns}), db({right.rows, right.columns});
-    const MatrixView<T> dleft = view(da), dright = view(db);
+    const MatrixView<T> dleft = writable_matrix(da), dright = writable_matrix(db);
     const py::gil_scoped_release waiting;
     product<T>(ranks, grid, left, right, panels, how, false).gradients(left, right, dresult, dleft, dright);
     return {da, db};

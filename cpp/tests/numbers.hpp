@@ -1,9 +1,13 @@
 // What the tests of shared memory and of several hosts send: numbers that say whose they are, and their sum.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
+
+#include "fived/mpi.hpp"
 
 using Numbers = std::vector<std::int32_t>;
 
@@ -11,6 +15,16 @@ inline Numbers numbers(std::size_t n, int rank, int to = 0) {
     Numbers values(n);
     for (std::size_t i = 0; i < n; ++i) values[i] = int((i * 7 + rank * 13 + to * 5) % 97);
     return values;
+}
+
+/// The sum over ranks of numbers(n, rank, to).
+inline Numbers total(const fived::Communicator& world, std::size_t n, int to = 0) {
+    Numbers result(n);
+    for (int r = 0; r < world.size(); ++r) {
+        const Numbers term = numbers(n, r, to);
+        std::ranges::transform(result, term, result.begin(), std::plus());
+    }
+    return result;
 }
 
 inline std::byte* bytes(Numbers& x) {

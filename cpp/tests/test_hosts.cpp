@@ -34,16 +34,6 @@ void run(Hosts& hosts, const Stages& stages) {
     }
 }
 
-/// The sum over ranks of numbers(n, rank, to).
-Numbers total(const Communicator& world, std::size_t n, int to = 0) {
-    Numbers result(n);
-    for (int r = 0; r < world.size(); ++r) {
-        const Numbers term = numbers(n, r, to);
-        std::ranges::transform(result, term, result.begin(), std::plus());
-    }
-    return result;
-}
-
 void test_sizes(const Communicator& world, Hosts& hosts, std::size_t n) {
     const int P = world.size(), me = world.rank(), root = int(n % P);
     const Call call{.operation = 1, .type = 2, .elements = n};

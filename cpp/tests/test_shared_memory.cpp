@@ -21,16 +21,6 @@ std::string run(HostMemory& memory, Rounds rounds) {
     return differs;
 }
 
-/// The sum over ranks of numbers(n, rank, to).
-Numbers total(const Communicator& world, std::size_t n, int to = 0) {
-    Numbers result(n);
-    for (int r = 0; r < world.size(); ++r) {
-        const Numbers term = numbers(n, r, to);
-        std::ranges::transform(result, term, result.begin(), std::plus());
-    }
-    return result;
-}
-
 void test_sizes(const Communicator& world, HostMemory& memory, std::size_t n) {
     const int P = world.size(), me = world.rank(), root = int(n % P);
     const Call call{.operation = 1, .type = 2, .elements = n};

@@ -37,6 +37,13 @@ MatrixView<const T> matrix(const Array<T>& array) {
     return {array.data(), std::size_t(array.shape(0)), std::size_t(array.shape(1))};
 }
 
+/// The same, to write results into.
+template <class T>
+MatrixView<T> writable_matrix(Array<T>& array) {
+    const MatrixView<const T> shape = matrix(array);
+    return {array.mutable_data(), shape.rows, shape.columns};
+}
+
 /// A duplicate of an mpi4py communicator. Collective. Raises RuntimeError when mpi4py runs on another MPI
 /// library than this module was built with.
 inline Communicator communicator(const py::object& comm) {
