@@ -1,20 +1,16 @@
 // Python module dp_libtorch: DataParallel and Zero1 on any module's parameters and a torch.distributed process group.
-#include <torch/extension.h>
-
 #include <memory>
 #include <optional>
 
 #include "dp_libtorch.hpp"
+#include "fived/torch_python.hpp"
 #include "zero1.hpp"
 
 namespace {
 
 namespace py = pybind11;
-using fived::DataParallel, fived::Zero1;
+using fived::DataParallel, fived::Zero1, fived::Waiting;
 using namespace py::literals;
-
-// Whatever waits for other ranks, or may, lets other Python threads run.
-using Waiting = py::call_guard<py::gil_scoped_release>;
 
 /// `with dp.no_sync():`
 struct NoSync {
@@ -25,23 +21,15 @@ struct NoSync {
 /// What both have.
 template <class T>
 py::class_<T> add(py::module_& module, const char* name, const char* doc) {
-    return py::class_<T>(module, name, doc)
-        .def(py::init<const fived::Tensors&, const fived::Group&, std::size_t>(), "tensors"_a,
+    py::class_<T> type(module, name, doc);
+    fived::add_messages(type);
+    type.def(py::init<const fived::Tensors&, const fived::Group&, std::size_t>(), "tensors"_a,
              "process_group"_a, "bucket_bytes"_a = std::size_t{8} << 20, Waiting())
         .def(
             "no_sync", [](T& self) { return std::make_unique<NoSync>(self.synchronising(), std::nullopt); },
             py::keep_alive<0, 1>(), "Context in which backward passes only accumulate.")
-        .def_property_readonly("buckets", &T::buckets, "Number of buckets.")
-        .def(
-            "take_messages",
-            [](T& self) {
-                std::vector<std::tuple<std::string, std::int64_t, double>> list;
-                for (const fived::Message& m : self.take_messages())
-                    list.emplace_back(m.op, m.n_bytes, m.seconds);
-                return list;
-            },
-            "[(operation, bytes this rank sent times the number of ranks, seconds blocked)] since the last "
-            "call.");
+        .def_property_readonly("buckets", &T::buckets, "Number of buckets.");
+    return type;
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 namespace fived {
 
 DataParallel::DataParallel(const Tensors& tensors, const Group& group, std::size_t bucket_bytes)
-    : messages_(group), bucket_bytes_(bucket_bytes) {
-    const Tensors trained = start_equal(tensors, messages_);
+    : ranks_(group), bucket_bytes_(bucket_bytes) {
+    const Tensors trained = start_equal(tensors, ranks_);
     for (const at::Tensor& t : trained) parameters_.emplace_back().tensor = t;
     make_buckets(last_to_first(trained.size()));
     hooks_.emplace(trained, [this](std::size_t i) { ready(i); });
@@ -49,24 +49,16 @@ void DataParallel::ready(std::size_t index) {
     while (launched_ + 1 < buckets_.size() && buckets_[launched_].missing == 0) launch();
 }
 
-/// Makes p.grad a view into the bucket, so that from now on autograd accumulates there.
 void DataParallel::fill(std::size_t index) {
-    const at::NoGradGuard no_grad;
     Parameter& p = parameters_[index];
-    at::Tensor& gradient = p.tensor.mutable_grad();
-    if (!gradient.defined()) {
-        p.view.zero_();  // unused here; another rank may have used it
-    } else if (gradient.data_ptr() != p.view.data_ptr()) {
-        p.view.copy_(gradient);
-        gradient = p.view;
-    }
+    move_gradient(p.tensor, p.view);
     p.filled = true;
     --buckets_[p.bucket].missing;
 }
 
 void DataParallel::launch() {
     Bucket& bucket = buckets_[launched_++];
-    bucket.pending = messages_.all_reduce(bucket.flat);
+    bucket.pending = ranks_.all_reduce(bucket.flat);
 }
 
 void DataParallel::finish() {
@@ -80,7 +72,7 @@ void DataParallel::finish() {
     for (const Parameter& p : parameters_) used.push_back(p.tensor.grad().defined());
     used_.copy_(at::tensor(used));
     while (launched_ < buckets_.size()) launch();
-    for (Bucket& bucket : buckets_) messages_.wait(bucket.pending);
+    for (Bucket& bucket : buckets_) ranks_.wait(bucket.pending);
     const at::Tensor ranks = used_.to(at::kCPU, at::kDouble);
     for (std::size_t i = 0; i < parameters_.size(); ++i)
         parameters_[i].tensor.mutable_grad() =
@@ -92,8 +84,8 @@ void DataParallel::finish() {
 void DataParallel::settle_order() {
     if (!order_known_) {
         at::Tensor agreed = at::tensor(order_, parameters_[0].tensor.options().dtype(at::kLong));
-        Messages::Pending pending = messages_.broadcast(agreed);
-        messages_.wait(pending);
+        Ranks::Pending pending = ranks_.broadcast(agreed);
+        ranks_.wait(pending);
         agreed = agreed.cpu();
         const std::int64_t* first = agreed.const_data_ptr<std::int64_t>();
         make_buckets({first, first + agreed.numel()});

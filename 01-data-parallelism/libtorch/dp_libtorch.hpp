@@ -48,7 +48,7 @@ class DataParallel {
 
     std::size_t buckets() const { return buckets_.size(); }
     /// What was sent since the last call.
-    std::vector<Message> take_messages() { return messages_.take(); }
+    std::vector<Message> take_messages() { return ranks_.take_messages(); }
 
   private:
     struct Parameter {
@@ -59,7 +59,7 @@ class DataParallel {
     struct Bucket {
         at::Tensor flat;
         std::size_t members, missing;
-        Messages::Pending pending;
+        Ranks::Pending pending;
     };
 
     void make_buckets(const std::vector<std::int64_t>& order);
@@ -68,7 +68,7 @@ class DataParallel {
     void launch();
     void settle_order();
 
-    Messages messages_;
+    Ranks ranks_;
     std::size_t bucket_bytes_, launched_ = 0;
     std::vector<Parameter> parameters_;
     std::vector<Bucket> buckets_;

@@ -7,51 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "fived/record.hpp"
-
 namespace fived {
-
-template <class Start>
-Messages::Pending Messages::start(const char* op, std::int64_t times, const at::Tensor& whole, Start call) {
-    Pending pending;
-    if (!group_) return pending;
-    pending.message = {op, times * (size() - 1) * std::int64_t(whole.nbytes()), 0};
-    const Timer timer;  // some backends block already here
-    pending.work = call();
-    pending.message.seconds = timer.seconds();
-    return pending;
-}
-
-Messages::Pending Messages::all_reduce(at::Tensor x) {
-    return start("all_reduce", 2, x, [&] {
-        Tensors list{x};
-        return group_->allreduce(list);
-    });
-}
-
-Messages::Pending Messages::broadcast(at::Tensor x) {
-    return start("broadcast", 1, x, [&] {
-        Tensors list{x};
-        return group_->broadcast(list);
-    });
-}
-
-Messages::Pending Messages::reduce_scatter(at::Tensor mine, at::Tensor x) {
-    return start("reduce_scatter", 1, x, [&] { return group_->reduce_scatter_single(mine, x); });
-}
-
-Messages::Pending Messages::all_gather(at::Tensor x, at::Tensor mine) {
-    return start("all_gather", 1, x, [&] { return group_->all_gather_single(x, mine); });
-}
-
-void Messages::wait(Pending& pending) {
-    if (!pending.work) return;
-    const Timer timer;
-    pending.work->wait();
-    pending.message.seconds += timer.seconds();
-    sent_.push_back(pending.message);
-    pending.work.reset();
-}
 
 GradientHooks::GradientHooks(const Tensors& tensors, const std::function<void(std::size_t)>& ready) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -69,7 +25,7 @@ GradientHooks::~GradientHooks() {
     for (Hook& hook : hooks_) hook.node->del_post_hook(hook.key);
 }
 
-Tensors start_equal(const Tensors& tensors, Messages& messages) {
+Tensors start_equal(const Tensors& tensors, Ranks& ranks) {
     Tensors unique, trained;
     for (const at::Tensor& t : tensors) {
         if (!t.is_leaf())
@@ -82,8 +38,8 @@ Tensors start_equal(const Tensors& tensors, Messages& messages) {
     for (const at::Tensor& t : unique) {
         if (t.requires_grad()) trained.push_back(t);
         at::Tensor values = t.detach().contiguous();
-        Messages::Pending pending = messages.broadcast(values);
-        messages.wait(pending);
+        Ranks::Pending pending = ranks.broadcast(values);
+        ranks.wait(pending);
         if (!values.is_alias_of(t)) t.copy_(values);
     }
     if (trained.empty())
@@ -109,6 +65,17 @@ std::vector<std::vector<std::int64_t>> cut_into_buckets(const Tensors& tensors,
         size += t.nbytes();
     }
     return buckets;
+}
+
+void move_gradient(const at::Tensor& tensor, const at::Tensor& place) {
+    const at::NoGradGuard no_grad;
+    at::Tensor& gradient = tensor.mutable_grad();
+    if (!gradient.defined()) {
+        place.zero_();  // unused here; another rank may have used it
+    } else if (gradient.data_ptr() != place.data_ptr()) {
+        place.copy_(gradient);
+        gradient = place;
+    }
 }
 
 at::Tensor part(const at::Tensor& flat, std::int64_t start, at::IntArrayRef sizes) {

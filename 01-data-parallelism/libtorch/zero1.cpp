@@ -6,8 +6,8 @@
 
 namespace fived {
 
-Zero1::Zero1(const Tensors& tensors, const Group& group, std::size_t bucket_bytes) : messages_(group) {
-    const Tensors trained = start_equal(tensors, messages_);
+Zero1::Zero1(const Tensors& tensors, const Group& group, std::size_t bucket_bytes) : ranks_(group) {
+    const Tensors trained = start_equal(tensors, ranks_);
     for (const at::Tensor& t : trained) parameters_.emplace_back().tensor = t;
     for (const auto& members : cut_into_buckets(trained, last_to_first(trained.size()), bucket_bytes))
         make_unit(members);
@@ -22,7 +22,7 @@ void Zero1::make_unit(const std::vector<std::int64_t>& members) {
         parameters_[index].start = length;
         length += parameters_[index].tensor.numel();
     }
-    const std::int64_t n = messages_.size(), share = (length + n - 1) / n;  // the last run is padded
+    const std::int64_t n = ranks_.size(), share = (length + n - 1) / n;  // the last run is padded
     const at::Tensor weights = at::zeros({n * share}, parameters_[members[0]].tensor.options());
     const at::Tensor gradients = at::zeros_like(weights);
     for (const std::int64_t index : members) {
@@ -32,7 +32,7 @@ void Zero1::make_unit(const std::vector<std::int64_t>& members) {
         p.place = view(gradients);
         p.tensor.set_data(view(weights));
         p.unit = units_.size();
-        const std::int64_t mine = messages_.rank() * share;
+        const std::int64_t mine = ranks_.rank() * share;
         const std::int64_t begin = std::clamp(p.start, mine, mine + share);
         const std::int64_t end = std::clamp(p.start + p.tensor.numel(), mine, mine + share);
         p.piece = part(weights, begin, {end - begin});
@@ -42,8 +42,8 @@ void Zero1::make_unit(const std::vector<std::int64_t>& members) {
 }
 
 at::Tensor Zero1::run(const at::Tensor& whole) const {
-    const std::int64_t share = whole.numel() / messages_.size();
-    return whole.narrow(0, messages_.rank() * share, share);
+    const std::int64_t share = whole.numel() / ranks_.size();
+    return whole.narrow(0, ranks_.rank() * share, share);
 }
 
 /// The hook: p.grad holds the gradient of this backward pass, earlier ones included.
@@ -52,7 +52,7 @@ void Zero1::ready(std::size_t index) {
     if (parameters_[index].filled)
         throw std::runtime_error(
             "backward ran twice before finish(): put all micro-batches but the last in no_sync()");
-    fill(index);
+    move_gradient(parameters_[index].tensor, parameters_[index].place);
     if (!synchronising_) return;
     parameters_[index].filled = true;
     --units_[parameters_[index].unit].missing;
@@ -60,40 +60,28 @@ void Zero1::ready(std::size_t index) {
     while (launched_ < units_.size() && units_[launched_].missing == 0) launch();
 }
 
-/// Makes p.grad a view into the unit, so that from now on autograd accumulates there.
-void Zero1::fill(std::size_t index) {
-    const at::NoGradGuard no_grad;
-    Parameter& p = parameters_[index];
-    at::Tensor& gradient = p.tensor.mutable_grad();
-    if (!gradient.defined()) {
-        p.place.zero_();  // unused here; another rank may have used it
-    } else if (gradient.data_ptr() != p.place.data_ptr()) {
-        p.place.copy_(gradient);
-        gradient = p.place;
-    }
-}
-
 void Zero1::launch() {
     Unit& unit = units_[launched_++];
-    unit.pending = messages_.reduce_scatter(run(unit.gradients), unit.gradients);
+    unit.pending = ranks_.reduce_scatter(run(unit.gradients), unit.gradients);
 }
 
 void Zero1::finish() {
     const at::NoGradGuard no_grad;
     std::vector<double> flags;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-        if (!parameters_[i].filled) fill(i);  // unused in this backward: earlier micro-batches may count
-        flags.push_back(parameters_[i].tensor.grad().defined());
+        Parameter& p = parameters_[i];
+        if (!p.filled) move_gradient(p.tensor, p.place);  // unused in this backward; earlier ones may count
+        flags.push_back(p.tensor.grad().defined());
     }
     while (launched_ < units_.size()) launch();
     // A parameter that one rank used has a gradient on all; one that none used has none, which is not the same as zeros.
     at::Tensor used = at::tensor(flags, parameters_[0].tensor.options());
-    Messages::Pending pending = messages_.all_reduce(used);
+    Ranks::Pending pending = ranks_.all_reduce(used);
     for (Unit& unit : units_) {
-        messages_.wait(unit.pending);
+        ranks_.wait(unit.pending);
         unit.missing = unit.members;
     }
-    messages_.wait(pending);
+    ranks_.wait(pending);
     used = used.to(at::kCPU, at::kDouble);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
         Parameter& p = parameters_[i];
@@ -105,16 +93,16 @@ void Zero1::finish() {
 }
 
 void Zero1::gather() {
-    for (Unit& unit : units_) unit.pending = messages_.all_gather(unit.weights, run(unit.weights));
-    for (Unit& unit : units_) messages_.wait(unit.pending);
+    for (Unit& unit : units_) unit.pending = ranks_.all_gather(unit.weights, run(unit.weights));
+    for (Unit& unit : units_) ranks_.wait(unit.pending);
 }
 
 double Zero1::gradient_norm() {
     at::Tensor squares = at::zeros({1}, parameters_[0].tensor.options().dtype(at::kDouble));
     for (const Parameter& p : parameters_)
         if (p.piece.grad().defined()) squares += p.piece.grad().to(at::kDouble).square().sum();
-    Messages::Pending pending = messages_.all_reduce(squares);
-    messages_.wait(pending);
+    Ranks::Pending pending = ranks_.all_reduce(squares);
+    ranks_.wait(pending);
     return std::sqrt(squares.item<double>());
 }
 
@@ -127,10 +115,10 @@ Tensors Zero1::pieces() const {
 std::vector<std::vector<std::int64_t>> Zero1::sizes() const {
     std::vector<std::vector<std::int64_t>> all;
     for (const Parameter& p : parameters_) {
-        const std::int64_t share = units_[p.unit].weights.numel() / messages_.size();
+        const std::int64_t share = units_[p.unit].weights.numel() / ranks_.size();
         auto& sizes = all.emplace_back();
         const auto before = [&](int r) { return std::clamp(r * share, p.start, p.start + p.tensor.numel()); };
-        for (int r = 0; r < messages_.size(); ++r) sizes.push_back(before(r + 1) - before(r));
+        for (int r = 0; r < ranks_.size(); ++r) sizes.push_back(before(r + 1) - before(r));
     }
     return all;
 }

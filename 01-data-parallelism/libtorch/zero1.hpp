@@ -54,7 +54,7 @@ class Zero1 {
     std::vector<std::vector<std::int64_t>> sizes() const;
     std::size_t buckets() const { return units_.size(); }
     /// What was sent since the last call.
-    std::vector<Message> take_messages() { return messages_.take(); }
+    std::vector<Message> take_messages() { return ranks_.take_messages(); }
 
   private:
     struct Parameter {
@@ -67,16 +67,15 @@ class Zero1 {
     struct Unit {
         at::Tensor weights, gradients;  // flat, as long as n runs
         std::size_t members, missing;
-        Messages::Pending pending;
+        Ranks::Pending pending;
     };
 
     void make_unit(const std::vector<std::int64_t>& members);
     at::Tensor run(const at::Tensor& whole) const;
     void ready(std::size_t index);
-    void fill(std::size_t index);
     void launch();
 
-    Messages messages_;
+    Ranks ranks_;
     std::vector<Parameter> parameters_;
     std::vector<Unit> units_;
     std::size_t launched_ = 0;

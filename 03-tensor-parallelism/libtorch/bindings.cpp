@@ -1,36 +1,19 @@
 // Python module tp_libtorch: torch tensors, and a torch.distributed process group wrapped once as Ranks.
-#include <torch/extension.h>
-
 #include <optional>
-#include <tuple>
 
+#include "fived/torch_python.hpp"
 #include "tp_libtorch.hpp"
 
 PYBIND11_MODULE(tp_libtorch, module) {
     namespace py = pybind11;
     using namespace py::literals;
-    using fived::Ranks, fived::RanksPtr, fived::Parameters;
-    using Waiting =
-        py::call_guard<py::gil_scoped_release>;  // whatever waits for others lets Python's threads run
+    using fived::RanksPtr, fived::Parameters, fived::Waiting;
 
     module.doc() =
         "Megatron's tensor parallelism in C++ on LibTorch's autograd and c10d. On all ranks the same calls, "
         "with "
         "the same x; they raise ValueError for what does not fit.";
-    py::class_<Ranks, RanksPtr>(module, "Ranks", py::module_local(), "The ranks along tp. None: one rank.")
-        .def(py::init<const fived::Group&>(), "process_group"_a)
-        .def_property_readonly("rank", &Ranks::rank)
-        .def_property_readonly("size", &Ranks::size)
-        .def(
-            "take_messages",
-            [](Ranks& self) {
-                std::vector<std::tuple<std::string, std::int64_t, double>> list;
-                for (const fived::Message& m : self.take_messages())
-                    list.emplace_back(m.op, m.n_bytes, m.seconds);
-                return list;
-            },
-            "[(operation, bytes this rank sent times the number of ranks, seconds blocked)] since the last "
-            "call.");
+    fived::add_ranks(module, "tp");
     module.def("split_dimension", &fived::split_dimension, "name"_a,
                "The dimension along which the parameter of that name is cut; -1: it is whole on all ranks.");
     module.def(

@@ -1,10 +1,8 @@
 // Python module sp_libtorch: torch tensors, and a torch.distributed process group wrapped once as Ranks.
-#include <torch/extension.h>
-
 #include <stdexcept>
 #include <string>
-#include <tuple>
 
+#include "fived/torch_python.hpp"
 #include "sp_libtorch.hpp"
 
 namespace {
@@ -28,23 +26,10 @@ fived::Kernel kernel_of(const std::string& name) {
 PYBIND11_MODULE(sp_libtorch, module) {
     namespace py = pybind11;
     using namespace py::literals;
-    using fived::Ranks, fived::RanksPtr;
+    using fived::RanksPtr;
 
     module.doc() = "Ring attention in C++ on LibTorch's autograd and c10d.";
-    py::class_<Ranks, RanksPtr>(module, "Ranks", py::module_local(), "The ranks along sp. None: one rank.")
-        .def(py::init<const fived::Group&>(), "process_group"_a)
-        .def_property_readonly("rank", &Ranks::rank)
-        .def_property_readonly("size", &Ranks::size)
-        .def(
-            "take_messages",
-            [](Ranks& self) {
-                std::vector<std::tuple<std::string, std::int64_t, double>> list;
-                for (const fived::Message& m : self.take_messages())
-                    list.emplace_back(m.op, m.n_bytes, m.seconds);
-                return list;
-            },
-            "[(operation, bytes this rank sent times the number of ranks, seconds blocked)] since the last "
-            "call.");
+    fived::add_ranks(module, "sp");
     module.def(
         "places",
         [](std::int64_t sequence, const RanksPtr& ranks, const std::string& order) {
@@ -60,7 +45,7 @@ PYBIND11_MODULE(sp_libtorch, module) {
             return fived::ring_attention(q, k, v, causal, ranks, order_of(order), kernel_of(kernel));
         },
         "q_BHsK"_a, "k_BGsK"_a, "v_BGsK"_a, "causal"_a, "ranks"_a, "order"_a = "contiguous",
-        "kernel"_a = "library", py::call_guard<py::gil_scoped_release>(),
+        "kernel"_a = "library", fived::Waiting(),
         "This rank's rows of softmax(q k^T / sqrt(K)) v, over the keys of all ranks; the positions lie as "
         "places() "
         "says. order: contiguous, zigzag. kernel: library (CPUs), plain. Raises ValueError for what does not "

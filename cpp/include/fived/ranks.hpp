@@ -25,8 +25,8 @@ struct Message {
     double seconds;
 };
 
-/// Starts messages and waits for them. S: bytes of the tensor, which is contiguous and stays as it is until wait(). An
-/// object of torch's kind, so that autograd's nodes can hold it.
+/// Starts messages and waits for them. S: bytes of the whole tensor. Tensors are contiguous and stay as they are until wait().
+/// An object of torch's kind, so that autograd's nodes can hold it.
 class Ranks final : public torch::CustomClassHolder {
   public:
     /// `group` is null for one rank, which sends nothing.
@@ -42,17 +42,34 @@ class Ranks final : public torch::CustomClassHolder {
     /// In place: P to R. Sends 2 (n-1)/n S.
     [[nodiscard]] Pending all_reduce(const at::Tensor& x,
                                      c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const {
-        return start("all_reduce", 2 * (size() - 1) * std::int64_t(x.nbytes()), [&]() -> Works {
+        return start("all_reduce", 2 * (size() - 1), x, [&]() -> Works {
             Tensors list{x};
             c10d::AllreduceOptions options;
             options.reduceOp = op;
             return {group_->allreduce(list, options)};
         });
     }
+    /// In place: rank 0's to R. (n-1)/n S.
+    [[nodiscard]] Pending broadcast(const at::Tensor& x) const {
+        return start("broadcast", size() - 1, x, [&]() -> Works {
+            Tensors list{x};
+            return {group_->broadcast(list)};
+        });
+    }
+    /// P to S: `mine`, this rank's run of x, becomes the sum of all ranks' runs there. (n-1)/n S.
+    [[nodiscard]] Pending reduce_scatter(at::Tensor mine, at::Tensor x) const {
+        return start("reduce_scatter", size() - 1, x,
+                     [&]() -> Works { return {group_->reduce_scatter_single(mine, x)}; });
+    }
+    /// S to R: x becomes every rank's `mine`, which is this rank's run of it. (n-1)/n S.
+    [[nodiscard]] Pending all_gather(at::Tensor x, at::Tensor mine) const {
+        return start("all_gather", size() - 1, x,
+                     [&]() -> Works { return {group_->all_gather_single(x, mine)}; });
+    }
     /// x to rank `to` while `into` comes from rank `from`: both at once, so that no order can deadlock. Sends S of x.
     [[nodiscard]] Pending exchange(const at::Tensor& x, int to, const at::Tensor& into, int from,
                                    int tag) const {
-        return start("exchange", size() * std::int64_t(x.nbytes()), [&]() -> Works {
+        return start("exchange", size(), x, [&]() -> Works {
             const c10::DeviceType device = x.device().type();
             const bool together = group_->getBackend(device)->supportsCoalescing();  // NCCL must know both
             if (together) group_->startCoalescing(device);
@@ -79,11 +96,11 @@ class Ranks final : public torch::CustomClassHolder {
 
   private:
     template <class Start>
-    Pending start(const char* op, std::int64_t n_bytes, Start call) const {
+    Pending start(const char* op, std::int64_t times, const at::Tensor& x, Start call) const {
         if (!group_) return {};
         const Timer timer;  // some backends block already here
         Works works = call();
-        return {std::move(works), {op, n_bytes, timer.seconds()}};
+        return {std::move(works), {op, times * std::int64_t(x.nbytes()), timer.seconds()}};
     }
 
     Group group_;
