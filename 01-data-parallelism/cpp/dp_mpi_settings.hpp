@@ -47,7 +47,8 @@ struct Settings : TrainingSettings {
         std::erase_if(chosen, [&](const auto& s) { return strategy != "all" && strategy != s.first; });
         return chosen;
     }
-    void check(int ranks, const Text& text) const {
+    void check(int ranks) {
+        load();
         check_batch(ranks);
         if (std::size_t(context) >= text.train.size())
             throw UsageError("--context " + std::to_string(context) + " is longer than the text; at most " +
@@ -62,10 +63,10 @@ struct Batch {
     std::vector<std::uint8_t> y;
     MatrixView<const T> x_BI;
 
-    Batch(const Text& text, const Settings& settings, int step, std::size_t begin, std::size_t end)
+    Batch(const Settings& settings, int step, std::size_t begin, std::size_t end)
         : x((end - begin) * 8 * settings.context), y(end - begin) {
         const MatrixView<T> view(x.data(), end - begin, 8 * settings.context);
-        mlp_samples<T>(text.train, settings.seed, step, begin, view, y);
+        mlp_samples<T>(settings.text.train, settings.seed, step, begin, view, y);
         x_BI = view;
     }
 };

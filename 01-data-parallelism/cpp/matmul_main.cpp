@@ -2,67 +2,42 @@
 // mpirun -np 2 dp_matmul_mpi --benchmark    4096 x 4096 x 4096 in float32
 #include <array>
 #include <cstdio>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "dp_matmul_mpi.hpp"
-#include "fived/lesson.hpp"
-#include "fived/record.hpp"
+#include "fived/product_lesson.hpp"
 #include "matmul_panels.hpp"
 
 namespace {
 
 using namespace fived;
 
-struct Settings {
-    std::size_t rows = 211, inner = 190, columns = 167, panels = 2, most_panels = 32;
-    int steps = 5;
-    std::uint64_t seed = 0;
+struct Settings : ProductSettings {
+    std::size_t most_panels = 32;
     double link = 1;
-    std::string dtype = "float64", json;
-    bool benchmark = false;
 
-    /// What --benchmark starts from.
-    void prefer_benchmark() {
-        rows = inner = columns = 4096;
-        dtype = "float32";
-    }
+    Settings() { panels = 2; }
     Options options() {
         Options options("C = A B by MPI, cut over the ranks in four ways. Run it under mpirun.");
-        options.add("rows", rows, std::size_t{1}, "of A and C");
-        options.add("inner", inner, std::size_t{1}, "columns of A and rows of B");
-        options.add("columns", columns, std::size_t{1}, "of B and C");
-        options.add("panels", panels, std::size_t{1},
-                    "messages in which a block of C travels in the split `inner`");
+        add_to(options, "messages in which a block of C travels in the split `inner`", " of each split");
         options.add("most-panels", most_panels, std::size_t{2}, "of B that are tried");
         options.add("link", link, 0.0,
                     "GB/s of a link to pretend in a second sweep over the panels; 0: no such sweep");
-        options.add("steps", steps, 1, "rounds that are timed");
-        options.add("seed", seed, std::uint64_t{0}, "of the matrices");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
-        options.add("json", json, "append a record of each split to this file");
-        options.flag("benchmark", benchmark, "larger matrices; with --help: the defaults");
         return options;
     }
 };
 
 template <class T>
-class Lesson {
+class Lesson : ProductLesson<Settings> {
   public:
-    Lesson(const Communicator& world, const Settings& settings)
-        : world_(world), s_(settings), shape_{settings.rows, settings.inner, settings.columns} {}
+    Lesson(const Communicator& world, const Settings& settings) : ProductLesson(world, settings, 10) {}
 
     bool run() {
         say("dp_matmul_mpi: C = A B, %zu x %zu x %zu, %s, %d rank(s)\n", s_.rows, s_.inner, s_.columns,
             s_.dtype.c_str(), world_.size());
-        make_whole();
-        say("\nlargest relative difference from the serial product, and bytes that all ranks sent\n"
-            "%-10s %8s %8s %8s  %14s %14s  %14s %14s\n",
-            "", "C", "dA", "dB", "forward", "by formula", "backward", "by formula");
-        bool right = true;
-        for (const auto& [split, name] : splits) right &= compare(split, name);
-        right &= compare_panels();
+        say_columns();
+        const bool right = compare_all();
         times();
         sweep("messages as MPI moves them here", 0);
         if (s_.link > 0 && world_.size() > 1) {
@@ -70,101 +45,44 @@ class Lesson {
             std::snprintf(title, sizeof title, "a link that we pretend, %g GB/s", s_.link);
             sweep(title, 1e-9 / s_.link);
         }
-        say("\n%s: C, dA and dB on %d rank(s) %s the serial ones, bytes counted %s formula.\n",
-            right ? "Proved" : "WRONG", world_.size(), right ? "equal" : "differ from, or are not sent as,",
-            right ? "=" : "or !=");
-        if (!s_.json.empty() && world_.rank() == 0)
-            for (const Timed& timed : timed_) record(timed, right).append_to(s_.json);
+        conclude(right, "dp", "dp_matmul_mpi");
         return right;
     }
 
   private:
     static constexpr std::array<std::pair<Split, const char*>, 3> splits{
         {{Split::rows, "rows"}, {Split::columns, "columns"}, {Split::inner, "inner"}}};
-    template <class... Values>
-    void say(const char* format, Values... values) const {
-        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
-    }
-    // Sums in another order, nothing else.
-    static constexpr double tolerance() { return sizeof(T) == 8 ? 1e-12 : 1e-5; }
-
-    Matrix<T> a(Range rows, Range columns) const { return {rows, columns, s_.inner, 3 * s_.seed}; }
-    Matrix<T> b(Range rows, Range columns) const { return {rows, columns, s_.columns, 3 * s_.seed + 1}; }
-    Matrix<T> dc(Range rows, Range columns) const { return {rows, columns, s_.columns, 3 * s_.seed + 2}; }
-    Range all_rows() const { return {0, s_.rows}; }
-    Range all_inner() const { return {0, s_.inner}; }
-    Range all_columns() const { return {0, s_.columns}; }
     Range my_rows() const { return range(s_.rows, world_.size(), world_.rank()); }
 
-    /// The serial product on every rank, what all else is compared with.
-    void make_whole() {
-        const Matrix<T> a_MK = a(all_rows(), all_inner()), b_KJ = b(all_inner(), all_columns()),
-                        dc_MJ = dc(all_rows(), all_columns());
-        gemm<T>(a_MK, b_KJ, c_.view);
-        gemm<T>(dc_MJ, t(b_KJ.view), da_.view);
-        gemm<T>(t(a_MK.view), dc_MJ, db_.view);
-    }
-
-    bool row(const char* name, std::array<double, 3> apart, std::array<std::size_t, 4> bytes, bool backward) {
-        world_.all_reduce(std::span<double>(apart), MPI_MAX);
-        const bool agree = world_.all_reduce(int(bytes[0] == bytes[1] && bytes[2] == bytes[3]), MPI_MIN);
-        std::array<std::uint64_t, 4> total;
-        std::ranges::copy(bytes, total.begin());
-        world_.all_reduce(std::span<std::uint64_t>(total));
-        say("%-10s %8.1e ", name, apart[0]);
-        if (backward)
-            say("%8.1e %8.1e  %14llu %14llu  %14llu %14llu\n", apart[1], apart[2], total[0], total[1],
-                total[2], total[3]);
-        else
-            say("%8s %8s  %14llu %14llu\n", "", "", total[0], total[1]);
-        const double largest = std::max({apart[0], apart[1], apart[2]});
-        largest_ = std::max(largest_, largest);
-        return agree && largest <= tolerance();
-    }
-
-    bool compare(Split split, const char* name) {
-        SplitProduct<T> product(world_, split, shape_, s_.panels);
-        const Matrix<T> a_ = a(product.rows_of_a(), product.columns_of_a()),
-                        b_ = b(product.rows_of_b(), product.columns_of_b()),
-                        dc_ = dc(product.rows_of_c(), product.columns_of_c());
-        Matrix<T> c(dc_.view.rows, dc_.view.columns), da(a_.view.rows, a_.view.columns),
-            db(b_.view.rows, b_.view.columns);
-        product.multiply(a_, b_, c.view);
-        const std::size_t forward = product.bytes_sent();
-        product.gradients(a_, b_, dc_, da.view, db.view);
-        return row(name,
-                   {difference<T>(c_, product.rows_of_c(), product.columns_of_c(), c),
-                    difference<T>(da_, product.rows_of_a(), product.columns_of_a(), da),
-                    difference<T>(db_, product.rows_of_b(), product.columns_of_b(), db)},
-                   {forward, product.bytes_forward(), product.bytes_sent(), product.bytes_backward()}, true);
-    }
-
-    bool compare_panels() {
+    bool compare_all() {
+        const Whole<T> serial = whole<T>();
+        bool right = true;
+        for (const auto& [split, name] : splits) {
+            SplitProduct<T> product(world_, split, shape_, s_.panels);
+            right &= compare(name, product, serial);
+        }
         PanelProduct<T> product(world_, shape_);
-        const Matrix<T> a_mK = a(my_rows(), all_inner()), b_KJ = owned_b();
+        const Matrix<T> a_mK = a<T>(my_rows(), all_inner()), b_KJ = owned_b();
         Matrix<T> c(my_rows().length, s_.columns);
         product.multiply(a_mK, b_KJ, c.view, std::min<std::size_t>(s_.inner, 3));
-        return row("broadcast", {difference<T>(c_, my_rows(), all_columns(), c), 0, 0},
-                   {product.bytes_sent(), product.bytes_by_formula(), 0, 0}, false);
+        return row("broadcast", {difference<T>(serial.c, my_rows(), all_columns(), c), 0, 0},
+                   {product.bytes_sent(), product.bytes_by_formula(), 0, 0}, false) &&
+               right;
     }
     Matrix<T> owned_b() const {
-        return world_.rank() == 0 ? b(all_inner(), all_columns()) : Matrix<T>(0, s_.columns);
+        return world_.rank() == 0 ? b<T>(all_inner(), all_columns()) : Matrix<T>(0, s_.columns);
     }
 
     /// Each split beside its own product without communication, and beside one rank.
     void times() {
-        const bool one = world_.rank() == 0;
-        const Matrix<T> a_MK = one ? a(all_rows(), all_inner()) : Matrix<T>(0, 0),
-                        b_KJ = one ? b(all_inner(), all_columns()) : Matrix<T>(0, 0);
-        Matrix<T> c_MJ(one ? s_.rows : 0, one ? s_.columns : 0);
-        Cases cases{{"one rank", [&] { gemm<T>(a_MK, b_KJ, c_MJ.view); }}};
+        Cases cases{{"one rank", on_one_rank<T>()}};
         std::vector<SplitProduct<T>> products;
         std::vector<std::array<Matrix<T>, 4>> pieces;  // a, b, c; a b without communication
         products.reserve(splits.size()), pieces.reserve(splits.size());
         for (const auto& [split, name] : splits) {
             SplitProduct<T>& product = products.emplace_back(world_, split, shape_, s_.panels);
-            Matrix<T> a_ = a(product.rows_of_a(), product.columns_of_a()),
-                      b_ = b(product.rows_of_b(), product.columns_of_b());
+            Matrix<T> a_ = a<T>(product.rows_of_a(), product.columns_of_a()),
+                      b_ = b<T>(product.rows_of_b(), product.columns_of_b());
             Matrix<T> alone(a_.view.rows, b_.view.columns);
             auto& p = pieces.emplace_back(std::array<Matrix<T>, 4>{
                 std::move(a_), std::move(b_),
@@ -195,7 +113,7 @@ class Lesson {
     void sweep(const char* title, double seconds_a_byte) {
         using Parts = typename PanelProduct<T>::Parts;
         PanelProduct<T> product(world_, shape_);
-        const Matrix<T> a_mK = a(my_rows(), all_inner()), b_KJ = owned_b();
+        const Matrix<T> a_mK = a<T>(my_rows(), all_inner()), b_KJ = owned_b();
         Matrix<T> c(my_rows().length, s_.columns);
         const std::size_t most = std::min(s_.most_panels, s_.inner);
         Cases cases;
@@ -226,46 +144,10 @@ class Lesson {
                 seconds(4 + i) * 1e3, i == fastest ? "  fastest" : "");
         say("best n: predicted %zu, measured %zu\n", times.best(most), counts[fastest]);
     }
-
-    Record record(const Timed& timed, bool right) const {
-        Record line;
-        line.add("strategy", "dp").add("implementation", "dp_matmul_mpi, " + timed.name);
-        line.add("language", "cpp-mpi")
-            .add("ranks", world_.size())
-            .add("backend", "mpi")
-            .add("dtype", s_.dtype);
-        line.add("model", "matrix product " + std::to_string(s_.rows) + " x " + std::to_string(s_.inner) +
-                              " x " + std::to_string(s_.columns));
-        line.add("parameters", s_.inner * s_.columns).add("tokens_per_step", s_.rows);
-        line.add("flop_per_step", shape_.flop()).add("steps", s_.steps).add("step_seconds", timed.seconds);
-        line.add("communication_seconds", nullptr).add("bytes_counted", timed.counted);
-        line.add("bytes_formula", timed.formula).add("peak_memory_bytes", peak_memory_bytes());
-        line.add("scaling", "strong").add("equal", right).add("largest_difference", largest_);
-        return line;
-    }
-
-    const Communicator& world_;
-    const Settings& s_;
-    Shape shape_;
-    Matrix<T> c_{s_.rows, s_.columns}, da_{s_.rows, s_.inner}, db_{s_.inner, s_.columns};
-    std::vector<Timed> timed_;
-    double largest_ = 0;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    fived::Environment mpi(argc, argv);
-    const Communicator world = Communicator::world();
-    Settings settings;
-    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
-    const Options options = settings.options();
-    const auto prepare = [&] {
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, "dp_matmul_mpi", argc, argv, options, prepare, [&] {
-        if (world.size() > 1) set_blas_threads(1);
-        return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
-                                           : Lesson<float>(world, settings).run();
-    });
+    return run_mpi_lesson<Settings, Lesson>("dp_matmul_mpi", argc, argv);
 }

@@ -2,13 +2,10 @@
 //
 //   mpirun -np 4 dp_libtorch                trains GPT-2 on real text, on all ranks and on one, and compares them
 //   mpirun -np 2 dp_libtorch --benchmark    times the steps
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
-#include "fived/equality.hpp"
-#include "process_group.hpp"
+#include "fived/torch_lesson.hpp"
 #include "settings.hpp"
 #include "trainer.hpp"
 
@@ -20,13 +17,11 @@ const char* name_of(Way way) {
     return way == Way::zero1 ? "ZeRO-1" : "all-reduce";
 }
 
-class Lesson {
+class Lesson : TorchLesson<Settings> {
   public:
-    Lesson(const Communicator& world, const Group& group, const Settings& settings, const Text& text)
-        : world_(world),
+    Lesson(const Communicator& world, const Group& group, const Settings& settings)
+        : TorchLesson(world, settings),
           group_(group),
-          settings_(settings),
-          text_(text),
           model_(settings.make_model(settings.seed)),
           global_(settings.global_batch(world.size())) {
         for (const at::Tensor& p : model_->parameters()) numbers_ += p.numel();
@@ -37,43 +32,32 @@ class Lesson {
     bool run() {
         bool right = true;
         say("dp_libtorch: %s, %lld parameters, %s, %d rank(s), batch %zu x %d, %s (%.1f MB)\n",
-            settings_.model.c_str(), static_cast<long long>(numbers_), settings_.dtype.c_str(), world_.size(),
-            global_, model_->targets(), text_.name.c_str(), double(text_.train.size()) / 1e6);
-        if (!settings_.benchmark) {
+            s_.model.c_str(), static_cast<long long>(numbers_), s_.dtype.c_str(), world_.size(), global_,
+            model_->targets(), s_.text.name.c_str(), s_.megabytes());
+        if (!s_.benchmark) {
             say("\nlargest relative difference from one device, %d steps\n%-18s %8s %8s %8s %8s  %s\n",
-                settings_.steps, "", "loss", "norm", "gradient", "weights", "the largest gradient's is in");
+                s_.steps, "", "loss", "norm", "gradient", "weights", "the largest gradient's is in");
             for (const std::string optimizer : {"sgd", "adamw"})
-                if (settings_.optimizer == "both" || settings_.optimizer == optimizer)
-                    right &= compare(optimizer);
+                if (s_.optimizer == "both" || s_.optimizer == optimizer) right &= compare(optimizer);
         }
         right &= measure();
-        if (!settings_.benchmark)
+        if (!s_.benchmark)
             say("\n%s: training on %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG",
                 world_.size(), right ? "equals" : "differs from");
-        for (std::size_t i = 0; !settings_.json.empty() && world_.rank() == 0 && i < ways_.size(); ++i)
-            record(i, right).append_to(settings_.json);
+        for (std::size_t i = 0; i < ways_.size(); ++i) append(record_of(i, right));
         return right;
     }
 
   private:
-    template <class... Values>
-    void say(const char* format, Values... values) const {
-        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
-    }
-    // Sums in another order, nothing else; AdamW divides by |gradient|, which float32's rounding of small ones moves.
-    double tolerance(const std::string& optimizer) const {
-        return settings_.dtype == "float64" ? 1e-12 : optimizer == "adamw" ? 1e-2 : 1e-5;
-    }
-
     /// This rank's samples of a step, or with Way::one_device all of them.
     Parts parts(Way way, int step) const {
         const bool one = way == Way::one_device;
         const std::size_t n = one ? 1 : world_.size(), r = one ? 0 : world_.rank();
         const std::size_t begin = cut(global_, n, r), mine = cut(global_, n, r + 1) - begin;
-        const std::size_t pieces = one ? 1 : settings_.micro_batches;
+        const std::size_t pieces = one ? 1 : s_.micro_batches;
         Parts parts;
         for (std::size_t m = 0; m < pieces; ++m)
-            parts.push_back(model_->samples(text_, settings_.seed, step, begin + cut(mine, pieces, m),
+            parts.push_back(model_->samples(s_.text, s_.seed, step, begin + cut(mine, pieces, m),
                                             begin + cut(mine, pieces, m + 1)));
         return parts;
     }
@@ -81,8 +65,8 @@ class Lesson {
     std::unique_ptr<Trainer> make(Way way, const std::string& optimizer) const {
         const std::uint64_t other =
             way == Way::one_device ? 0 : world_.rank();  // the broadcast must mend this
-        return std::make_unique<Trainer>(settings_.make_model(settings_.seed + other), way, optimizer, group_,
-                                         std::size_t(settings_.bucket_mb * (1 << 20)));
+        return std::make_unique<Trainer>(s_.make_model(s_.seed + other), way, optimizer, group_,
+                                         std::size_t(s_.bucket_mb * (1 << 20)));
     }
 
     /// Trains on all ranks in each way, and on every rank alone on the whole batch, and compares after each step.
@@ -96,14 +80,13 @@ class Lesson {
         std::vector<Run> runs;
         for (const Way way : ways_) runs.push_back({way, make(way, optimizer), {}, {}, {}, {}});
         std::vector<double> losses;
-        for (int step = 0; step < settings_.steps; ++step) {
+        for (int step = 0; step < s_.steps; ++step) {
             losses.push_back(alone->backward(parts(Way::one_device, step), targets()));
             for (Run& run : runs) {
                 Trainer& t = *run.trainer;
                 const double loss = world_.all_reduce(t.backward(parts(run.way, step), targets()));
-                run.loss.include({world_.all_reduce(relative_difference(losses.back(), loss), MPI_MAX), ""});
-                const double norm = relative_difference(alone->gradient_norm(), t.gradient_norm());
-                run.norm.include({world_.all_reduce(norm, MPI_MAX), ""});
+                run.loss.include(largest_difference(world_, losses.back(), loss));
+                run.norm.include(largest_difference(world_, alone->gradient_norm(), t.gradient_norm()));
                 run.gradient.include(difference(*alone, alone->gradients(), t.gradients(), t.starts()));
                 t.update();
             }
@@ -117,10 +100,8 @@ class Lesson {
                 ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + std::string(name_of(run.way))).c_str(),
                 run.loss.value, run.norm.value, run.gradient.value, run.weight.value,
                 run.gradient.name.c_str());
-            const double largest =
-                std::max({run.loss.value, run.norm.value, run.gradient.value, run.weight.value});
-            largest_ = std::max(largest_, largest);
-            right &= largest <= tolerance(optimizer);
+            right &= within(tolerance(optimizer),
+                            {run.loss.value, run.norm.value, run.gradient.value, run.weight.value});
         }
         say("%-18s", "loss of each step");
         for (const double loss : losses) say(" %.10f", loss);
@@ -128,29 +109,16 @@ class Lesson {
         return right;
     }
 
-    /// Tensor by tensor max |a - b| / max |a|, the largest of all ranks; `b` may be the runs of the flat `a` that begin at
-    /// `starts`. A tensor that is zero up to rounding is measured on the model's scale, as in common/equality.py.
+    /// `b` may be the runs of the flat `a` that begin at `starts`.
     Difference difference(const Trainer& names, const Tensors& a, const Tensors& b,
                           const std::vector<std::int64_t>& starts) const {
-        const auto size_of = [](const at::Tensor& t) { return t.numel() ? t.abs().max().item<double>() : 0; };
-        double model_size = 0;
-        for (const at::Tensor& t : a) model_size = std::max(model_size, size_of(t));
-        std::vector<double> values;
+        std::vector<Compared> list;
         for (std::size_t i = 0; i < a.size(); ++i) {
-            if (!a[i].defined() || !b[i].defined()) {
-                values.push_back(a[i].defined() == b[i].defined() ? 0 : INFINITY);
-                continue;
-            }
-            const double size = size_of(a[i]), rounding = settings_.dtype == "float64" ? 0x1p-52 : 0x1p-23;
-            const double apart =
-                size_of(a[i].detach().flatten().narrow(0, starts[i], b[i].numel()) - b[i].detach().flatten());
-            const double scale = size > 64 * rounding * model_size ? size : model_size;
-            values.push_back(std::isfinite(apart) && apart > 0 ? apart / scale : apart == 0 ? 0 : INFINITY);
+            list.push_back({names.names()[i], a[i], {}, b[i]});
+            if (a[i].defined() && b[i].defined())
+                list[i].expected = a[i].detach().flatten().narrow(0, starts[i], b[i].numel()).view_as(b[i]);
         }
-        world_.all_reduce(std::span(values), MPI_MAX);
-        Difference largest;
-        for (std::size_t i = 0; i < values.size(); ++i) largest.include({values[i], names.names()[i]});
-        return largest;
+        return largest_difference(world_, list);
     }
 
     struct Measured {
@@ -161,12 +129,12 @@ class Lesson {
 
     /// Steps of each way in turn; what they send and what state they leave, against the formulas.
     bool measure() {
-        const std::string optimizer = settings_.optimizer == "sgd" ? "sgd" : "adamw";
+        const std::string optimizer = s_.optimizer == "sgd" ? "sgd" : "adamw";
         std::vector<std::unique_ptr<Trainer>> trainers;
         for (const Way way : ways_) trainers.push_back(make(way, optimizer));
         measured_.resize(ways_.size());
         const int warm_up = 2;
-        for (int step = -warm_up; step < settings_.steps; ++step)
+        for (int step = -warm_up; step < s_.steps; ++step)
             for (std::size_t i = 0; i < ways_.size(); ++i) {
                 const Parts mine = parts(ways_[i], step + warm_up);
                 trainers[i]->take_messages();
@@ -183,7 +151,6 @@ class Lesson {
                 measured_[i].seconds.push_back(seconds);
                 measured_[i].blocked.push_back(world_.all_reduce(blocked, MPI_MAX));
             }
-        memory_ = world_.all_reduce(peak_memory_bytes(), MPI_MAX);
         bool right = true;
         say("\n%-12s %12s %12s %18s %12s %14s %10s\n", "a step", "ms", "in messages", "bytes a rank sends",
             "formula", "AdamW's state", "formula");
@@ -197,13 +164,12 @@ class Lesson {
             say("%-12s %12.3f %12.3f %18.0f %12.0f %14.0f %10.0f\n", name_of(ways_[i]),
                 median(m.seconds) * 1e3, median(m.blocked) * 1e3, double(m.counted) / n,
                 double(m.formula) / n, double(m.state) / n, double(m.state_formula) / n);
-            right &=
-                world_.all_reduce(int(m.counted == m.formula && m.state == m.state_formula), MPI_MIN) == 1;
+            right &= everywhere(m.counted == m.formula && m.state == m.state_formula);
         }
         for (std::size_t i = 0; i < ways_.size(); ++i) {
             const double seconds = median(measured_[i].seconds);
             say("%s: %.0f %s/s, %.1f GFLOP/s\n", name_of(ways_[i]), targets() / seconds,
-                settings_.model == "mlp" ? "samples" : "tokens", flop() / seconds / 1e9);
+                s_.model == "mlp" ? "samples" : "tokens", flop() / seconds / 1e9);
         }
         return right;
     }
@@ -214,63 +180,36 @@ class Lesson {
         const std::int64_t n = world_.size(), flags = std::int64_t(parameters.size());
         std::int64_t numbers = 0;
         for (const auto& bucket : cut_into_buckets(parameters, last_to_first(parameters.size()),
-                                                   std::size_t(settings_.bucket_mb * (1 << 20)))) {
+                                                   std::size_t(s_.bucket_mb * (1 << 20)))) {
             std::int64_t length = 0;
             for (const std::int64_t index : bucket) length += parameters[index].numel();
             numbers += way == Way::zero1 ? (length + n - 1) / n * n : length;
         }
         return 2 * (n - 1) * (numbers + flags) * element();
     }
-    std::int64_t element() const { return settings_.dtype == "float64" ? 8 : 4; }
     double flop() const { return model_->flop_per_sample() * double(global_); }
 
-    Record record(std::size_t i, bool right) const {
-        char mpi[MPI_MAX_LIBRARY_VERSION_STRING] = "";
-        int length = 0;
-        MPI_Get_library_version(mpi, &length);
-        const std::string mpi_line(mpi, std::string_view(mpi, length).find_first_of("\n,"));
+    Record record_of(std::size_t i, bool right) const {
         const Measured& m = measured_[i];
-        Record line, versions;
-        versions.add("mpi", mpi_line).add("torch", TORCH_VERSION).add("compiler", __VERSION__);
-        line.add("strategy", "dp")
-            .add("implementation", ways_[i] == Way::zero1 ? "dp_libtorch-zero1" : "dp_libtorch");
-        line.add("language", "libtorch").add("ranks", world_.size()).add("backend", "mpi");
-        line.add("dtype", settings_.dtype).add("model", settings_.model).add("parameters", numbers_);
-        line.add("tokens_per_step", std::int64_t(targets())).add("flop_per_step", flop());
-        line.add("steps", settings_.steps)
-            .add("step_seconds", m.seconds)
-            .add("communication_seconds", median(m.blocked));
+        const char* name = ways_[i] == Way::zero1 ? "dp_libtorch-zero1" : "dp_libtorch";
+        Record line = record("dp", name, right);
+        line.add("model", s_.model).add("parameters", numbers_).add("flop_per_step", flop());
+        line.add("tokens_per_step", std::int64_t(targets())).add("step_seconds", m.seconds);
+        line.add("communication_seconds", median(m.blocked));
         line.add("bytes_counted", double(m.counted) / world_.size());
-        line.add("bytes_formula", double(m.formula) / world_.size());
-        line.add("peak_memory_bytes", memory_).add("scaling", settings_.scaling);
-        if (settings_.benchmark)
-            line.add("equal", nullptr).add("largest_difference", nullptr);
-        else
-            line.add("equal", right).add("largest_difference", largest_);
-        return line.add("versions", versions);
+        return line.add("bytes_formula", double(m.formula) / world_.size());
     }
 
-    const Communicator& world_;
     const Group& group_;
-    const Settings& settings_;
-    const Text& text_;
     std::shared_ptr<Model> model_;
     std::size_t global_;
-    std::int64_t numbers_ = 0, memory_ = 0;
+    std::int64_t numbers_ = 0;
     std::vector<Way> ways_;
     std::vector<Measured> measured_;
-    double largest_ = 0;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    fived::Environment mpi(argc, argv, MPI_THREAD_MULTIPLE);  // the process group has a thread of its own
-    if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);
-    const Communicator world = Communicator::world();
-    Settings settings;
-    return run_training_lesson(world, "dp_libtorch", argc, argv, settings, [&](const Text& text) {
-        const Group group = world_process_group();
-        return Lesson(world, group, settings, text).run();
-    });
+    return run_torch_lesson<Settings, Lesson>("dp_libtorch", argc, argv);
 }

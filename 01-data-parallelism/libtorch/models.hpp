@@ -12,12 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "fived/random.hpp"
-#include "fived/text.hpp"
+#include "fived/torch_training.hpp"
 
 namespace fived {
-
-constexpr int vocabulary = 256;
 
 struct Model : torch::nn::Module {
     virtual at::Tensor forward(const at::Tensor& x) = 0;
@@ -27,16 +24,6 @@ struct Model : torch::nn::Module {
     virtual int targets() const = 0;             ///< of one sample
     virtual double flop_per_sample() const = 0;  ///< forward and backward, 2 a multiply-add
 };
-
-/// Fills a parameter with number(k) for each of its elements.
-template <class Number>
-void fill(at::Tensor& parameter, Number number) {
-    const at::NoGradGuard no_grad;
-    at::Tensor values = at::empty({parameter.numel()}, at::kDouble);
-    double* v = values.data_ptr<double>();
-    for (std::int64_t k = 0; k < values.numel(); ++k) v[k] = number(std::uint64_t(k));
-    parameter.copy_(values.view(parameter.sizes()));
-}
 
 /// Linear layers with GELU between; 16 bytes as bits in, the byte that follows out.
 class ByteMlp final : public Model {
@@ -53,7 +40,9 @@ class ByteMlp final : public Model {
             if (p.dim() == 2) inputs_.push_back(p.size(1));
             const double in = double(inputs_.back()),
                          bound = p.dim() == 2 ? std::sqrt(3 / in) : 1 / std::sqrt(in);
-            fill(p, [&](std::uint64_t k) { return (2 * uniform(seed, stream, k) - 1) * bound; });
+            const at::NoGradGuard no_grad;
+            p.copy_(filled(p.sizes(),
+                           [&](std::uint64_t k) { return (2 * uniform(seed, stream, k) - 1) * bound; }));
             ++stream;
         }
     }
@@ -136,33 +125,22 @@ struct LayerImpl : torch::nn::Module {
 };
 TORCH_MODULE(Layer);
 
-/// Radford et al., "Language models are unsupervised multitask learners" (2019). The head is the embedding.
+/// The head is the embedding.
 class Gpt2 final : public Model {
   public:
-    /// `longest`: learned positions. `sequence`: tokens of a sample.
-    Gpt2(int layers, int D, int H, int longest, int sequence, std::uint64_t seed, at::ScalarType dtype)
-        : sequence_(sequence), width_(D) {
+    /// `sequence`: tokens of a sample.
+    Gpt2(const Gpt2Shape& shape, int sequence, std::uint64_t seed, at::ScalarType dtype)
+        : shape_(shape), sequence_(sequence) {
+        const int D = shape.width;
         register_module("embed_tokens", embed_tokens_ = torch::nn::Embedding(vocabulary, D));
-        register_module("embed_positions", embed_positions_ = torch::nn::Embedding(longest, D));
-        for (int l = 0; l < layers; ++l) layers_->push_back(Layer(D, H));
+        register_module("embed_positions", embed_positions_ = torch::nn::Embedding(shape.longest, D));
+        for (int l = 0; l < shape.layers; ++l) layers_->push_back(Layer(D, shape.heads));
         register_module("layers", layers_);
         register_module("norm", norm_ = torch::nn::LayerNorm(std::vector<std::int64_t>{D}));
         to(dtype);
-        // Biases 0, norms 1, weights N(0, 0.02^2), those that add to the residual stream smaller.
-        for (auto& item : named_parameters()) {
-            const std::string& name = item.key();
-            const at::NoGradGuard no_grad;
-            if (name.ends_with("bias")) {
-                item.value().zero_();
-            } else if (name.find("norm") != name.npos) {
-                item.value().fill_(1);
-            } else {
-                const bool residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
-                const double std = residual ? 0.02 / std::sqrt(2 * layers) : 0.02;
-                const std::uint64_t stream = stream_of(name);
-                fill(item.value(), [&](std::uint64_t k) { return normal(seed, stream, k) * std; });
-            }
-        }
+        const at::NoGradGuard no_grad;
+        for (auto& item : named_parameters())
+            item.value().copy_(initial_value(item.key(), item.value().sizes(), shape.layers, seed));
     }
     at::Tensor forward(const at::Tensor& tokens_BS) override {
         at::Tensor x_BSD = embed_tokens_(tokens_BS) + embed_positions_(at::arange(tokens_BS.size(1)));
@@ -171,22 +149,14 @@ class Gpt2 final : public Model {
     }
     std::pair<at::Tensor, at::Tensor> samples(const Text& text, std::uint64_t seed, int step,
                                               std::size_t begin, std::size_t end) const override {
-        const std::int64_t B = std::int64_t(end - begin), S = sequence_;
-        at::Tensor tokens_BS = at::empty({B, S}, at::kLong), targets_BS = at::empty({B, S}, at::kLong);
-        const auto view = [&](at::Tensor& t) {
-            return MatrixView<std::int64_t>(t.data_ptr<std::int64_t>(), end - begin, std::size_t(S));
-        };
-        lm_samples(text.train, seed, step, begin, view(tokens_BS), view(targets_BS));
-        return {tokens_BS, targets_BS};
+        return lm_batch(text, seed, step, begin, end, sequence_);
     }
     int targets() const override { return sequence_; }
-    double flop_per_sample() const override {
-        const double L = double(layers_->size()), D = width_, matrices = 12 * L * D * D + vocabulary * D;
-        return sequence_ * (6 * matrices + 12 * L * sequence_ * D);
-    }
+    double flop_per_sample() const override { return sequence_ * shape_.flop_per_token(sequence_); }
 
   private:
-    int sequence_, width_;
+    Gpt2Shape shape_;
+    int sequence_;
     torch::nn::Embedding embed_tokens_{nullptr}, embed_positions_{nullptr};
     torch::nn::ModuleList layers_;
     torch::nn::LayerNorm norm_{nullptr};

@@ -4,14 +4,13 @@
 #include <memory>
 #include <string>
 
-#include "fived/training.hpp"
 #include "models.hpp"
 
 namespace fived {
 
-struct Settings : TrainingSettings {
-    std::string model = "gpt2-tiny", zero = "both";
-    int sequence = 32, context = 16, hidden = 256, layers = 3;
+struct Settings : TorchTrainingSettings {
+    std::string zero = "both";
+    int context = 16, hidden = 256, layers = 3;
 
     Settings() { batch = 10, bucket_mb = 0.1; }
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
@@ -30,22 +29,15 @@ struct Settings : TrainingSettings {
         options.add("zero", zero, {"both", "0", "1"}, "stage of ZeRO; 0 sums gradients by all-reduce");
         return options;
     }
-    int longest() const { return model == "gpt2-10m" ? 256 : 64; }
     /// Throws UsageError for what cannot work.
-    void check(int ranks, const Text& text) const {
+    void check(int ranks) {
+        load();
         check_batch(ranks);
-        if (model != "mlp" && sequence > longest())
-            throw UsageError("--sequence " + std::to_string(sequence) + " is too long for " + model +
-                             "; at most " + std::to_string(longest()));
-        if (std::size_t(model == "mlp" ? context : sequence) >= text.train.size())
-            throw UsageError("a sample is longer than the text of " + std::to_string(text.train.size()) +
-                             " bytes");
+        model == "mlp" ? check_sample(context) : check_sequence();
     }
-    at::ScalarType type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
     std::shared_ptr<Model> make_model(std::uint64_t seed) const {
         if (model == "mlp") return std::make_shared<ByteMlp>(context, hidden, layers, seed, type());
-        if (model == "gpt2-tiny") return std::make_shared<Gpt2>(2, 64, 4, longest(), sequence, seed, type());
-        return std::make_shared<Gpt2>(6, 384, 6, longest(), sequence, seed, type());
+        return std::make_shared<Gpt2>(shape(), sequence, seed, type());
     }
 };
 

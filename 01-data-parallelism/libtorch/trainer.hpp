@@ -39,11 +39,7 @@ class Trainer {
             for (std::size_t i = 0; i < sizes.size(); ++i)
                 for (int r = 0; r < group->getRank(); ++r) starts_[i] += sizes[i][r];
         }
-        if (optimizer == "sgd")
-            optimizer_ = std::make_unique<torch::optim::SGD>(tensors_, torch::optim::SGDOptions(0.1));
-        else
-            optimizer_ =
-                std::make_unique<torch::optim::AdamW>(tensors_, torch::optim::AdamWOptions(1e-3).eps(1e-5));
+        optimizer_ = make_optimizer(optimizer, tensors_);
     }
 
     /// Leaves the gradients of the whole global batch, of which `parts` are this rank's, and returns this rank's part of

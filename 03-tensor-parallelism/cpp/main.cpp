@@ -14,14 +14,12 @@ namespace {
 
 using namespace fived;
 
-struct Settings {
+struct Settings : LessonSettings {
     LayerShape shape{.width = 80, .heads = 5, .mlp_width = 323};  // uneven on 2, 3 and 4 ranks
     std::size_t batch = 3, sequence = 17;
-    int steps = 3;
-    std::uint64_t seed = 0;
-    std::string dtype = "float64", optimizer = "both", json;
-    bool benchmark = false;
+    std::string optimizer = "both";
 
+    Settings() { steps = 3; }
     /// What --benchmark starts from.
     void prefer_benchmark() {
         shape = {.width = 768, .heads = 12, .mlp_width = 3072};
@@ -35,13 +33,9 @@ struct Settings {
         options.add("mlp-width", shape.mlp_width, one, "hidden width of the MLP");
         options.add("batch", batch, one, "samples a step; every rank sees all of them");
         options.add("sequence", sequence, one, "tokens of a sample");
-        options.add("steps", steps, 1, "steps of training, and rounds that are timed");
-        options.add("seed", seed, std::uint64_t{0}, "of weights and samples");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
         options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
-        options.add("json", json, "append a record of each way to sum to this file");
-        options.flag("benchmark", benchmark,
-                     "time the steps, compare nothing; with --help: its own defaults");
+        add_to(options, "steps of training, and rounds that are timed", "of weights and samples",
+               " of each way to sum", "time the steps, compare nothing; with --help: its own defaults");
         return options;
     }
     void check(std::size_t ranks) const {
@@ -60,10 +54,10 @@ struct Settings {
 };
 
 template <class T>
-class Lesson {
+class Lesson : LessonBase<Settings> {
   public:
     Lesson(const Communicator& world, const Settings& settings)
-        : world_(world), s_(settings), tokens_(settings.batch * settings.sequence) {
+        : LessonBase(world, settings), tokens_(settings.batch * settings.sequence) {
         for (auto* work : {&x_, &target_, &y_, &dy_, &dx_}) work->resize(tokens_ * s_.shape.width);
     }
 
@@ -80,9 +74,8 @@ class Lesson {
                       : "\nWRONG: training on %d rank(s) differs from training on one, or bytes counted from "
                         "the formula.\n",
                 world_.size());
-        if (!s_.json.empty() && world_.rank() == 0)
-            for (const Timed& timed : timed_)
-                if (timed.sums) record(timed, right).append_to(s_.json);
+        for (const Timed& timed : timed_)
+            if (timed.sums) append(record_of(timed, right));
         return right;
     }
 
@@ -94,10 +87,6 @@ class Lesson {
         std::size_t counted = 0, formula = 0;
     };
 
-    template <class... Values>
-    void say(const char* format, Values... values) const {
-        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
-    }
     MatrixView<T> view(std::vector<T>& work) const { return {work.data(), tokens_, s_.shape.width}; }
 
     /// Input and target of a step: normal numbers, the same on every rank.
@@ -143,19 +132,16 @@ class Lesson {
         TensorParallelLayer<T> ours(s_.shape, s_.seed, &world_, ring), serial(s_.shape, s_.seed, nullptr);
         Optimizer our_optimizer = optimizer, serial_optimizer = optimizer;
         Difference loss, norm, input, gradient, weight;
-        const auto scalar = [&](double a, double b) {
-            return Difference{world_.all_reduce(relative_difference(a, b), MPI_MAX), ""};
-        };
         bool counted = true;
         for (int step = 0; step < s_.steps; ++step) {
             draw(step);
             const double serial_loss = loss_and_gradients(serial);
             const std::vector<T> serial_dx = dx_;
-            loss.include(scalar(serial_loss, loss_and_gradients(ours)));
+            loss.include(largest_difference(world_, serial_loss, loss_and_gradients(ours)));
             counted &= ours.bytes_sent() == ours.bytes_by_formula(tokens_);
             const Parameter whole{"dx", 0, tokens_, s_.shape.width};
             input.include(largest_difference<T>(world_, {&whole, 1}, serial_dx, dx_));
-            norm.include(scalar(serial.gradient_norm(), ours.gradient_norm()));
+            norm.include(largest_difference(world_, serial.gradient_norm(), ours.gradient_norm()));
             gradient.include(difference(serial, serial.gradients(), ours, ours.gradients()));
             ours.step(our_optimizer);
             serial.step(serial_optimizer);
@@ -163,10 +149,8 @@ class Lesson {
         weight = difference(serial, serial.weights(), ours, ours.weights());
         say("%-14s %8.1e %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n", title.c_str(), loss.value, norm.value,
             input.value, gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
-        const double largest = std::max({loss.value, norm.value, input.value, gradient.value, weight.value});
-        largest_ = std::max(largest_, largest);
-        // Sums in another order, nothing else.
-        return world_.all_reduce(int(counted), MPI_MIN) && largest <= (sizeof(T) == 8 ? 1e-12 : 1e-5);
+        return everywhere(counted) &
+               within(tolerance(), {loss.value, norm.value, input.value, gradient.value, weight.value});
     }
 
     /// For each parameter max |a - b| / max |a| over this rank's part, the largest over all ranks with its
@@ -220,8 +204,7 @@ class Lesson {
                 const double communication = world_.all_reduce(layers[i]->communication_seconds(), MPI_MAX);
                 Timed& timed = timed_[i];
                 timed.counted = layers[i]->bytes_sent(), timed.formula = layers[i]->bytes_by_formula(tokens_);
-                if (timed.sums)
-                    right &= bool(world_.all_reduce(int(timed.counted == timed.formula), MPI_MIN));
+                if (timed.sums) right &= everywhere(timed.counted == timed.formula);
                 if (round >= 0)
                     timed.seconds.push_back(seconds), timed.communication.push_back(communication);
             }
@@ -237,11 +220,6 @@ class Lesson {
 
     void show() const {
         const std::vector<double>&one_rank = timed_[0].seconds, &ceiling = timed_[1].seconds;
-        const auto ratio = [](const std::vector<double>& a, const std::vector<double>& b) {
-            std::vector<double> ratios;
-            for (std::size_t i = 0; i < a.size(); ++i) ratios.push_back(a[i] / b[i]);
-            return median(ratios);
-        };
         say("\nforward, backward and AdamW, %d rounds in turn\n%-9s %11s   %-11s %9s %9s %9s %9s %9s\n",
             s_.steps, "", "bytes sent", "formula", "ms", "in sums", "GFLOP/s", "speed-up", "/ no sums");
         for (const Timed& timed : timed_) {
@@ -256,49 +234,24 @@ class Lesson {
         }
     }
 
-    Record record(const Timed& timed, bool right) const {
-        Record line;
-        line.add("strategy", "tp").add("implementation", timed.name == "MPI" ? "tp_mpi" : "tp_mpi-ring");
-        line.add("language", "cpp-mpi")
-            .add("ranks", world_.size())
-            .add("backend", "mpi")
-            .add("dtype", s_.dtype);
+    Record record_of(const Timed& timed, bool right) const {
+        Record line = record("tp", timed.name == "MPI" ? "tp_mpi" : "tp_mpi-ring", right);
         line.add("model", "layer-" + std::to_string(s_.shape.width) + "-" + std::to_string(s_.shape.heads) +
                               "-" + std::to_string(s_.shape.mlp_width));
         line.add("parameters", s_.shape.parameters())
             .add("tokens_per_step", tokens_)
             .add("flop_per_step", flop());
-        line.add("steps", s_.steps).add("step_seconds", timed.seconds);
-        line.add("communication_seconds", median(timed.communication));
-        line.add("bytes_counted", timed.counted).add("bytes_formula", timed.formula);
-        line.add("peak_memory_bytes", peak_memory_bytes()).add("scaling", "strong");
-        if (s_.benchmark) return line.add("equal", nullptr).add("largest_difference", nullptr);
-        return line.add("equal", right).add("largest_difference", largest_);
+        line.add("step_seconds", timed.seconds).add("communication_seconds", median(timed.communication));
+        return line.add("bytes_counted", timed.counted).add("bytes_formula", timed.formula);
     }
 
-    const Communicator& world_;
-    const Settings& s_;
     const std::size_t tokens_;
     std::vector<T> x_, target_, y_, dy_, dx_;
     std::vector<Timed> timed_;
-    double largest_ = 0;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    fived::Environment mpi(argc, argv);
-    const Communicator world = Communicator::world();
-    Settings settings;
-    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
-    const Options options = settings.options();
-    const auto prepare = [&] {
-        settings.check(world.size());
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, "tp_mpi", argc, argv, options, prepare, [&] {
-        set_blas_threads(1);
-        return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
-                                           : Lesson<float>(world, settings).run();
-    });
+    return run_mpi_lesson<Settings, Lesson>("tp_mpi", argc, argv);
 }

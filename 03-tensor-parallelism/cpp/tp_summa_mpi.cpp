@@ -95,8 +95,8 @@ Summa<T>::Summa(const Communicator& comm, GridShape grid, Shape whole, std::size
     std::size_t longest = 0;
     for (const Panel& p : panels_) longest = std::max(longest, p.inner.length);
     for (int i = 0; i < 2; ++i) {
-        room_a_[i] = std::make_unique<T[]>(rows().length * longest);
-        room_b_[i] = std::make_unique<T[]>(longest * columns().length);
+        room_a_[i] = std::make_unique<T[]>(rows_of_c().length * longest);
+        room_b_[i] = std::make_unique<T[]>(longest * columns_of_c().length);
     }
 }
 
@@ -136,9 +136,9 @@ void Summa<T>::check(MatrixView<const T> a, MatrixView<const T> b, MatrixView<co
         if (x.stride != x.columns)
             throw std::invalid_argument(std::string(name) + " has gaps between its rows");
     };
-    fits("A", a, rows(), inner_of_a());
-    fits("B", b, inner_of_b(), columns());
-    fits("C", c, rows(), columns());
+    fits("A", a, rows_of_c(), columns_of_a());
+    fits("B", b, rows_of_b(), columns_of_c());
+    fits("C", c, rows_of_c(), columns_of_c());
 }
 
 /// Begins to broadcast panel p; both factors are there when both lines are done.
@@ -155,13 +155,13 @@ auto Summa<T>::start(std::size_t p, MatrixView<const T> a, MatrixView<const T> b
         if (line.rank() == root) sent_ += (line.size() - 1) * x.rows * x.columns * sizeof(T);
     };
     if (row_.rank() == column) {
-        panel.a = a.column_block(inner.begin - inner_of_a().begin, inner.length);
+        panel.a = a.column_block(inner.begin - columns_of_a().begin, inner.length);
         if (row_.size() > 1 && panel.a.stride != inner.length) {  // columns of a block have gaps in memory
             copy<T>(panel.a, room_a);
             panel.a = room_a;
         }
     }
-    if (column_.rank() == row) panel.b = b.row_block(inner.begin - inner_of_b().begin, inner.length);
+    if (column_.rank() == row) panel.b = b.row_block(inner.begin - rows_of_b().begin, inner.length);
     bring(row_, column, panel.a);
     bring(column_, row, panel.b);
     return panel;
@@ -219,23 +219,23 @@ void Summa<T>::gradients(MatrixView<const T> a, MatrixView<const T> b, MatrixVie
         gemm<T>(t(here.a), dc, term_b);
         const bool mine_a = row_.rank() == column, mine_b = column_.rank() == row;
         reduce(row_, column, term_a,
-               mine_a ? da.column_block(inner.begin - inner_of_a().begin, inner.length) : term_a);
+               mine_a ? da.column_block(inner.begin - columns_of_a().begin, inner.length) : term_a);
         reduce(column_, row, term_b,
-               mine_b ? db.row_block(inner.begin - inner_of_b().begin, inner.length) : term_b);
+               mine_b ? db.row_block(inner.begin - rows_of_b().begin, inner.length) : term_b);
     }
 }
 
 template <class T>
 std::size_t Summa<T>::bytes_forward() const {
-    return (rows().length * inner_of_a().length * (row_.size() - 1) +
-            inner_of_b().length * columns().length * (column_.size() - 1)) *
+    return (rows_of_c().length * columns_of_a().length * (row_.size() - 1) +
+            rows_of_b().length * columns_of_c().length * (column_.size() - 1)) *
            sizeof(T);
 }
 
 template <class T>
 std::size_t Summa<T>::bytes_backward() const {
-    return bytes_forward() + (rows().length * (whole_.K - inner_of_a().length) +
-                              (whole_.K - inner_of_b().length) * columns().length) *
+    return bytes_forward() + (rows_of_c().length * (whole_.K - columns_of_a().length) +
+                              (whole_.K - rows_of_b().length) * columns_of_c().length) *
                                  sizeof(T);
 }
 

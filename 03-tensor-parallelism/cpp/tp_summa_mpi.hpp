@@ -100,11 +100,13 @@ class Summa {
     std::size_t bytes_forward() const;
     std::size_t bytes_backward() const;
 
-    /// Places of this rank's blocks: rows of A and C, columns of B and C, columns of A, rows of B.
-    Range rows() const { return range(whole_.M, column_.size(), column_.rank()); }
-    Range columns() const { return range(whole_.J, row_.size(), row_.rank()); }
-    Range inner_of_a() const { return range(whole_.K, row_.size(), row_.rank()); }
-    Range inner_of_b() const { return range(whole_.K, column_.size(), column_.rank()); }
+    /// Rows and columns of this rank's block.
+    Range rows_of_a() const { return rows_of_c(); }
+    Range columns_of_a() const { return range(whole_.K, row_.size(), row_.rank()); }
+    Range rows_of_b() const { return range(whole_.K, column_.size(), column_.rank()); }
+    Range columns_of_b() const { return columns_of_c(); }
+    Range rows_of_c() const { return range(whole_.M, column_.size(), column_.rank()); }
+    Range columns_of_c() const { return range(whole_.J, row_.size(), row_.rank()); }
 
   private:
     struct Factors {

@@ -1,43 +1,22 @@
-// What tp_libtorch trains: GPT-2 (Radford et al., 2019), as common/models/transformer.py has it: the same names, the
-// same initial weights for the same seed. On one rank it is the plain model.
+// What tp_libtorch trains: GPT-2, with the names of common/models/transformer.py. On one rank it is the plain model.
 //
 // B batch  S sequence  D width  V vocabulary (the 256 values of a byte)
 #pragma once
 
-#include <torch/all.h>
-
-#include <cmath>
 #include <string>
 #include <vector>
 
-#include "fived/random.hpp"
+#include "fived/torch_training.hpp"
 #include "tp_libtorch.hpp"
 
 namespace fived {
 
-constexpr int vocabulary = 256;
-
-struct Gpt2 {
-    int layers, width, heads;
-    int longest;  // learned positions
-
-    /// The whole model. Biases 0, norms 1, weights N(0, 0.02^2), those that add to the residual stream smaller.
+struct Gpt2 : Gpt2Shape {
+    /// The whole model.
     Parameters initial(std::uint64_t seed, at::ScalarType dtype) const {
         Parameters whole;
-        for (const auto& [name, sizes] : shapes()) {
-            at::Tensor values = at::zeros(sizes, at::kDouble);
-            if (name.ends_with("norm.weight")) {
-                values.fill_(1);
-            } else if (name.ends_with("weight")) {
-                const bool residual = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
-                const double std = residual ? 0.02 / std::sqrt(2 * layers) : 0.02;
-                const std::uint64_t stream = stream_of(name);
-                double* v = values.data_ptr<double>();
-                for (std::int64_t k = 0; k < values.numel(); ++k)
-                    v[k] = normal(seed, stream, std::uint64_t(k)) * std;
-            }
-            whole[name] = values.to(dtype).requires_grad_();
-        }
+        for (const auto& [name, sizes] : shapes())
+            whole[name] = initial_value(name, sizes, layers, seed).to(dtype).requires_grad_();
         return whole;
     }
 
@@ -49,12 +28,6 @@ struct Gpt2 {
         for (int l = 0; l < layers; ++l)
             x_BSD = layer(x_BSD, mine, "layers." + std::to_string(l) + ".", heads, ranks);
         return column_parallel(norm(x_BSD, mine, "norm."), {embed_vD}, {}, ranks)[0];
-    }
-
-    /// Operations of a token's forward and backward pass, 2 a multiply-add; attention as if its masked half counted.
-    double flop_per_token(int sequence) const {
-        const double L = layers, D = width;
-        return 6 * (12 * L * D * D + vocabulary * D) + 12 * L * sequence * D;
     }
 
   private:

@@ -1,8 +1,6 @@
 // A model in training: split over the ranks of a process group, or on one device.
 #pragma once
 
-#include <torch/all.h>
-
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,16 +13,12 @@ namespace fived {
 
 class Trainer {
   public:
-    Trainer(const Settings& settings, const Text& text, const std::string& optimizer, RanksPtr ranks)
-        : settings_(settings), text_(text), gpt2_(settings.shape()), ranks_(std::move(ranks)) {
+    Trainer(const Settings& settings, const std::string& optimizer, RanksPtr ranks)
+        : settings_(settings), gpt2_(settings.shape()), ranks_(std::move(ranks)) {
         mine_ = split(gpt2_.initial(settings.seed, settings.type()), *ranks_);
         Tensors leaves;
         for (const auto& [_, tensor] : mine_) leaves.push_back(tensor);
-        if (optimizer == "sgd")
-            optimizer_ = std::make_unique<torch::optim::SGD>(leaves, torch::optim::SGDOptions(0.1));
-        else
-            optimizer_ =
-                std::make_unique<torch::optim::AdamW>(leaves, torch::optim::AdamWOptions(1e-3).eps(1e-5));
+        optimizer_ = make_optimizer(optimizer, leaves);
     }
 
     /// Leaves the gradients of the step's batch; returns its loss. Collective.
@@ -32,15 +26,9 @@ class Trainer {
         optimizer_->zero_grad();
         double loss = 0;
         for (int m = 0; m < settings_.micro_batches; ++m) {
-            const std::size_t begin = cut(settings_.batch, settings_.micro_batches, m);
-            const std::size_t B = cut(settings_.batch, settings_.micro_batches, m + 1) - begin;
-            const std::size_t S = std::size_t(settings_.sequence);
-            const at::Tensor tokens_BS = at::empty({std::int64_t(B), std::int64_t(S)}, at::kLong);
-            const at::Tensor targets_BS = at::empty_like(tokens_BS);
-            const auto view = [&](const at::Tensor& t) {
-                return MatrixView<std::int64_t>(t.data_ptr<std::int64_t>(), B, S);
-            };
-            lm_samples(text_.train, settings_.seed, step, begin, view(tokens_BS), view(targets_BS));
+            const auto [tokens_BS, targets_BS] = lm_batch(
+                settings_.text, settings_.seed, step, cut(settings_.batch, settings_.micro_batches, m),
+                cut(settings_.batch, settings_.micro_batches, m + 1), settings_.sequence);
             const at::Tensor logits_BSv = gpt2_.forward(tokens_BS, mine_, ranks_);
             const at::Tensor part =
                 cross_entropy_sum(logits_BSv, targets_BS, vocabulary, ranks_).first / settings_.tokens();
@@ -55,7 +43,6 @@ class Trainer {
 
   private:
     const Settings& settings_;
-    const Text& text_;
     Gpt2 gpt2_;
     RanksPtr ranks_;
     Parameters mine_;

@@ -14,12 +14,8 @@ namespace {
 
 using namespace fived;
 
-struct Settings {
+struct Settings : LessonSettings {
     AttentionShape shape{.batch = 2, .heads = 4, .kv_heads = 2, .sequence = 203, .head_width = 16};
-    int steps = 5;
-    std::uint64_t seed = 0;
-    std::string dtype = "float64", json;
-    bool benchmark = false;
 
     /// What --benchmark starts from.
     void prefer_benchmark() {
@@ -34,14 +30,11 @@ struct Settings {
         options.add("kv-heads", shape.kv_heads, one, "heads of the keys and values; divides --heads");
         options.add("sequence", shape.sequence, one, "positions of all ranks together");
         options.add("head-width", shape.head_width, one, "of one head");
-        options.add("steps", steps, 1, "rounds that are timed");
-        options.add("seed", seed, std::uint64_t{0}, "of the numbers");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
-        options.add("json", json, "append a record of each order to this file");
-        options.flag("benchmark", benchmark, "time, compare nothing; with --help: its own defaults");
+        add_to(options, "rounds that are timed", "of the numbers", " of each order",
+               "time, compare nothing; with --help: its own defaults");
         return options;
     }
-    void check() const {
+    void check(int) const {
         const std::size_t H = shape.heads, G = shape.kv_heads;
         if (H % G == 0) return;
         std::string divisors;
@@ -115,10 +108,10 @@ void plain_attention(const AttentionShape& shape, bool causal, Arrays<T>& a) {
 }
 
 template <class T>
-class Lesson {
+class Lesson : LessonBase<Settings> {
   public:
     Lesson(const Communicator& world, const Settings& settings)
-        : world_(world), s_(settings), shape_(settings.shape) {}
+        : LessonBase(world, settings), shape_(settings.shape) {}
 
     bool run() {
         say("sp_mpi: attention, batch %zu, %zu heads and %zu of keys, width %zu, sequence %zu, %s, %d "
@@ -133,8 +126,7 @@ class Lesson {
                       : "\nWRONG: attention or its gradients on %d rank(s) differ from those on one, or "
                         "bytes counted from the formula.\n",
                 world_.size());
-        if (!s_.json.empty() && world_.rank() == 0)
-            for (const Timed& timed : timed_) record(timed, right).append_to(s_.json);
+        for (const Timed& timed : timed_) append(record_of(timed, right));
         return right;
     }
 
@@ -149,10 +141,6 @@ class Lesson {
     static constexpr std::array<std::pair<Order, const char*>, 2> orders{
         {{Order::contiguous, "contiguous"}, {Order::zigzag, "zigzag"}}};
 
-    template <class... Values>
-    void say(const char* format, Values... values) const {
-        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
-    }
     std::vector<Chunk> my_chunks(Order order) const {
         return chunks(shape_.sequence, world_.size(), world_.rank(), order);
     }
@@ -186,15 +174,13 @@ class Lesson {
                                     difference(expected.dk, a.dk, G, K, order),
                                     difference(expected.dv, a.dv, G, K, order)};
         world_.all_reduce(std::span<double>(apart), MPI_MAX);
-        const bool counted = world_.all_reduce(int(bytes[0] == bytes[1] && bytes[2] == bytes[3]), MPI_MIN);
+        const bool counted = everywhere(bytes[0] == bytes[1] && bytes[2] == bytes[3]);
         world_.all_reduce(std::span<std::uint64_t>(bytes));
         say("%-24s %8.1e %8.1e %8.1e %8.1e %8.1e  %10zu %10zu  %10zu %10zu\n",
             (name + (causal ? ", causal" : ", all pairs")).c_str(), apart[0], apart[1], apart[2], apart[3],
             apart[4], std::size_t(bytes[0]), std::size_t(bytes[1]), std::size_t(bytes[2]),
             std::size_t(bytes[3]));
-        const double largest = *std::ranges::max_element(apart);
-        largest_ = std::max(largest_, largest);
-        return counted && largest <= (sizeof(T) == 8 ? 1e-12 : 1e-5);  // sums in another order, nothing else
+        return within(tolerance(), {*std::ranges::max_element(apart)}) && counted;
     }
 
     /// max |x - y| / max |x| of this rank's positions of x, [B heads, S, width].
@@ -250,7 +236,7 @@ class Lesson {
         const double apart = balance(mine - blocked);
         if (round >= 0)
             timed.seconds.push_back(seconds), timed.blocked.push_back(waited), timed.balance.push_back(apart);
-        return world_.all_reduce(int(timed.counted == timed.formula), MPI_MIN);
+        return everywhere(timed.counted == timed.formula);
     }
     /// Returns the seconds in which this rank waited for messages.
     static double step(RingAttention<T>& ring, Arrays<T>& a, Timed* timed) {
@@ -281,61 +267,33 @@ class Lesson {
             "%-12s %12s %12s  %9s %9s %9s %9s   %s\n",
             s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes sent", "formula",
             "ms", "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
-        for (const Timed& timed : timed_) {
-            std::vector<double> ratios;
-            for (std::size_t i = 0; i < one_rank.size(); ++i)
-                ratios.push_back(one_rank[i] / timed.seconds[i]);
+        for (const Timed& timed : timed_)
             say("%-12s %12zu %s %-12zu %7.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name.c_str(),
                 timed.counted, timed.counted == timed.formula ? "=" : "!=", timed.formula,
                 median(timed.seconds) * 1e3, median(timed.blocked) * 1e3,
-                flop() / median(timed.seconds) / 1e9, median(ratios), timed.pairs_balance,
+                flop() / median(timed.seconds) / 1e9, ratio(one_rank, timed.seconds), timed.pairs_balance,
                 median(timed.balance));
-        }
     }
 
-    Record record(const Timed& timed, bool right) const {
+    Record record_of(const Timed& timed, bool right) const {
         const auto& [B, H, G, S, K] = shape_;
-        Record line;
-        line.add("strategy", "sp").add("implementation", "sp_mpi-" + timed.name).add("language", "cpp-mpi");
-        line.add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
+        Record line = record("sp", "sp_mpi-" + timed.name, right);
         line.add("model", "attention " + std::to_string(B) + " x " + std::to_string(H) + " x " +
                               std::to_string(S) + " x " + std::to_string(K) + ", " + std::to_string(G) +
                               " heads of keys, causal");
-        line.add("parameters", 0)
-            .add("tokens_per_step", B * S)
-            .add("flop_per_step", flop())
-            .add("steps", s_.steps);
+        line.add("parameters", 0).add("tokens_per_step", B * S).add("flop_per_step", flop());
         line.add("step_seconds", timed.seconds).add("communication_seconds", median(timed.blocked));
         line.add("bytes_counted", timed.counted).add("bytes_formula", timed.formula);
-        line.add("peak_memory_bytes", peak_memory_bytes()).add("scaling", "strong");
-        line.add("slowest_over_mean_pairs", timed.pairs_balance)
-            .add("slowest_over_mean_seconds", median(timed.balance));
-        if (s_.benchmark) return line.add("equal", nullptr).add("largest_difference", nullptr);
-        return line.add("equal", right).add("largest_difference", largest_);
+        line.add("slowest_over_mean_pairs", timed.pairs_balance);
+        return line.add("slowest_over_mean_seconds", median(timed.balance));
     }
 
-    const Communicator& world_;
-    const Settings& s_;
     const AttentionShape shape_;
     std::vector<Timed> timed_;
-    double largest_ = 0;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    fived::Environment mpi(argc, argv);
-    const Communicator world = Communicator::world();
-    Settings settings;
-    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
-    const Options options = settings.options();
-    const auto prepare = [&] {
-        settings.check();
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, "sp_mpi", argc, argv, options, prepare, [&] {
-        set_blas_threads(1);
-        return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
-                                           : Lesson<float>(world, settings).run();
-    });
+    return run_mpi_lesson<Settings, Lesson>("sp_mpi", argc, argv);
 }

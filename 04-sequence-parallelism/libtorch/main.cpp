@@ -2,14 +2,10 @@
 //
 //   mpirun -np 4 sp_libtorch                in both orders, with both kernels, against attention on one rank
 //   mpirun -np 2 sp_libtorch --benchmark    8192 tokens, 8 heads of 64, float32: time and balance of the two orders
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
-#include "fived/equality.hpp"
-#include "fived/lesson.hpp"
-#include "process_group.hpp"
+#include "fived/torch_lesson.hpp"
 #include "settings.hpp"
 #include "sp_libtorch.hpp"
 
@@ -17,10 +13,10 @@ namespace {
 
 using namespace fived;
 
-class Lesson {
+class Lesson : TorchLesson<Settings> {
   public:
     Lesson(const Communicator& world, const Group& group, const Settings& settings)
-        : world_(world), ranks_(c10::make_intrusive<Ranks>(group)), s_(settings), whole_(settings) {}
+        : TorchLesson(world, settings), ranks_(c10::make_intrusive<Ranks>(group)), whole_(settings) {}
 
     bool run() {
         say("sp_libtorch: attention, batch %lld, %lld heads and %lld of keys, width %lld, sequence %lld, %s, "
@@ -33,8 +29,7 @@ class Lesson {
         if (!s_.benchmark)
             say("\n%s: attention and its gradients on %d rank(s) %s those on one.\n",
                 right ? "Proved" : "WRONG", world_.size(), right ? "equal" : "differ from");
-        for (std::size_t i = 0; !s_.json.empty() && world_.rank() == 0 && i < timed_.size(); ++i)
-            record(timed_[i], right).append_to(s_.json);
+        for (const Timed& timed : timed_) append(record_of(timed, right));
         return right;
     }
 
@@ -47,16 +42,13 @@ class Lesson {
         std::vector<double> seconds{}, blocked{}, balance{};
     };
 
-    template <class... Values>
-    void say(const char* format, Values... values) const {
-        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
-    }
     at::Tensor my_places(Order order) const {
         return places(s_.sequence, order, world_.rank(), world_.size());
     }
     std::int64_t bytes_by_formula() const {
-        const std::int64_t s = s_.sequence / world_.size(), element = s_.dtype == "float64" ? 8 : 4;
-        return ring_bytes(2 * s_.batch * s_.kv_heads * s * s_.head_width * element, world_.size());
+        const std::int64_t s = s_.sequence / world_.size(),
+                           numbers = s_.batch * s_.kv_heads * s * s_.head_width;
+        return ring_bytes(2 * numbers * std::int64_t(element()), world_.size());
     }
     /// Bytes that this rank sent since the last call, and the seconds it was blocked.
     std::pair<std::int64_t, double> take_messages() {
@@ -113,10 +105,8 @@ class Lesson {
         world_.all_reduce(std::span(values), MPI_MAX);
         say("%-30s %8.1e %8.1e %8.1e %8.1e %8.1e  %18lld %10lld\n", name.c_str(), values[0], values[1],
             values[2], values[3], values[4], (long long)counted, (long long)bytes_by_formula());
-        const double largest = *std::ranges::max_element(values);
-        largest_ = std::max(largest_, largest);
-        const bool right = counted == bytes_by_formula() && largest <= (s_.dtype == "float64" ? 1e-12 : 1e-5);
-        return world_.all_reduce(int(right), MPI_MIN) == 1;
+        return within(tolerance(), {*std::ranges::max_element(values)}) &
+               everywhere(counted == bytes_by_formula());
     }
 
     /// Forward and backward, causal, in both orders and on rank 0 alone, in turn.
@@ -158,7 +148,7 @@ class Lesson {
             }
         }
         show(one_rank);
-        return world_.all_reduce(int(right), MPI_MIN) == 1;
+        return everywhere(right);
     }
 
     /// The slowest rank's share over the mean.
@@ -183,63 +173,32 @@ class Lesson {
             "%-12s %18s %12s  %9s %9s %9s %9s   %s\n",
             s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes a rank sends",
             "formula", "ms", "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
-        for (const Timed& timed : timed_) {
-            std::vector<double> ratios;
-            for (std::size_t i = 0; i < one_rank.size(); ++i)
-                ratios.push_back(one_rank[i] / timed.seconds[i]);
+        for (const Timed& timed : timed_)
             say("%-12s %18lld %12lld  %9.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name,
                 (long long)timed.counted, (long long)bytes_by_formula(), median(timed.seconds) * 1e3,
-                median(timed.blocked) * 1e3, flop() / median(timed.seconds) / 1e9, median(ratios),
-                timed.pairs_balance, median(timed.balance));
-        }
+                median(timed.blocked) * 1e3, flop() / median(timed.seconds) / 1e9,
+                ratio(one_rank, timed.seconds), timed.pairs_balance, median(timed.balance));
     }
 
-    Record record(const Timed& timed, bool right) const {
-        Record line, versions;
-        versions.add("torch", TORCH_VERSION).add("compiler", __VERSION__);
-        line.add("strategy", "sp").add("implementation", std::string("sp_libtorch-") + timed.name);
-        line.add("language", "libtorch")
-            .add("ranks", world_.size())
-            .add("backend", "mpi")
-            .add("dtype", s_.dtype);
+    Record record_of(const Timed& timed, bool right) const {
+        Record line = record("sp", std::string("sp_libtorch-") + timed.name, right);
         line.add("model", "attention " + std::to_string(s_.batch) + " x " + std::to_string(s_.heads) + " x " +
                               std::to_string(s_.sequence) + " x " + std::to_string(s_.head_width) + ", " +
                               std::to_string(s_.kv_heads) + " heads of keys, causal");
         line.add("parameters", 0).add("tokens_per_step", s_.batch * s_.sequence).add("flop_per_step", flop());
-        line.add("steps", s_.steps).add("step_seconds", timed.seconds);
-        line.add("communication_seconds", median(timed.blocked));
+        line.add("step_seconds", timed.seconds).add("communication_seconds", median(timed.blocked));
         line.add("bytes_counted", timed.counted).add("bytes_formula", bytes_by_formula());
-        line.add("peak_memory_bytes", peak_memory_bytes()).add("scaling", "strong");
         line.add("slowest_over_mean_pairs", timed.pairs_balance);
-        line.add("slowest_over_mean_seconds", median(timed.balance));
-        if (s_.benchmark)
-            line.add("equal", nullptr).add("largest_difference", nullptr);
-        else
-            line.add("equal", right).add("largest_difference", largest_);
-        return line.add("versions", versions);
+        return line.add("slowest_over_mean_seconds", median(timed.balance));
     }
 
-    const Communicator& world_;
     const RanksPtr ranks_;
-    const Settings& s_;
     const Inputs whole_;
     std::vector<Timed> timed_;
-    double largest_ = 0;
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    fived::Environment mpi(argc, argv, MPI_THREAD_MULTIPLE);  // the process group has a thread of its own
-    if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);
-    const Communicator world = Communicator::world();
-    Settings settings;
-    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
-    const Options options = settings.options();
-    const auto prepare = [&] {
-        settings.check(world.size());
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, "sp_libtorch", argc, argv, options, prepare,
-                      [&] { return Lesson(world, world_process_group(), settings).run(); });
+    return run_torch_lesson<Settings, Lesson>("sp_libtorch", argc, argv);
 }

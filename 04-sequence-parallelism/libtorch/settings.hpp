@@ -9,17 +9,14 @@
 #include <cstdint>
 #include <string>
 
-#include "fived/options.hpp"
+#include "fived/lesson.hpp"
 #include "fived/random.hpp"
 
 namespace fived {
 
-struct Settings {
+struct Settings : LessonSettings {
     std::int64_t batch = 2, heads = 4, kv_heads = 2, sequence = 48, head_width = 16;
-    int steps = 5;
-    std::uint64_t seed = 0;
-    std::string dtype = "float64", kernel = "library", json;
-    bool benchmark = false;
+    std::string kernel = "library";
 
     /// What --benchmark starts from.
     void prefer_benchmark() {
@@ -33,12 +30,9 @@ struct Settings {
         options.add("kv-heads", kv_heads, one, "heads of the keys and values; divides --heads");
         options.add("sequence", sequence, one, "positions of all ranks together");
         options.add("head-width", head_width, one, "of one head");
-        options.add("steps", steps, 1, "rounds that are timed");
-        options.add("seed", seed, std::uint64_t{0}, "of the numbers");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
         options.add("kernel", kernel, {"library", "plain"}, "of a block, in what is timed");
-        options.add("json", json, "append a record of each order to this file");
-        options.flag("benchmark", benchmark, "time, compare nothing; with --help: its own defaults");
+        add_to(options, "rounds that are timed", "of the numbers", " of each order",
+               "time, compare nothing; with --help: its own defaults");
         return options;
     }
     /// Throws UsageError for what cannot work.

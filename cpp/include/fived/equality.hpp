@@ -27,6 +27,11 @@ inline double relative_difference(double a, double b) {
     return a == b ? 0 : std::abs(a - b) / std::abs(a);
 }
 
+/// The largest of all ranks. Collective.
+inline Difference largest_difference(const Communicator& comm, double a, double b) {
+    return {comm.all_reduce(relative_difference(a, b), MPI_MAX), ""};
+}
+
 /// For each parameter max |a - b| / max |a|, over all ranks of `comm` (every rank brings its own a and b);
 /// returns the largest with its name. Collective.
 template <class T>

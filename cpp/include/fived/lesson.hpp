@@ -1,58 +1,152 @@
-// What every lesson's main() does: agree on the options, run, turn errors into one line and an exit code.
+// What every lesson's binary does: agree on the options, run, turn errors into one line and an exit code, keep a record.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
+#include "fived/blas.hpp"
 #include "fived/environment.hpp"
 #include "fived/error.hpp"
 #include "fived/mpi.hpp"
 #include "fived/options.hpp"
+#include "fived/record.hpp"
 
 namespace fived {
 
-inline bool given(int argc, char** argv, std::string_view option) {
-    return std::find(argv + 1, argv + argc, option) != argv + argc;
-}
+/// What all command lines have. A lesson's own Settings add options(), prefer_benchmark(), what --benchmark starts from,
+/// and check(ranks), which throws UsageError for what cannot work.
+struct LessonSettings {
+    int steps = 5;
+    std::uint64_t seed = 0;
+    std::string dtype = "float64", scaling = "strong", json;
+    bool benchmark = false;
 
-/// Runs `prepare` (parse, read, check: no communication) on every rank, then `body`, which returns whether
-/// all was right. Exit codes: 0 right; 1 wrong, or an error that ends all ranks; 2 unusable input, said once,
-/// before any rank communicates. --help prints the options.
-template <class Prepare, class Body>
-int run_lesson(const Communicator& world, const std::string& name, int argc, char** argv,
-               const Options& options, Prepare prepare, Body body) {
-    if (given(argc, argv, "--help")) {
+    /// These members as the command line names them; they must outlive `options`. The rest is help.
+    void add_to(Options& options, const std::string& steps_are, const std::string& seed_is,
+                const std::string& each, const std::string& benchmark_does) {
+        options.add("steps", steps, 1, steps_are);
+        options.add("seed", seed, std::uint64_t{0}, seed_is);
+        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
+        options.add("json", json, "append a record" + each + " to this file");
+        options.flag("benchmark", benchmark, benchmark_does);
+    }
+};
+
+/// What a lesson's class stands on.
+template <class Settings>
+class LessonBase {
+  protected:
+    LessonBase(const Communicator& world, const Settings& settings, const char* language = "cpp-mpi")
+        : world_(world), s_(settings), language_(language) {
+        char mpi[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+        int length = 0;
+        MPI_Get_library_version(mpi, &length);
+        const std::string_view text(mpi, length);
+        versions_.add("mpi", std::string(text.substr(0, text.find_first_of("\n,"))));
+        versions_.add("compiler", __VERSION__);
+    }
+
+    /// printf on rank 0.
+    template <class... Values>
+    void say(const char* format, Values... values) const {
+        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
+    }
+    bool everywhere(bool right) const { return world_.all_reduce(int(right), MPI_MIN) == 1; }
+    /// Bytes of a number.
+    std::size_t element() const { return s_.dtype == "float64" ? 8 : 4; }
+    /// Of sums in another order, nothing else; AdamW divides by |gradient|, which float32's rounding of small ones moves.
+    double tolerance(const std::string& optimizer = "sgd") const {
+        return s_.dtype == "float64" ? 1e-12 : optimizer == "adamw" ? 1e-2 : 1e-5;
+    }
+    /// Whether no difference is larger than `most`. The record keeps the largest of all.
+    bool within(double most, std::initializer_list<double> differences) {
+        const double largest = std::max(differences);
+        largest_ = std::max(largest_.value_or(0), largest);
+        return largest <= most;
+    }
+    /// What all records say; the lesson adds its model and what it measured. Collective.
+    Record record(const std::string& strategy, const std::string& implementation, bool right) const {
+        Record record;
+        record.add("strategy", strategy).add("implementation", implementation).add("language", language_);
+        record.add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
+        record.add("steps", s_.steps).add("scaling", s_.scaling).add("versions", versions_);
+        record.add("peak_memory_bytes", world_.all_reduce(peak_memory_bytes(), MPI_MAX));
+        if (!largest_) return record.add("equal", nullptr).add("largest_difference", nullptr);
+        return record.add("equal", right).add("largest_difference", *largest_);
+    }
+    /// To the file of --json.
+    void append(const Record& record) const {
+        if (!s_.json.empty() && world_.rank() == 0) record.append_to(s_.json);
+    }
+
+    const Communicator& world_;
+    const Settings& s_;
+    Record versions_;
+
+  private:
+    const char* language_;
+    std::optional<double> largest_;
+};
+
+/// main() of a lesson; `body(world, settings)` returns whether all was right. Exit codes: 0 right; 1 wrong, or an error
+/// that ends all ranks; 2 unusable input, said once, before any rank communicates. --help prints the options.
+template <class Settings, class Body>
+int run_lesson(const char* name, int argc, char** argv, Body body, int threads = MPI_THREAD_FUNNELED) {
+    const Environment mpi(argc, argv, threads);
+    const Communicator world = Communicator::world();
+    const auto given = [&](std::string_view option) {
+        return std::find(argv + 1, argv + argc, option) != argv + argc;
+    };
+    Settings settings;
+    if (given("--benchmark")) settings.prefer_benchmark();
+    const Options options = settings.options();
+    if (given("--help")) {
         if (world.rank() == 0) std::fputs(options.help().c_str(), stdout);
         return 0;
     }
     std::string problem;
     try {
         options.parse(argc, argv);
-        prepare();
+        settings.check(world.size());
+        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
     } catch (const UsageError& error) {
         problem = error.what();
     }
     const int first = world.all_reduce(problem.empty() ? world.size() : world.rank(), MPI_MIN);
     if (first < world.size()) {
-        if (first == world.rank()) std::fprintf(stderr, "%s: %s\n", name.c_str(), problem.c_str());
+        if (first == world.rank()) std::fprintf(stderr, "%s: %s\n", name, problem.c_str());
         return 2;
     }
     try {
-        return body() ? 0 : 1;
+        return body(world, std::as_const(settings)) ? 0 : 1;
     } catch (const std::exception& error) {
         const bool large =
             dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const std::length_error*>(&error);
-        std::fprintf(stderr, "%s: rank %d: %s\n", name.c_str(), world.rank(),
+        std::fprintf(stderr, "%s: rank %d: %s\n", name, world.rank(),
                      large ? "there is not enough memory for these sizes" : error.what());
         std::fflush(nullptr);
         MPI_Abort(MPI_COMM_WORLD, 1);
         return 1;
     }
+}
+
+/// main() of a lesson without torch: Lesson<double>(world, settings).run(), or Lesson<float>, as --dtype says.
+template <class Settings, template <class> class Lesson>
+int run_mpi_lesson(const char* name, int argc, char** argv) {
+    return run_lesson<Settings>(name, argc, argv, [](const Communicator& world, const Settings& settings) {
+        if (world.size() > 1 && !std::getenv("OMP_NUM_THREADS")) set_blas_threads(1);
+        return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
+                                           : Lesson<float>(world, settings).run();
+    });
 }
 
 }  // namespace fived

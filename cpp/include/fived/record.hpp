@@ -35,6 +35,13 @@ inline double median(std::vector<double> values) {
     return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
+/// Median over the rounds of a / b.
+inline double ratio(const std::vector<double>& a, const std::vector<double>& b) {
+    std::vector<double> ratios;
+    for (std::size_t i = 0; i < a.size(); ++i) ratios.push_back(a[i] / b[i]);
+    return median(ratios);
+}
+
 /// The largest resident set of this process so far.
 inline std::int64_t peak_memory_bytes() {
     rusage usage{};

@@ -1,39 +1,47 @@
-// What the binaries that train share: their command line, and what main() does with it.
+// The command line of the binaries that train on text.
 #pragma once
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 
 #include "fived/lesson.hpp"
 #include "fived/options.hpp"
-#include "fived/record.hpp"
 #include "fived/text.hpp"
 
 namespace fived {
 
-struct TrainingSettings {
-    int steps = 3, batch = 1, micro_batches = 2;
-    std::uint64_t seed = 0;
+struct TrainingSettings : LessonSettings {
+    int batch = 1, micro_batches = 2;
     double bucket_mb = 1;
-    std::string dtype = "float64", optimizer = "both", scaling = "strong", data, json;
-    bool benchmark = false;
+    std::string optimizer = "both", data;
+    Text text;  // of --data, once load() was called
 
-    /// These members as the command line names them; they must outlive `options`.
-    void add_to(Options& options) {
-        options.add("steps", steps, 1, "steps of training");
-        options.add("seed", seed, std::uint64_t{0}, "of weights and samples");
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
-        options.add("batch", batch, 1, "samples a step: of all ranks, with weak scaling of each");
-        options.add("micro-batches", micro_batches, 1, "parts in which a rank works off its samples");
-        options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
+    TrainingSettings() { steps = 3; }
+    /// What every such binary has.
+    void add_to(Options& options, const std::string& samples, const std::string& parts,
+                const std::string& each) {
+        LessonSettings::add_to(options, "steps of training", "of weights and samples", each,
+                               "time the steps, compare nothing; with --help: its own defaults");
+        options.add("batch", batch, 1, samples);
+        options.add("micro-batches", micro_batches, 1, parts);
         options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
         options.add("data", data, "a file or folder of text instead of Python's standard library");
-        options.add("json", json, "append a record of each way to train to this file");
-        options.flag("benchmark", benchmark,
-                     "time the steps, compare nothing; with --help: its own defaults");
+    }
+    /// What those that split the batch have.
+    void add_to(Options& options) {
+        add_to(options, "samples a step: of all ranks, with weak scaling of each",
+               "parts in which a rank works off its samples", " of each way to train");
+        options.add("bucket-mb", bucket_mb, 1e-5, "MiB of gradients that travel together");
         options.add("scaling", scaling, {"strong", "weak"}, "what --batch means");
     }
+    void load() { text = load_text(data); }
+    /// Throws UsageError where a sample does not fit.
+    void check_sample(int length) const {
+        if (std::size_t(length) >= text.train.size())
+            throw UsageError("a sample is longer than the text of " + std::to_string(text.train.size()) +
+                             " bytes");
+    }
+    double megabytes() const { return double(text.train.size()) / 1e6; }
     std::size_t global_batch(int ranks) const { return std::size_t(batch) * (scaling == "weak" ? ranks : 1); }
     /// Throws UsageError where a micro-batch would be empty.
     void check_batch(int ranks) const {
@@ -45,20 +53,5 @@ struct TrainingSettings {
                              std::to_string(scaling == "weak" ? std::size_t(micro_batches) : least));
     }
 };
-
-/// run_lesson for `settings` that have options(), prefer_benchmark() and check(ranks, text); `body(text)` trains.
-template <class Settings, class Body>
-int run_training_lesson(const Communicator& world, const std::string& name, int argc, char** argv,
-                        Settings& settings, Body body) {
-    if (given(argc, argv, "--benchmark")) settings.prefer_benchmark();
-    const Options options = settings.options();
-    Text text;
-    const auto prepare = [&] {
-        text = load_text(settings.data);
-        settings.check(world.size(), text);
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    };
-    return run_lesson(world, name, argc, argv, options, prepare, [&] { return body(text); });
-}
 
 }  // namespace fived
