@@ -1,7 +1,7 @@
-"""pipeline(model, mesh, schedule): cut the plain Transformer into stages and run them by a schedule.
+"""Cut the plain Transformer into stages and run them by a schedule.
 
     model = Transformer(config)
-    pipe = pipeline(model, mesh, "1f1b", micro_batches=8)        # model keeps this rank's part
+    pipe = Pipeline(model, mesh, make_schedule("1f1b", ranks, micro_batches))     # model keeps this rank's part
     loss = pipe.run(parts, 1 / tokens, begin)                    # forward and backward of all micro-batches
     pipe.finish()                                                # gradients of what two ranks hold, summed
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pp_deferred import Deferred
 from pp_executor import Executor
 from pp_schedule import Schedule
+from pp_simulator import Event
 from pp_stages import cut_model, evenly
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,11 @@ from common.placement import sum_tied_gradients
 
 
 class Pipeline:
-    """A model in stages. `model` is this rank's part; its parameters have the names of the whole model."""
+    """A model in stages. `model` is this rank's part; its parameters have the names of the whole model.
+
+    cuts: the layers of each stage, evenly when left out. checkpointing: keep the input of each layer alone.
+    shape(tokens_BS): of what passes from stage to stage, [B, S, D] when left out.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,11 @@ class Pipeline:
         )
         self.run = self.executor.run
 
+    @property
+    def events(self) -> list[Event]:
+        """What this rank computed in the last run, and when."""
+        return self.executor.events
+
     def finish(self) -> None:
         """After the backward passes."""
         sum_tied_gradients(self.model.parameters())
@@ -74,8 +84,3 @@ class Checkpointed(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         y: Tensor = checkpoint(self.layer, *inputs, use_reentrant=False)
         return y
-
-
-def pipeline(model: Transformer, mesh: Mesh, schedule: Schedule, **options: object) -> Pipeline:
-    """The five calls' form."""
-    return Pipeline(model, mesh, schedule, **options)  # type: ignore[arg-type]

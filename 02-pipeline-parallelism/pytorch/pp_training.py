@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from pp_checker import held
 from pp_pipeline import Pipeline
-from pp_schedule import Instruction, Schedule
+from pp_schedule import COMPUTE, Instruction
 from pp_schedules import KINDS, bubble, make_schedule
 from pp_simulator import Event, Timeline, simulate
 from pp_stages import evenly
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from common import comm, comparison
 from common.comm import Group
@@ -63,9 +66,8 @@ def make_batches(o: PipelineOptions, group: Group, device: torch.device) -> Batc
     return Batches(o, Group("one", 0, 1, (0,)), device)
 
 
-def check(rt: Runtime, known: tuple[str, ...], o: PipelineOptions) -> None:
+def check(rt: Runtime, o: PipelineOptions) -> None:
     """Refuse what cannot run, before any rank waits for another."""
-    comparison.check(rt, known, o)
     if o.chunks < 1:
         raise UsageError(f"--chunks {o.chunks}: a rank needs at least 1 stage")
     if not 1 <= o.micro_batches <= o.batch:
@@ -73,8 +75,8 @@ def check(rt: Runtime, known: tuple[str, ...], o: PipelineOptions) -> None:
             f"--batch {o.batch} cannot be cut into {o.micro_batches} micro-batches; give between 1 and {o.batch}"
         )
     layers = o.model_config().layers
-    for name in o.versions:
-        evenly(layers, rt.world_size * (KINDS[name].chunks or o.chunks))
+    chunks = [KINDS[name].chunks or o.chunks for name in o.versions if name in KINDS]
+    evenly(layers, rt.world_size * max(chunks, default=1))
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
@@ -101,7 +103,8 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> 
 def lesson(rt: Runtime, o: PipelineOptions, *names: str) -> bool:
     """Proof, bytes and times of some schedules; then what they wait, by formula, simulated and measured."""
     o = replace(o, versions=o.versions or names)
-    check(rt, names, o)
+    comparison.check(rt, names, o)
+    check(rt, o)
     right = True
     if o.benchmark:
         report(rt, o, benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp"))
@@ -111,6 +114,20 @@ def lesson(rt: Runtime, o: PipelineOptions, *names: str) -> bool:
         o = replace(o, plot=plot)
     waits(rt, o)
     return right
+
+
+class Runs(Protocol):
+    """What Pipeline offers, and the two stages of pp_manual.py."""
+
+    @property
+    def events(self) -> list[Event]:
+        """What this rank computed in the last run, and when."""
+
+    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of their losses."""
+
+    def finish(self) -> None:
+        """After the backward passes."""
 
 
 def waits(rt: Runtime, o: PipelineOptions) -> None:
@@ -129,7 +146,8 @@ def waits(rt: Runtime, o: PipelineOptions) -> None:
     ):
         table.add_column(column, justify="right" if column != "schedule" else "left")
     for name in o.versions:
-        schedule, measured = measure(name, rt, o)
+        schedule = make_schedule(name, rt.world_size, o.micro_batches, o.chunks)
+        measured = measure(partial(make_pipeline, name), rt, o)
         equal, expected = simulate(schedule), simulate(schedule, durations(measured).__getitem__)
         formula = bubble(name, rt.world_size, o.micro_batches, o.chunks)
         table.add_row(
@@ -140,21 +158,21 @@ def waits(rt: Runtime, o: PipelineOptions) -> None:
         )
     console(rt).print(table)
     if o.plot and rt.rank == 0:
-        draw(o, name, expected, measured)
+        draw(o.plot, {f"{name}, simulated": expected, f"{name}, measured": measured})
 
 
-def measure(name: str, rt: Runtime, o: PipelineOptions, rounds: int = 3) -> tuple[Schedule, Timeline]:
+def measure(make: Callable[..., Runs], rt: Runtime, o: PipelineOptions, rounds: int = 3) -> Timeline:
     """The timeline of a training step, of `rounds` the shortest, after one to warm up. All ranks on one host."""
-    pipe = make_pipeline(name, model := make_model(o, rt.device), rt, o)
+    runs = make(model := make_model(o, rt.device), rt, o)
     batches = make_batches(o, rt.world, rt.device)
-    step = training_step(Version(model, run=pipe.run, finish=pipe.finish), batches, one_rank(rt))
+    step = training_step(Version(model, run=runs.run, finish=runs.finish), batches, one_rank(rt))
     lines = []
     for t in range(rounds + 1):
         comm.barrier(rt.world)
         step(t)
-        everyones = comm.everyones(pipe.executor.events, rt.world)
+        everyones = comm.everyones(runs.events, rt.world)
         lines.append(Timeline(rt.world_size, tuple(event for events in everyones for event in events)))
-    return pipe.schedule, min(lines[1:], key=lambda line: line.length)
+    return min(lines[1:], key=lambda line: line.length)
 
 
 def durations(measured: Timeline) -> Mapping[Instruction, float]:
@@ -166,13 +184,16 @@ def durations(measured: Timeline) -> Mapping[Instruction, float]:
     return {e.instruction: medians[e.instruction.op, e.instruction.stage] for e in measured.events}
 
 
-def draw(o: PipelineOptions, name: str, simulated: Timeline, measured: Timeline) -> None:
-    """The two timelines, one above the other."""
-    assert o.plot is not None
-    with figure(o.plot, rows=2, width=9.0, height=2.2 + 0.6 * measured.ranks) as axes:
-        for ax, what, line in zip(axes, ("simulated", "measured"), (simulated, measured), strict=True):
-            title = f"{name}, {what}: {float(line.bubble):.1%} bubble"
-            timeline(ax, rows(line), unit="ms", scale=1e3, kinds=("F", "B", "I", "W"), title=title)
+def draw(path: Path, lines: Mapping[str, Timeline]) -> None:
+    """Timelines, one above the other."""
+    ranks = max(line.ranks for line in lines.values())
+    with figure(path, rows=len(lines), width=9.0, height=len(lines) * (1.1 + 0.3 * ranks)) as axes:
+        for ax, (name, line) in zip(axes, lines.items(), strict=True):
+            title = f"{name}: {float(line.bubble):.1%} bubble"
+            kinds = [
+                k for k in COMPUTE if any(e.instruction.op == k for one in lines.values() for e in one.events)
+            ]
+            timeline(ax, rows(line), unit="ms", scale=1e3, kinds=kinds, title=title)
 
 
 def rows(line: Timeline) -> dict[str, list[Interval]]:
