@@ -1,4 +1,4 @@
-"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP2, DTensor.
+"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP2, DTensor, pipelining.
 
     with Listener(group) as ledger:
         ddp(x).sum().backward()
@@ -6,9 +6,9 @@
 
 torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
 through there on its thread. Bytes are counted as in common/comm.py. Our own calls are heard too, so inside a
-listener a ledger and the listener agree. Integers that a library broadcasts or gathers (DDP checks the shapes of
-parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. All that is heard is
-taken to be of the one group.
+listener a ledger and the listener agree. Integers that a library broadcasts, gathers or sends (DDP checks the shapes of
+parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. All that is heard is taken
+to be of the one group.
 """
 
 from __future__ import annotations
@@ -45,11 +45,21 @@ FUNCTIONAL: dict[str, tuple[str, int, bool]] = {
     "all_gather_into_tensor": ("all_gather", 1, False),
     "reduce_scatter_tensor": ("reduce_scatter", 1, True),
 }
-SILENT = ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd")
+SILENT = (
+    "barrier",
+    "monitored_barrier_",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "recv_",
+    "recv_any_source_",
+)
 
 
 class Listener(TorchDispatchMode):
-    """Adds a row to `ledger` for each collective of `group`. Raises NotImplementedError for one it cannot count."""
+    """Adds a row to `ledger` for each collective and each message of `group`.
+
+    Raises NotImplementedError for one that it cannot count.
+    """
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -72,6 +82,10 @@ class Listener(TorchDispatchMode):
 
     def _row(self, namespace: str, name: str, args: Any) -> Row:
         n, known = self.group.size, COLLECTIVES if namespace == "c10d" else FUNCTIONAL
+        if name == "send":
+            (x,) = args[0]
+            kind = "send" if x.is_floating_point() else "bookkeeping"
+            return Row(kind, self.group.axis, Fraction(x.numel() * x.element_size()), 0.0)
         if name not in known:
             raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
         op, times, _ = known[name]

@@ -28,7 +28,10 @@ class Stage(nn.Module):
         super().__init__()
         self.number, self.first, self.last = number, number == 0, number == stages - 1
         self.layers = nn.ModuleList(model.layers[i] for i in layers)
-        self._model = [model]  # in a list, so that it is no submodule
+        embeddings = [model.embed_tokens, model.embed_positions] if self.first else []
+        head = [model.norm, model.lm_head or model.embed_tokens] if self.last else []
+        self.beside = nn.ModuleList(module for module in (*embeddings, *head) if module is not None)
+        self._model = [model]  # in a list, so that it is no submodule: the other stages are not this one's
 
     def forward(self, x: Tensor, positions_S: Tensor) -> Tensor:
         """One micro-batch through these layers."""

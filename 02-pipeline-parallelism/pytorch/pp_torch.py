@@ -1,0 +1,172 @@
+"""The same stages under torch.distributed.pipelining: its schedules beside ours, equal numbers, bytes and times.
+
+    stage = PipelineStage(module, number, stages, device, input_args, output_args, group)
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn, scale_grads=False)
+    schedule.step(tokens_BS, target=targets_BS)
+
+Its stage is any module; what passes between stages has one shape, so the batch must divide into micro-batches. With
+scale_grads=True, the default, it divides gradients by the number of micro-batches, for a loss that is a mean: ours is a
+sum divided once by the tokens of the whole batch, so it must be False. Its backward in two halves walks autograd's
+graph; ours puts the products off (pp_deferred.py).
+
+    python pp_torch.py --nproc 4      torchrun --nproc_per_node=4 pp_torch.py      mpirun -np 4 python pp_torch.py
+    mpirun -np 2 --bind-to core python pp_torch.py --benchmark --model gpt2-10m --dtype float32 --batch 8 --sequence 128
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from pp_schedule import in_a_line, in_a_v
+from pp_stages import Stage, cut_model, evenly
+from pp_training import PipelineOptions, check, make_batches
+from pp_training import make_version as make_ours
+from pp_training import run_bytes as our_run_bytes
+from pp_training import step_bytes as our_step_bytes
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from common import comm, comparison
+from common.comm import Group
+from common.comparison import benchmark, prove, report
+from common.lesson import DTYPES, run
+from common.mesh import Mesh
+from common.models.transformer import Transformer
+from common.placement import sum_tied_gradients
+from common.runtime import Runtime, UsageError
+from common.training import Version
+
+THEIRS: dict[str, Any] = {
+    "torch-gpipe": schedules.ScheduleGPipe,
+    "torch-1f1b": schedules.Schedule1F1B,
+    "torch-interleaved": schedules.ScheduleInterleaved1F1B,
+    "torch-zb-v": schedules.ScheduleZBVZeroBubble,
+}
+VERSIONS = (
+    "gpipe",
+    "torch-gpipe",
+    "1f1b",
+    "torch-1f1b",
+    "interleaved",
+    "torch-interleaved",
+    "zb-v",
+    "torch-zb-v",
+)
+
+
+@dataclass
+class TorchOptions(PipelineOptions):
+    """Model and batch; the micro-batches are equal."""
+
+    batch: int = 16
+    """Samples of the batch, a multiple of --micro-batches."""
+
+
+class WithPositions(nn.Module):
+    """A stage that makes its positions itself."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        """tokens_BS or x_BSD."""
+        y: Tensor = self.stage(x, torch.arange(x.shape[1], device=x.device))
+        return y
+
+
+class InTorch:
+    """Our stages, torch's schedule."""
+
+    def __init__(self, name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> None:
+        mesh, n = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout), rt.world_size
+        several = name in ("torch-interleaved", "torch-zb-v")
+        owner = in_a_v(n) if name == "torch-zb-v" else in_a_line(n, o.chunks if several else 1)
+        cut = cut_model(model, owner, mesh, evenly(len(model.layers), len(owner)))
+        self.model, self.group, self.scale, c = model, mesh.group("pp"), 1.0, model.config
+        B, dtype = o.batch // o.micro_batches, DTYPES[o.dtype]
+        tokens_BS = torch.empty(B, o.sequence, dtype=torch.long, device="meta")
+        x_BSD = torch.empty(B, o.sequence, c.width, dtype=dtype, device="meta", requires_grad=True)
+        logits_BSV = torch.empty(B, o.sequence, c.vocabulary, dtype=dtype, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                WithPositions(stage),
+                number,
+                len(owner),
+                rt.device,
+                input_args=(tokens_BS if stage.first else x_BSD,),
+                output_args=(logits_BSV if stage.last else x_BSD,),
+                group=self.group.pg,
+            )
+            for number, stage in cut.items()
+        ]
+        self.first, self.last = 0 in cut, len(owner) - 1 in cut
+        self.schedule = THEIRS[name](
+            stages if several else stages[0], o.micro_batches, self.loss, scale_grads=False
+        )
+
+    def loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """Of a micro-batch: its part of the loss of the whole batch."""
+        return self.model.loss(logits_BSV, targets_BS)[0] * self.scale
+
+    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of their losses."""
+        self.scale = scale
+        tokens_BS, targets_BS = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        losses: list[Tensor] = []
+        given = (tokens_BS,) if self.first else ()
+        wanted = {"target": targets_BS, "losses": losses} if self.last else {}
+        self.schedule.step(*given, **wanted, return_outputs=False)
+        total = torch.zeros((), dtype=next(self.model.parameters()).dtype, device=tokens_BS.device)
+        total += sum(loss.detach() for loss in losses) / scale
+        comm.all_reduce(total, self.group)
+        return total
+
+    def finish(self) -> None:
+        """torch knows nothing of tied weights."""
+        sum_tied_gradients(self.model.parameters())
+
+
+def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
+    """Ours or torch's."""
+    if name not in THEIRS:
+        return make_ours(name, model, rt, o)
+    theirs = InTorch(name, model, rt, o)
+    return Version(model, run=theirs.run, finish=theirs.finish)
+
+
+def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
+    """The same."""
+    return our_step_bytes(name.removeprefix("torch-"), model, group, o)
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
+    """The same."""
+    return our_run_bytes(name.removeprefix("torch-"), model, group, o)
+
+
+def main(rt: Runtime, o: TorchOptions) -> bool:
+    """Each schedule of ours beside torch's."""
+    o = replace(o, versions=o.versions or VERSIONS)
+    comparison.check(rt, VERSIONS, o)
+    check(rt, replace(o, versions=tuple(name.removeprefix("torch-") for name in o.versions)))
+    if o.batch % o.micro_batches:
+        near = max(1, o.batch // o.micro_batches) * o.micro_batches
+        raise UsageError(
+            f"--batch {o.batch}: torch wants equal micro-batches; {near} divides into {o.micro_batches}"
+        )
+    if rt.world_size == 1:
+        raise UsageError("torch.distributed.pipelining needs a process group: start at least 2 ranks")
+    theirs = tuple(THEIRS)
+    if o.benchmark:
+        report(rt, o, benchmark(rt, o, make_version, step_bytes, theirs, make_batches, axis="pp"))
+        return True
+    return prove(rt, o, make_version, run_bytes, step_bytes, theirs, make_batches=make_batches, axis="pp")
+
+
+if __name__ == "__main__":
+    run(main, TorchOptions)
