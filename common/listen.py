@@ -7,8 +7,8 @@
 torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
 through there on its thread. Bytes are counted as in common/comm.py. Our own calls are heard too, so inside a
 listener a ledger and the listener agree. Integers that a library broadcasts, gathers or sends (DDP checks the shapes of
-parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. All that is heard is taken
-to be of the one group.
+parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. Rows carry the axis of the
+group given here, whichever group a call was for; its number of ranks is its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -81,14 +84,14 @@ class Listener(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
     def _row(self, namespace: str, name: str, args: Any) -> Row:
-        n, known = self.group.size, COLLECTIVES if namespace == "c10d" else FUNCTIONAL
+        known = COLLECTIVES if namespace == "c10d" else FUNCTIONAL
         if name == "send":
             (x,) = args[0]
             kind = "send" if x.is_floating_point() else "bookkeeping"
             return Row(kind, self.group.axis, Fraction(x.numel() * x.element_size()), 0.0)
         if name not in known:
             raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
-        op, times, _ = known[name]
+        n, (op, times, _) = ranks_of(args), known[name]
         whole = COLLECTIVES[name][2] if namespace == "c10d" else 0
         tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]
         size = sum(x.numel() * x.element_size() for x in tensors)
@@ -97,3 +100,12 @@ class Listener(TorchDispatchMode):
         if times == 1 and not any(x.is_floating_point() for x in tensors):
             op = "bookkeeping"
         return Row(op, self.group.axis, Fraction(times * (n - 1) * size, n), 0.0)
+
+
+def ranks_of(args: Any) -> int:
+    """The size of the process group that a call is for: an object in c10d, a name in functional collectives."""
+    for x in args:
+        if isinstance(x, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(x).size()
+    name: Any = [x for x in args if isinstance(x, str)][-1]
+    return _resolve_process_group(name).size()
