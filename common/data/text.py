@@ -12,6 +12,7 @@ the same global batch, a resumed run continues at the very next one, and the C++
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +51,23 @@ def _files(data: Path | None) -> list[Path]:
     return [inside[place] for place in sorted(shown, key=Path.as_posix)]
 
 
+def _content(data: Path | None) -> bytes:
+    return b"".join(path.read_bytes() for path in _files(data))
+
+
+@functools.cache
+def _standard_library() -> bytes:
+    """Read once in a process: every version of a lesson asks for it, and it does not change."""
+    return _content(None)
+
+
 def load_text(data: Path | None = None) -> Text:
     """The bytes of a file, of a folder's files (hidden ones left out), or of Python's standard library.
 
     Raises UsageError when the path does not exist, cannot be read or holds less than 1024 bytes.
     """
     try:
-        content = b"".join(path.read_bytes() for path in _files(data))
+        content = _standard_library() if data is None else _content(data)
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
     name = "Python's standard library" if data is None else str(data)
