@@ -1,12 +1,13 @@
 """Ranks fork from a server that has already imported what test modules and torch's lazy corners import."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks and their baseline alike
 
 from common import spawn
 
-spawn.PRELOAD += ["pytest", "common.collectives", "common.placement", "dp_basic", "small_models"]
-spawn.PRELOAD += ["dp_matrix_multiply", "dp_data_parallel"]
-spawn.PRELOAD += ["torch.fx.experimental.symbolic_shapes"]  # backward(dy) imports it: 2 s a rank
-spawn.PRELOAD += ["dp_compression", "dp_local_sgd"]
+FOLDERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if (here := str(Path(__file__).parent)) not in FOLDERS:  # the server has another sys.path than pytest
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *FOLDERS]))
+spawn.PRELOAD += ["preloaded"]

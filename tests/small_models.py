@@ -1,4 +1,4 @@
-"""Models that several tests need: small Transformers of uneven sizes, and one with branches."""
+"""Models that several tests need: small Transformers of uneven sizes, two of them by name, and one with branches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from common.models.configs import TransformerConfig, gpt2, llama
+from common.models.configs import CONFIGS, TransformerConfig, gpt2, llama
 from common.models.transformer import Transformer
 
 SHAPES = {
@@ -23,6 +23,10 @@ SHAPES = {
         rotary_base=500.0,
     ),
 }
+
+# For lessons, which take a model by its name; importing this module makes them known, to ranks as well.
+CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
+CONFIGS["llama-nano"] = llama(layers=1, width=24, heads=4, kv_heads=2, mlp_width=35, sequence=12)
 
 
 def ours(c: TransformerConfig) -> Transformer:

@@ -37,7 +37,9 @@ from common.runtime import Runtime
 from common.spawn import RankError, spawn
 from common.training import make_model, training_step
 
-OPTIONS = StepOptions(batch=9, samples=13, sequence=8, steps=4, micro_batches=3, clip=0.5, warm_up=2)
+OPTIONS = StepOptions(
+    model="gpt2-nano", batch=9, samples=13, sequence=8, steps=4, micro_batches=3, clip=0.5, warm_up=2
+)
 
 
 def alone(name: str, optimizer: str, o: StepOptions) -> Followed:

@@ -31,7 +31,7 @@ from common.spawn import RankError, spawn
 from common.training import Batches, Version, make_model, training_step
 from common.utils.memory import LiveBytes, saved_bytes
 
-OPTIONS = CheckpointOptions(batch=9, sequence=8, steps=2, micro_batches=2)
+OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, micro_batches=2)
 
 
 def against_one_device(rt: Runtime, o: CheckpointOptions) -> dict[str, float]:

@@ -22,12 +22,10 @@ from torch import nn
 from common import comm
 from common.comm import Group
 from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.models.configs import CONFIGS, gpt2
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
 from common.training import Batches, Version, make_model, training_step
 
-CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
 OPTIONS = LocalOptions(model="gpt2-nano", batch=7, sequence=12, micro_batches=2, steps=5)
 ALONE = Group("one", 0, 1, (0,))
@@ -49,7 +47,8 @@ CASES = [
 
 
 def world_of(rt: Runtime) -> None:
-    o = replace(OPTIONS, batch=max(7, rt.world_size + 1), steps=3 if rt.world_size > 4 else 5)
+    more = dict(model="llama-nano", batch=9, steps=3) if rt.world_size > 4 else {}
+    o = replace(OPTIONS, **more)
     plain = replace(o, every=1)
     seen, targets, *_ = on_ranks("local-sgd", "sgd", rt, plain)
     mean = mean_of_replicas(seen, targets, rt.world)

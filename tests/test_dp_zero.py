@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import dp_fsdp
 import dp_zero
@@ -30,16 +31,17 @@ from common.training import Batches, make_model, whole_step
 from common.utils.memory import peak_allocated
 
 STAGES = (1, 2, 3)
+SMALL = ZeroOptions(sequence=8, micro_batches=2, steps=2)
 
 
 @pytest.mark.parametrize(
     ("n", "options"),
     [
-        (1, ZeroOptions(batch=3, sequence=8, micro_batches=2, steps=2)),
-        (2, ZeroOptions(batch=5, sequence=8, micro_batches=1, steps=3, model="llama-tiny")),
-        (3, ZeroOptions(batch=7, sequence=8, micro_batches=3, steps=3)),
-        (4, ZeroOptions(batch=9, sequence=8, micro_batches=2, steps=2, versions=("zero2", "zero3"))),
-        (8, ZeroOptions(batch=11, sequence=8, micro_batches=1, steps=2, versions=("zero1", "zero3"))),
+        (1, replace(SMALL, batch=3)),
+        (2, replace(SMALL, model="llama-tiny", batch=5, micro_batches=1, steps=3)),
+        (3, replace(SMALL, batch=7, micro_batches=3, steps=3)),
+        (4, replace(SMALL, model="gpt2-nano", batch=9, versions=("zero2", "zero3"))),
+        (8, replace(SMALL, model="llama-nano", batch=11, micro_batches=1, versions=("zero1", "zero3"))),
     ],
 )
 def test_lesson(n: int, options: ZeroOptions) -> None:
@@ -49,7 +51,7 @@ def test_lesson(n: int, options: ZeroOptions) -> None:
 
 def test_the_library_beside_it() -> None:
     versions = (*dp_fsdp.LIBRARY, "zero3")
-    options = dp_fsdp.FsdpOptions(batch=7, sequence=8, micro_batches=2, steps=2, versions=versions)
+    options = dp_fsdp.FsdpOptions(model="gpt2-nano", batch=7, sequence=8, steps=2, versions=versions)
     assert all(spawn(dp_fsdp.main, 3, options))
 
 

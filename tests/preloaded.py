@@ -1,0 +1,22 @@
+"""Imported by the server that ranks fork from: what each of them would otherwise load for itself."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+
+import pytest  # noqa: F401
+import small_models  # noqa: F401
+import torch.distributed.fsdp
+import torch.fx.experimental.symbolic_shapes  # backward(dy) imports it: 2 s a rank
+import torch.testing._internal.distributed.fake_pg  # noqa: F401
+from mpi.launch import ROOT
+
+from common.data.text import load_text
+
+for file in sorted(ROOT.glob("0*/pytorch/*.py")):
+    if importlib.util.find_spec(file.stem):  # a chapter that came after `make setup` is not on the path yet
+        importlib.import_module(file.stem)
+load_text()  # it is kept
+gc.freeze()  # a rank's collector would touch, and so copy, all that was imported
