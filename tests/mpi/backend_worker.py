@@ -1,4 +1,6 @@
-"""The process group on MPI against gloo, on the ranks of one mpirun: random calls on random groups.
+"""The process group on MPI against gloo, on the first 2, 3 and 4 ranks of one mpirun: random calls on random groups.
+
+python backend_worker.py RESULT EXAMPLES, under mpirun
 
 Rank 0 lets hypothesis choose and shrink; each choice is broadcast, so that all ranks make the same calls.
 """
@@ -6,7 +8,6 @@ Rank 0 lets hypothesis choose and shrink; each choice is broadcast, so that all 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -18,18 +19,15 @@ import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
-from mpi4py import MPI
+from mpi import worker
 from torch import Tensor
 
 from common.mpi_backend import register
 
-WORLD = MPI.COMM_WORLD
-N = WORLD.size
-SUBSETS = [s for size in range(1, N + 1) for s in itertools.combinations(range(N), size)]
 TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
 OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
 # Each group is made once for each setting: on one host; on several, of which the key says how many ranks each has.
-SETTINGS = {"one host": {}} | {
+SEVERAL_HOSTS = {
     2: {
         "1 + 1, in pieces, staged": {
             "FIVED_RANKS_PER_HOST": "1", "FIVED_LARGEST_MESSAGE": "1000", "FIVED_STAGED": "1"
@@ -37,9 +35,14 @@ SETTINGS = {"one host": {}} | {
     },
     3: {"2 + 1": {"FIVED_RANKS_PER_HOST": "2"}},
     4: {"2 + 2": {"FIVED_RANKS_PER_HOST": "2"}, "3 + 1": {"FIVED_RANKS_PER_HOST": "3"}},
-}[N]  # fmt: skip
+}  # fmt: skip
+# Of the world under test: its communicator, its ranks, their groups, and the settings that they allow.
+WORLD, N, SUBSETS, SETTINGS = worker.WORLD, 0, [], {}
 
-calls = st.fixed_dictionaries(
+
+def calls() -> st.SearchStrategy[dict[str, Any]]:
+    """One call of any kind on any group."""
+    return st.fixed_dictionaries(
     {
         "call": st.sampled_from(
             [
@@ -57,7 +60,7 @@ calls = st.fixed_dictionaries(
         "root": st.integers(0, N - 1),
         "seed": st.integers(0, 1000),
     }
-)  # fmt: skip
+    )  # fmt: skip
 
 
 def make(setting: str, ranks: list[int] | None = None, seconds: float = 60) -> Any:
@@ -129,7 +132,8 @@ def run(c: dict[str, Any], group: dist.ProcessGroup, me: int, members: tuple[int
                 message.wait()
             return out
         case "any_source":
-            # the root hears all others, in whatever order they come; tags keep calls apart
+            # the root hears all others, in whatever order they come; tags keep calls apart; gloo takes none empty
+            x = x if x.numel() else numbers(c, me, elements=1)
             if members[me] != root:
                 dist.send(x.contiguous(), root, group=group, tag=c["seed"])
                 return []
@@ -175,7 +179,7 @@ def property_test(groups: dict[str, list[Any]], examples: int) -> str:
         return ""
 
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(st.lists(calls, min_size=1, max_size=6))
+    @given(st.lists(calls(), min_size=1, max_size=6))
     def check(example: list[dict[str, Any]]) -> None:
         WORLD.bcast(example)
         assert agree(example, groups) == []
@@ -257,24 +261,33 @@ def errors(setting: str) -> dict[str, str]:
     return results
 
 
-def main(result: str, examples: str) -> None:
-    register()
+def everything(ranks: int, examples: int) -> dict[str, Any]:
+    """All that is tested, on a world of so many ranks."""
+    global WORLD, N, SUBSETS, SETTINGS
+    WORLD, N = worker.WORLD.Create_group(worker.WORLD.group.Incl(range(ranks))), ranks
+    SUBSETS = [s for size in range(1, N + 1) for s in itertools.combinations(range(N), size)]
+    SETTINGS = {"one host": {}} | SEVERAL_HOSTS[N]
     folder = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
     store = dist.FileStore(str(Path(folder, "store")), N)
     dist.init_process_group(
         "fived", store=store, rank=WORLD.rank, world_size=N, timeout=timedelta(seconds=60)
     )
-    torch.set_num_threads(1)
     groups = {setting: [make(setting, list(s)) for s in SUBSETS] for setting in SETTINGS}
     groups["gloo"] = [dist.new_group(list(s), backend="gloo") for s in SUBSETS]
     found = {
-        "property": property_test(groups, int(examples)),
+        "property": property_test(groups, examples),
         "beyond": {setting: what_gloo_lacks(setting) for setting in SETTINGS},
         "errors": {setting: WORLD.allgather(errors(setting)) for setting in SETTINGS},
     }
     dist.destroy_process_group()
-    if WORLD.rank == 0:
-        Path(result).write_text(json.dumps(found))
+    return found
+
+
+def main(_: str, examples: str) -> None:
+    register()
+    torch.set_num_threads(1)
+    found = worker.on_first_ranks(SEVERAL_HOSTS, lambda ranks: everything(ranks, int(examples)))
+    worker.write({ranks: each[0] for ranks, each in found.items()})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""What torch builds on process groups, on ours: each against one device, float64, after two steps of AdamW."""
+"""What torch builds on process groups, on ours: each against one device, float64, after two steps of AdamW.
+
+python peers_worker.py RESULT 2 2+2 3+1, under mpirun: on 2 ranks of one host; on two hosts of 2; on hosts of 3 and 1
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from mpi4py import MPI
+from mpi.worker import WORLD, on_first_ranks, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.mpi_backend import register
 
-WORLD = MPI.COMM_WORLD
-N, RANK = WORLD.size, WORLD.rank
+N, RANK = WORLD.size, WORLD.rank  # N is less where the first ranks alone are the world
 STEPS, BATCH, WIDTH = 2, 8, 12
 
 
@@ -82,11 +84,10 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest relative difference of two sets of weights, on any rank."""
+    """The largest relative difference of two sets of weights on this rank."""
     assert a.keys() >= b.keys()
     assert b
-    found = max(((a[name] - b[name]).abs().max() / a[name].abs().max()).item() for name in b)
-    return float(WORLD.allreduce(found, MPI.MAX))
+    return max(((a[name] - b[name]).abs().max() / a[name].abs().max()).item() for name in b)
 
 
 def ddp() -> dict[str, Tensor]:
@@ -176,21 +177,35 @@ def two_axes() -> dict[str, Tensor]:
     return whole(model)
 
 
-def main(result: str) -> None:
-    register()
-    folder = Path(WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None))
+def differences(hosts: str, folder: Path) -> dict[str, float]:
+    """Of everything, on a world of its own."""
+    global N
+    sizes = [int(ranks) for ranks in hosts.split("+")]
+    N = sum(sizes)
+    os.environ["FIVED_RANKS_PER_HOST"] = str(sizes[0])
     store = dist.FileStore(str(folder / "store"), N)
     dist.init_process_group("fived", store=store, rank=RANK, world_size=N, timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
     reference = one_device()
     runs: dict[str, Callable[[], dict[str, Tensor]]] = {
         "DDP": ddp, "FSDP2": fsdp, "DTensor": tensor_parallel, "pipelining": pipeline, "FSDP2 x DTensor": two_axes,
         "checkpoint": lambda: checkpoint(folder / "checkpoint"),
     }  # fmt: skip
-    found: dict[str, Any] = {name: largest(reference, run()) for name, run in runs.items()}
+    found = {name: largest(reference, run()) for name, run in runs.items()}
     dist.destroy_process_group()
-    if RANK == 0:
-        Path(result).write_text(json.dumps(found))
+    return found
+
+
+def main(_: str, *settings: str) -> None:
+    register()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for hosts in settings:
+        ranks = sum(int(n) for n in hosts.split("+"))
+        folder = Path(WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None))
+        (found[hosts],) = on_first_ranks(
+            [ranks], lambda _, where=(hosts, folder): differences(*where)
+        ).values()
+    write(found)
 
 
 if __name__ == "__main__":
