@@ -10,25 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+from mpi.launch import mpirun, need_binary, on_gloo, on_mpi, run
 
 from common.benchmarks.measures import problem
-from common.runtime import Runtime
-from common.spawn import spawn
-
-
-def on_gloo(rt: Runtime) -> dict[str, Any]:
-    from mpi.sp_libtorch_worker import outcomes
-
-    return outcomes(rt.world.pg)
 
 
 @pytest.fixture(scope="module")
-def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What groups of 1 to 4 ranks found under one mpirun."""
-    need_module("sp_libtorch")
-    found: dict[str, Any] = run_worker(4, "sp_libtorch_worker.py", tmp_path_factory.mktemp("sp_libtorch"))
-    return found
+def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    return on_mpi("sp_libtorch", tmp_path_factory)
 
 
 def check(found: list[dict[str, Any]]) -> None:
@@ -52,19 +41,16 @@ def check(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_ring_attention_equals_one_device_on_gloo(ranks: int) -> None:
-    need_module("sp_libtorch")
-    check(spawn(on_gloo, ranks))
+    check(on_gloo("sp_libtorch", ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ring_attention_equals_one_device_on_mpi(ranks: int, on_mpi: dict[str, Any]) -> None:
-    found = on_mpi[str(ranks)]
-    assert len(found) == ranks
-    check(found)
+def test_ring_attention_equals_one_device_on_mpi(ranks: int, found_on_mpi: dict[int, Any]) -> None:
+    check(found_on_mpi[ranks])
 
 
-def test_what_does_not_fit_is_said(on_mpi: dict[str, Any]) -> None:
-    for rank in on_mpi["2"]:
+def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
+    for rank in found_on_mpi[2]:
         assert rank["refused"] == [
             "ValueError: a sequence of 10 positions does not divide into 4 chunks; 8 or 12 would",
             "ValueError: a sequence of 1 positions does not divide into 2 chunks; 2 would",

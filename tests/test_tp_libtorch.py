@@ -13,28 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+from mpi.launch import mpirun, need_binary, on_gloo, on_mpi, run
 
 from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text
 from common.equality import OPTIMIZERS
 from common.models.transformer import Transformer, config
-from common.runtime import Runtime
-from common.spawn import spawn
-
-
-def on_gloo(rt: Runtime) -> dict[str, Any]:
-    from mpi.tp_libtorch_worker import outcomes
-
-    return outcomes(rt.world.pg)
 
 
 @pytest.fixture(scope="module")
-def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What groups of 1 to 4 ranks found under one mpirun."""
-    need_module("tp_libtorch")
-    found: dict[str, Any] = run_worker(4, "tp_libtorch_worker.py", tmp_path_factory.mktemp("tp_libtorch"))
-    return found
+def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    return on_mpi("tp_libtorch", tmp_path_factory)
 
 
 def check(found: list[dict[str, Any]]) -> None:
@@ -54,20 +43,17 @@ def check(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_the_module_equals_one_device_on_gloo(ranks: int) -> None:
-    need_module("tp_libtorch")
-    check(spawn(on_gloo, ranks))
+    check(on_gloo("tp_libtorch", ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_module_equals_one_device_on_mpi(ranks: int, on_mpi: dict[str, Any]) -> None:
-    found = on_mpi[str(ranks)]
-    assert len(found) == ranks
-    check(found)
+def test_the_module_equals_one_device_on_mpi(ranks: int, found_on_mpi: dict[int, Any]) -> None:
+    check(found_on_mpi[ranks])
 
 
-def test_what_does_not_fit_is_said(on_mpi: dict[str, Any]) -> None:
+def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
     heads = "25 heads do not divide over 2 ranks along tp; 1, 5, 25 would do"
-    for rank, found in enumerate(on_mpi["2"]):
+    for rank, found in enumerate(found_on_mpi[2]):
         missing = found["refused"].pop(1)
         assert re.fullmatch(r"ValueError: no parameter attention\S+ among the 1 given", missing)
         assert found["refused"] == [

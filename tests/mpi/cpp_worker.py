@@ -3,14 +3,11 @@
 python cpp_worker.py RESULT, under mpirun.
 """
 
-import json
-import sys
-
 import numpy as np
 from fived import collectives, mpi
+from mpi.worker import WORLD, write
 from mpi4py import MPI
 
-WORLD = MPI.COMM_WORLD
 SIZES = [0, 1, 5, 1000, 300_001]
 
 
@@ -85,15 +82,14 @@ def waits_without_the_gil(comm):
 if __name__ == "__main__":
     world = mpi.Communicator(WORLD)
     half = world.split(color=world.rank % 2, key=0, name="half")
-    results = {
-        "float32": all_reduces(world, np.float32),
-        "float64": all_reduces(world, np.float64),
-        "scatter_gather": scatter_gather(world),
-        "broadcasts": broadcasts(world),
-        "halves": WORLD.allgather([half.name, half.rank, half.size]),
-        "mismatch": WORLD.allgather(mismatch(world)),
-        "threads": WORLD.allreduce(waits_without_the_gil(world), MPI.LAND),
-    }
-    if WORLD.rank == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+    write(
+        {
+            "float32": all_reduces(world, np.float32),
+            "float64": all_reduces(world, np.float64),
+            "scatter_gather": scatter_gather(world),
+            "broadcasts": broadcasts(world),
+            "halves": WORLD.allgather([half.name, half.rank, half.size]),
+            "mismatch": WORLD.allgather(mismatch(world)),
+            "threads": WORLD.allreduce(waits_without_the_gil(world), MPI.LAND),
+        }
+    )

@@ -1,25 +1,29 @@
-"""Trains the MLP in every language, for each of a list of options, and compares.
+"""Trains the MLP in every language on the first ranks of the world, for each of a list of options, and compares.
 
-python dp_languages_worker.py RESULT CASES, under mpirun; a case is a dictionary of MLPOptions. Rank 0 writes for each
-case, as the maximum over ranks, differences from one device and between versions, and bytes counted and by formula.
+python dp_languages_worker.py RESULT CASES, under mpirun; CASES are dictionaries of MLPOptions for each number of ranks.
+Rank 0 writes for each case, as the maximum over ranks, differences from one device and between versions, and bytes
+counted and by formula.
 """
 
 import itertools
 import json
 import sys
-from pathlib import Path
+from dataclasses import replace
 
+import mpi4py.MPI
+import torch.distributed as dist
 from dp_languages import bytes_by_formula, prepare
 from dp_mlp import MLPOptions, one_device, train
-from mpi4py import MPI
+from mpi.worker import WORLD, on_first_ranks, write
 
+from common.comm import Group
 from common.equality import OPTIMIZERS, compare
 from common.runtime import runtime
 
 
 def worst(found):
     """{kind: [largest difference of any rank, where]}"""
-    everyones = MPI.COMM_WORLD.allgather({kind: (d.value, d.where) for kind, d in found.items()})
+    everyones = mpi4py.MPI.COMM_WORLD.allgather({kind: (d.value, d.where) for kind, d in found.items()})
     return {kind: max(each[kind] for each in everyones) for kind in found}
 
 
@@ -38,8 +42,23 @@ def outcome(rt, options):
     return {"one device": one, "one another": pairs, "bytes": sent}
 
 
+def first_ranks(rt, size, comm, pg):
+    """What the runtime would be if mpirun had started `size` ranks; the lesson takes MPI's world for its own."""
+    mpi4py.MPI.COMM_WORLD = comm
+    world = Group("world", rt.rank, size, tuple(range(size)), pg)
+    return replace(rt, world_size=size, local_world_size=size, world=world)
+
+
 if __name__ == "__main__":
+    cases = {int(size): options for size, options in json.loads(sys.argv[2]).items()}
     with runtime() as rt:
-        outcomes = [outcome(rt, MLPOptions(**case)) for case in json.loads(sys.argv[2])]
-        if rt.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(outcomes))
+        comms = {size: WORLD.Split(int(rt.rank < size), rt.rank) for size in cases}
+        groups = {size: dist.new_group(list(range(size))) if size > 1 else None for size in cases}
+
+        def work(size):
+            part = first_ranks(rt, size, comms[size], groups[size])
+            return [outcome(part, MLPOptions(**case)) for case in cases[size]]
+
+        found = on_first_ranks(cases, work)
+        mpi4py.MPI.COMM_WORLD = WORLD
+        write({size: outcomes[0] for size, outcomes in found.items()})

@@ -9,9 +9,8 @@ import sys
 import dp_matmul_mpi
 import numpy as np
 from fived import collectives
-from mpi4py import MPI
+from mpi.worker import WORLD, write
 
-WORLD = MPI.COMM_WORLD
 CUT = {"rows": (0, None, 0), "columns": (None, 1, 1), "inner": (1, 0, 0)}  # A, B, C
 
 
@@ -68,7 +67,4 @@ def refused():
 
 
 if __name__ == "__main__":
-    results = {"apart": [case(*c) for c in json.loads(sys.argv[2])], "refused": refused()}
-    if WORLD.rank == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+    write({"apart": [case(*c) for c in json.loads(sys.argv[2])], "refused": refused()})

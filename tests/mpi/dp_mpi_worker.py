@@ -9,9 +9,9 @@ import sys
 import dp_mpi
 import numpy as np
 from fived import collectives, text
+from mpi.worker import WORLD, write
 from mpi4py import MPI
 
-WORLD = MPI.COMM_WORLD
 SOURCE = text.load("")[0]
 
 
@@ -48,7 +48,4 @@ def train(sizes, batch, steps, micro_batches, optimizer, **options):
 
 
 if __name__ == "__main__":
-    results = [train(**case) for case in json.loads(sys.argv[2])]
-    if WORLD.rank == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+    write([train(**case) for case in json.loads(sys.argv[2])])

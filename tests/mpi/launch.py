@@ -1,8 +1,9 @@
-"""Runs a command under mpirun for tests, ends it with all its ranks when it takes too long."""
+"""Runs commands and workers under mpirun for tests, and a worker's checks on gloo."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from common.runtime import Runtime
+from common.spawn import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = ROOT / "build" / "bin"
@@ -75,3 +79,22 @@ def run_worker(
     done = mpirun(ranks, sys.executable, "-m", "mpi4py", script, result, *arguments, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(result.read_text())
+
+
+def on_mpi(worker: str, factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What tests/mpi/<worker>_worker.py finds on groups of 1 to 4 ranks, under one mpirun: each rank's outcomes."""
+    need_module(worker)
+    found = run_worker(4, f"{worker}_worker.py", factory.mktemp(worker))
+    assert [len(ranks) for ranks in found.values()] == [1, 2, 3, 4]
+    return {int(size): ranks for size, ranks in found.items()}
+
+
+def _outcomes(rt: Runtime, worker: str) -> dict[str, Any]:
+    outcomes: dict[str, Any] = importlib.import_module(f"mpi.{worker}_worker").outcomes(rt.world.pg)
+    return outcomes
+
+
+def on_gloo(worker: str, ranks: int) -> list[dict[str, Any]]:
+    """The same on ranks that were spawned."""
+    need_module(worker)
+    return spawn(_outcomes, ranks, worker)

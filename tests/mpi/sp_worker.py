@@ -5,11 +5,10 @@ mpirun -np 4 python -m mpi4py tests/mpi/sp_worker.py result.json
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import partial
 
 import torch
+from mpi.worker import write
 from sp_hybrid import grid, hybrid_attention, hybrid_places
 from sp_sequence_parallel import ORDERS, attends
 from sp_split import places
@@ -50,7 +49,4 @@ def differences(rt: Runtime) -> dict[str, float]:
 
 if __name__ == "__main__":
     with runtime() as rt:
-        results = {"backend": rt.backend, "differences": differences(rt)}
-        if rt.rank == 0:
-            with open(sys.argv[1], "w") as file:
-                json.dump(results, file)
+        write({"backend": rt.backend, "differences": differences(rt)})

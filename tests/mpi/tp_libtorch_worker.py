@@ -5,9 +5,6 @@ python tp_libtorch_worker.py RESULT, under mpirun; rank 0 writes what the ranks 
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,15 +160,6 @@ def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from mpi4py import MPI
+    from mpi.worker import on_groups, write
 
-    from common.runtime import runtime
-
-    with runtime() as rt:
-        everything: dict[int, Any] = {}
-        for size in range(1, rt.world_size + 1):
-            members = dist.new_group(list(range(size)))
-            mine = outcomes(members if size > 1 else None) if rt.rank < size else None
-            everything[size] = [each for each in MPI.COMM_WORLD.allgather(mine) if each]
-        if rt.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(everything))
+    write(on_groups(outcomes))

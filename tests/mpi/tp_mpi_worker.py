@@ -8,9 +8,7 @@ import sys
 
 import numpy as np
 import tp_mpi
-from mpi4py import MPI
-
-WORLD = MPI.COMM_WORLD
+from mpi.worker import WORLD, write
 
 
 def whole(parts, places, shapes):
@@ -72,7 +70,4 @@ def refused():
 
 
 if __name__ == "__main__":
-    results = {"cases": [train(**case) for case in json.loads(sys.argv[2])], "refused": refused()}
-    if WORLD.rank == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+    write({"cases": [train(**case) for case in json.loads(sys.argv[2])], "refused": refused()})

@@ -9,9 +9,7 @@ import sys
 import numpy as np
 import tp_summa_mpi
 from fived import collectives
-from mpi4py import MPI
-
-WORLD = MPI.COMM_WORLD
+from mpi.worker import WORLD, write
 
 
 def place(shape, grid, rank):
@@ -66,7 +64,4 @@ def refused():
 
 
 if __name__ == "__main__":
-    results = {"apart": [case(*c) for c in json.loads(sys.argv[2])], "refused": refused()}
-    if WORLD.rank == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
+    write({"apart": [case(*c) for c in json.loads(sys.argv[2])], "refused": refused()})
