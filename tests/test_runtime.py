@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dp_basic
 import pytest
@@ -17,6 +19,7 @@ import torch
 from common import lesson
 from common.launch import Launch, resolve
 from common.runtime import UsageError
+from scripts import small_lesson
 
 SCRIPT = Path(__file__).parent / "scripts" / "small_lesson.py"
 BIN = Path(sys.executable).parent
@@ -32,6 +35,26 @@ def launch(command: list[str], **environment: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
 
+def start(
+    launcher: str, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """The script on three ranks. Those that it would spawn are spawned from here: Python and torch are running."""
+    if launcher != "spawn":
+        return launch([*LAUNCHERS[launcher], *arguments])
+    code = ended(small_lesson.main, small_lesson.Options, "--nproc", "3", *arguments)
+    return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+
+def ended(main: Callable[..., bool], options: type[Any], *arguments: str) -> int:
+    """The exit code of a lesson that is started in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lesson.py", *arguments])
+        with pytest.raises(SystemExit) as end:
+            lesson.run(main, options)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_three_ways_to_start(launcher: str) -> None:
     done = launch(LAUNCHERS[launcher])
@@ -41,9 +64,9 @@ def test_three_ways_to_start(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_raises_is_the_one_shown(launcher: str) -> None:
-    start = time.monotonic()
-    done = launch([*LAUNCHERS[launcher], "--bad", "1"])
+def test_a_rank_that_raises_is_the_one_shown(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    done = start(launcher, capsys, "--bad", "1")
     assert done.returncode == 1
     assert done.stderr.count("ArithmeticError: the reason") == 1
     assert "rank 1 failed:" in done.stderr
@@ -52,13 +75,13 @@ def test_a_rank_that_raises_is_the_one_shown(launcher: str) -> None:
     )  # its agent's
     if launcher == "torchrun":
         assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.S)
-    assert time.monotonic() - start < 60  # the script's timeout: nobody waited for it
+    assert time.monotonic() - begin < 60  # the script's timeout: nobody waited for it
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_rank_is_named(launcher: str) -> None:
-    start = time.monotonic()
-    done = launch([*LAUNCHERS[launcher], "--bad", "1", "--how", "kill"])
+def test_a_killed_rank_is_named(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    done = start(launcher, capsys, "--bad", "1", "--how", "kill")
     assert done.returncode != 0
     named = {
         "spawn": r"rank 1 was ended by SIGKILL",
@@ -66,7 +89,7 @@ def test_a_killed_rank_is_named(launcher: str) -> None:
         "openmpi": r"rank 1 with PID",
     }
     assert re.search(named[launcher], done.stderr, re.S), done.stderr
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - begin < 60
 
 
 def test_a_hang_is_named_with_its_line() -> None:
@@ -77,7 +100,7 @@ def test_a_hang_is_named_with_its_line() -> None:
 
 
 def test_a_proof_that_fails_exits_1() -> None:
-    assert launch([sys.executable, str(SCRIPT), "--how", "differ"]).returncode == 1
+    assert ended(small_lesson.main, small_lesson.Options, "--nproc", "2", "--how", "differ") == 1
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -95,11 +118,7 @@ def free_port() -> int:
 
 def refused(module: object, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line with which a lesson refuses its command line, started in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["lesson.py", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            lesson.run(module.main, module.DataParallelOptions)  # type: ignore[attr-defined]
-    assert ended.value.code == 2
+    assert ended(module.main, module.DataParallelOptions, *arguments) == 2  # type: ignore[attr-defined]
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     return lines[0]
