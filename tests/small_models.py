@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from common.models.configs import CONFIGS, TransformerConfig, gpt2, llama
+from common.models.configs import CONFIGS, TransformerConfig, gpt2, llama, mixtral
 from common.models.transformer import Transformer
 
 SHAPES = {
@@ -21,6 +21,9 @@ SHAPES = {
         llama(layers=2, width=16, heads=2, kv_heads=2, mlp_width=21, sequence=32, vocabulary=23),
         tied=True,
         rotary_base=500.0,
+    ),
+    "mixtral": mixtral(
+        layers=2, width=16, heads=4, kv_heads=2, mlp_width=21, sequence=32, experts=5, vocabulary=37
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The Transformer equals transformers' GPT-2 and LLaMA: logits, loss, every gradient, and the files of both."""
+"""The Transformer equals transformers' GPT-2, LLaMA and Mixtral: logits, loss, gradients, and the files of both."""
 
 import dataclasses
 import json
@@ -6,8 +6,16 @@ import json
 import pytest
 import torch
 from small_models import SHAPES, ours, tokens
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
 from common.models.configs import TransformerConfig
 from common.models.huggingface import read_huggingface, to_huggingface, write_huggingface
@@ -26,6 +34,7 @@ def in_double(monkeypatch):
             return getattr(torch, name)
 
     monkeypatch.setattr(modeling_llama, "torch", Torch())
+    monkeypatch.setattr(modeling_mixtral, "torch", Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -37,17 +46,35 @@ def theirs(c: TransformerConfig):
             tie_word_embeddings=c.tied, attn_implementation="eager",
         )  # fmt: skip
         return GPT2LMHeadModel(shape).double()
-    shape = LlamaConfig(
+    shape = dict(
         vocab_size=c.vocabulary, hidden_size=c.width, intermediate_size=c.mlp_width, num_hidden_layers=c.layers,
         num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, max_position_embeddings=c.sequence,
         rms_norm_eps=c.epsilon, rope_parameters={"rope_type": "default", "rope_theta": c.rotary_base},
         tie_word_embeddings=c.tied, attn_implementation="eager",
     )  # fmt: skip
-    return LlamaForCausalLM(shape).double()
+    if not c.experts:
+        return LlamaForCausalLM(LlamaConfig(**shape)).double()
+    shape |= dict(num_local_experts=c.experts, num_experts_per_tok=c.experts_per_token)
+    return MixtralForCausalLM(MixtralConfig(**shape, experts_implementation="eager")).double()
+
+
+def in_memory(c: TransformerConfig, tensors: dict) -> dict:
+    """Mixtral's files have a matrix for each expert; its modules stack them, gates on top of ups."""
+    out = {name: x for name, x in tensors.items() if "block_sparse_moe" not in name}
+    for layer in range(c.layers if c.experts else 0):
+        file, module = (f"model.layers.{layer}.{name}" for name in ("block_sparse_moe", "mlp"))
+
+        def every(w, file=file):
+            return torch.stack([tensors[f"{file}.experts.{e}.{w}.weight"] for e in range(c.experts)])
+
+        out[f"{module}.gate.weight"] = tensors[f"{file}.gate.weight"]
+        out[f"{module}.experts.gate_up_proj"] = torch.cat([every("w1"), every("w3")], 1)
+        out[f"{module}.experts.down_proj"] = every("w2")
+    return out
 
 
 def load(hf, model: Transformer) -> None:
-    weights = to_huggingface(model.config, dict(model.named_parameters()))
+    weights = in_memory(model.config, to_huggingface(model.config, dict(model.named_parameters())))
     if model.config.tied:
         weights["lm_head.weight"] = model.embed_tokens.weight
     hf.load_state_dict(weights)  # strict: every name of theirs, and no other
@@ -71,6 +98,7 @@ def test_equals_transformers(name, in_double):
     loss.backward()
     expected.loss.backward()
     gradients = to_huggingface(model.config, {name: p.grad for name, p in model.named_parameters()})
+    gradients = in_memory(model.config, gradients)
     wanted = {name: p.grad for name, p in hf.named_parameters()}
     assert gradients.keys() == wanted.keys()
     for key, gradient in wanted.items():
@@ -94,12 +122,13 @@ def test_reads_what_transformers_saves(name, in_double, tmp_path):
 def test_transformers_reads_what_we_write(name, in_double, tmp_path):
     model = ours(SHAPES[name])
     write_huggingface(model, tmp_path / "new" / "folder")
-    kind = GPT2LMHeadModel if name.startswith("gpt2") else LlamaForCausalLM
+    kind = type(theirs(SHAPES[name]))
     hf, report = kind.from_pretrained(
         tmp_path / "new" / "folder",
         dtype=torch.float64,
         output_loading_info=True,
         attn_implementation="eager",
+        **({"experts_implementation": "eager"} if name == "mixtral" else {}),
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens_BS = tokens(model.config)
@@ -159,7 +188,7 @@ def damage_json(folder):
         (damage_truncated, "cannot read .*model.safetensors"),
         (damage_empty, "cannot read .*model.safetensors"),
         (damage_json, "cannot read .*config.json"),
-        (damage_config(model_type="t5"), "model_type 't5' is unknown; gpt2 and llama"),
+        (damage_config(model_type="t5"), "model_type 't5' is unknown; gpt2, llama and mixtral"),
         (damage_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
         (damage_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
         (damage_config(hidden_size=None), "does not say hidden_size"),
@@ -185,5 +214,5 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         write_huggingface(Transformer(SHAPES["llama"]), tmp_path)
     (tmp_path / ".partial").rmdir()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    with pytest.raises(UsageError, match="only GPT-2 and LLaMA"):
+    with pytest.raises(UsageError, match="only GPT-2, LLaMA and Mixtral"):
         write_huggingface(Transformer(dataclasses.replace(SHAPES["gpt2"], bias=False)), tmp_path)

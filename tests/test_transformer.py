@@ -71,15 +71,16 @@ def test_counts_and_flops():
             counts[name] = Transformer(config(name)).parameter_count()
     assert counts["gpt2"] == 124_439_808  # as published
     assert counts["llama2-7b"] == 6_738_415_616  # as published
+    assert counts["mixtral-8x7b"] == 46_702_792_704  # as published
     assert 9e6 < counts["gpt2-10m"] < 11e6
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-tied"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
 def test_flops_are_those_that_torch_counts(name):
     def attend(q_BHSK, k_BHSK, v_BHSK, causal):  # as matrix products, which the counter sees
         return (q_BHSK @ k_BHSK.mT).softmax(-1) @ v_BHSK
 
-    model = Transformer(SHAPES[name])
+    model = Transformer(dataclasses.replace(SHAPES[name], kv_heads=SHAPES[name].heads))
     for layer in model.layers:
         layer.attention.attend = attend
     tokens_BS = tokens(model.config)

@@ -195,7 +195,9 @@ def tensor_parallel(model: Transformer, group: Group, sequence_parallel: bool = 
 
 
 def check_split(config: TransformerConfig, n: int) -> None:
-    """Raises UsageError where n ranks cannot hold whole heads, or some of the vocabulary and the MLP."""
+    """Raises UsageError where n ranks cannot hold whole heads, some of the vocabulary and the MLP, or for experts."""
+    if config.experts:
+        raise UsageError(f"this splits one MLP a layer over tp, not {config.experts} experts; see chapter 05")
     if config.heads % n:
         fits = ", ".join(str(k) for k in range(1, config.heads + 1) if config.heads % k == 0)
         raise UsageError(f"{config.heads} heads do not divide over {n} ranks along tp; {fits} would do")

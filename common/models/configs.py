@@ -1,13 +1,13 @@
-"""The shapes of Transformers, by name: GPT-2's and LLaMA's, from tiny to real.
+"""The shapes of Transformers, by name: GPT-2, LLaMA, and with experts Switch and Mixtral, from tiny to real.
 
     config("gpt2-10m"), gpt2(layers=6, width=384, heads=6, sequence=256)
 
-BERT is `causal=False`; experts are another value of `mlp`.
+BERT is `causal=False`; `experts` above 0 makes every MLP a mixture of as many, each `mlp_width` wide.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.runtime import UsageError
@@ -37,6 +37,15 @@ class TransformerConfig:
     dropout: float = 0.0
     """Share of numbers that training sets to zero: of the embeddings, of the attention weights, and of what a
     layer's two halves add. GPT-2 trained with 0.1, LLaMA with none."""
+    experts: int = 0
+    """MLPs of which each token passes some; 0 is one MLP for all tokens."""
+    experts_per_token: int = 2
+    shared_experts: int = 0
+    """MLPs that every token passes beside those; as one, so many times as wide."""
+    router: Literal["softmax", "renormalised", "sigmoid"] = "renormalised"
+    """How scores become choices and weights: the table in moe.py."""
+    capacity_factor: float | None = None
+    """Tokens an expert takes of a sequence, as a multiple of an even share; None takes all."""
 
     def __post_init__(self) -> None:
         for size in ("layers", "width", "heads", "kv_heads", "mlp_width", "sequence", "vocabulary"):
@@ -55,6 +64,15 @@ class TransformerConfig:
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise UsageError(f"rotary positions need an even width per head, not {self.head_width}")
+        if min(self.experts, self.shared_experts) < 0:
+            raise UsageError(f"{self.experts} experts, {self.shared_experts} shared ones: give at least 0")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UsageError(
+                f"a token cannot choose {self.experts_per_token} of {self.experts} experts; "
+                f"1 to {self.experts} would do"
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+            raise UsageError(f"capacity factor {self.capacity_factor:g}: give one above 0, such as 1.25")
 
     @property
     def head_width(self) -> int:
@@ -74,6 +92,29 @@ def llama(
     return TransformerConfig(*sizes, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False)
 
 
+def switch(
+    layers: int, width: int, heads: int, sequence: int, experts: int, vocabulary: int = 256
+) -> TransformerConfig:
+    """The experts of Fedus et al., "Switch Transformers" (arXiv:2101.03961), one a token, in every layer of a GPT-2."""
+    plain = gpt2(layers, width, heads, sequence, vocabulary)
+    return replace(plain, experts=experts, experts_per_token=1, router="softmax", capacity_factor=1.25)
+
+
+def mixtral(
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    mlp_width: int,
+    sequence: int,
+    experts: int,
+    vocabulary: int = 256,
+) -> TransformerConfig:
+    """Jiang et al., "Mixtral of experts" (arXiv:2401.04088), table 1: LLaMA with two of its experts a token."""
+    plain = llama(layers, width, heads, kv_heads, mlp_width, sequence, vocabulary)
+    return replace(plain, experts=experts, rotary_base=1e6)
+
+
 CONFIGS = {
     "gpt2-tiny": gpt2(layers=2, width=64, heads=4, sequence=64),
     "gpt2-deep": gpt2(layers=16, width=32, heads=2, sequence=64),
@@ -83,6 +124,11 @@ CONFIGS = {
     "llama-deep": llama(layers=16, width=32, heads=2, kv_heads=1, mlp_width=88, sequence=64),
     "llama-10m": llama(layers=6, width=384, heads=6, kv_heads=2, mlp_width=1024, sequence=256),
     "llama2-7b": llama(32, 4096, heads=32, kv_heads=32, mlp_width=11008, sequence=4096, vocabulary=32000),
+    "switch-tiny": switch(layers=2, width=64, heads=4, sequence=64, experts=8),
+    "mixtral-tiny": mixtral(layers=2, width=64, heads=4, kv_heads=2, mlp_width=88, sequence=64, experts=8),
+    "mixtral-8x7b": mixtral(
+        32, 4096, heads=32, kv_heads=8, mlp_width=14336, sequence=32768, experts=8, vocabulary=32000
+    ),
 }
 
 

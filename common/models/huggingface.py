@@ -1,15 +1,17 @@
-"""Weights in Hugging Face's layout: a folder with config.json and model.safetensors, for GPT-2 and LLaMA.
+"""Weights in Hugging Face's layout: a folder with config.json and model.safetensors, for GPT-2, LLaMA and Mixtral.
 
     model = read_huggingface(Path("gpt2"))
     write_huggingface(model, Path("out"))             # transformers' from_pretrained(out) gives the same logits
 
 The tables below are the whole difference. LLaMA's weights only have other names. GPT-2 keeps query, key and value
-in one matrix and stores its four matrices [in, out] (`Conv1D`); here all are [out, in].
+in one matrix and stores its four matrices [in, out] (`Conv1D`); here all are [out, in]. Mixtral's files have a matrix
+for each expert; here they are stacked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +28,8 @@ from common.runtime import UsageError
 
 Json = dict[str, Any]
 
-# Hugging Face's module: ours; * is the layer's number. Several of ours are one of theirs, stacked on `out`.
+# Hugging Face's module: ours; * is the layer's number, # the expert's, which is a place in ours. Several of ours are
+# one of theirs, stacked on `out`.
 GPT2 = {
     "transformer.wte": ["embed_tokens"],
     "transformer.wpe": ["embed_positions"],
@@ -48,7 +51,16 @@ LLAMA = {
     "model.norm": ["norm"],
     "lm_head": ["lm_head"],
 }
-TABLES = {"gpt2": GPT2, "llama": LLAMA}
+_EXPERT = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+MIXTRAL = {
+    **{theirs: ours for theirs, ours in LLAMA.items() if ".mlp." not in theirs},
+    "model.layers.*.block_sparse_moe.gate": ["layers.*.mlp.router"],
+    **{
+        f"model.layers.*.block_sparse_moe.experts.#.{theirs}": [f"layers.*.mlp.experts.{ours}"]
+        for theirs, ours in _EXPERT.items()
+    },
+}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
 # config.json: our field and theirs
 FIELDS = {
     "gpt2": {
@@ -74,10 +86,15 @@ FIELDS = {
         "tied": "tie_word_embeddings",
     },
 }
+FIELDS["mixtral"] = FIELDS["llama"] | {
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
 STYLE: dict[str, Json] = {
     "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "causal": True},
     "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu", "bias": False, "causal": True},
 }
+STYLE["mixtral"] = STYLE["llama"] | {"router": "renormalised", "shared_experts": 0, "capacity_factor": None}
 # What config.json may ask for and this Transformer does not do: any other value is refused.
 ONLY: dict[str, dict[str, tuple[object, ...]]] = {
     "gpt2": {
@@ -94,6 +111,7 @@ ONLY: dict[str, dict[str, tuple[object, ...]]] = {
         "rope_type": ("default",),
     },
 }
+ONLY["mixtral"] = ONLY["llama"] | {"sliding_window": (None,), "router_jitter_noise": (0.0,)}
 # Not weights: masks and tables that old files carry, and the head of a model whose head is its embedding.
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
 
@@ -102,29 +120,37 @@ def model_type(config: TransformerConfig) -> str:
     """The architecture of Hugging Face's that this is. Raises UsageError when it is none."""
     for kind, style in STYLE.items():
         same = all(getattr(config, field) == value for field, value in style.items())
+        same &= ("experts" in FIELDS[kind]) == (config.experts > 0)
         if same and ("kv_heads" in FIELDS[kind] or config.kv_heads == config.heads):
             return kind
-    raise UsageError(f"only GPT-2 and LLaMA have a layout of Hugging Face's here, not {config}")
+    raise UsageError(f"only GPT-2, LLaMA and Mixtral have a layout of Hugging Face's here, not {config}")
 
 
-def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool]]:
-    """(their parameter, ours, whether theirs is transposed) for the whole model."""
+def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool, int | None]]:
+    """(their parameter, ours, whether theirs is transposed, the expert's place in ours) for the whole model."""
     for theirs, ours in TABLES[model_type(config)].items():
         if theirs == "lm_head" and config.tied:
             continue
         has_bias = config.bias and not theirs.endswith(("wte", "wpe", "lm_head"))
-        for layer in range(config.layers) if "*" in theirs else [0]:
-            for kind in ("weight", "bias") if has_bias else ("weight",):
-                names = [f"{name}.{kind}".replace("*", str(layer)) for name in ours]
-                transposed = kind == "weight" and ".c_" in theirs
-                yield f"{theirs}.{kind}".replace("*", str(layer)), names, transposed
+        layers = range(config.layers) if "*" in theirs else [0]
+        experts = range(config.experts) if "#" in theirs else [None]
+        kinds = ("weight", "bias") if has_bias else ("weight",)
+        for layer, expert, kind in itertools.product(layers, experts, kinds):
+            names = [f"{name}.{kind}".replace("*", str(layer)) for name in ours]
+            transposed = kind == "weight" and ".c_" in theirs
+            name = f"{theirs}.{kind}".replace("*", str(layer)).replace("#", str(expert))
+            yield name, names, transposed, expert
+
+
+def _of(expert: int | None, x: Tensor) -> Tensor:
+    return x if expert is None else x[expert]
 
 
 def to_huggingface(config: TransformerConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights, or their gradients, under Hugging Face's names and in its shapes."""
     out = {}
-    for theirs, names, transposed in _pairs(config):
-        x = torch.cat([ours[name].detach() for name in names])
+    for theirs, names, transposed, expert in _pairs(config):
+        x = torch.cat([_of(expert, ours[name].detach()) for name in names])
         out[theirs] = x.T.contiguous() if transposed else x
     return out
 
@@ -132,7 +158,7 @@ def to_huggingface(config: TransformerConfig, ours: Mapping[str, Tensor]) -> dic
 def write_huggingface(model: Transformer, folder: Path) -> None:
     """Writes config.json and model.safetensors; a failure leaves neither file half-written.
 
-    Raises UsageError when the folder cannot be written or the model is neither GPT-2 nor LLaMA.
+    Raises UsageError when the folder cannot be written or the model is none of theirs.
     """
     weights = to_huggingface(model.config, dict(model.named_parameters()))
     dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
@@ -161,13 +187,13 @@ def read_huggingface(folder: Path, dtype: torch.dtype = torch.float32) -> Transf
         model = Transformer(config, dtype=dtype)
     model.to_empty(device="cpu")
     ours, stored = dict(model.named_parameters()), _stored(folder, model_type(config))
-    for theirs, names, transposed in _pairs(config):
+    for theirs, names, transposed, expert in _pairs(config):
         if theirs not in stored:
             raise UsageError(f"{folder} has no weight {theirs}")
         file, name = stored.pop(theirs)
         with _open(file) as weights:
             x = weights.get_tensor(name)
-        parts = [ours[name] for name in names]
+        parts = [_of(expert, ours[name]) for name in names]
         needed = [sum(len(p) for p in parts), *parts[0].shape[1:]]
         x = x.T if transposed and x.dim() == 2 else x
         if list(x.shape) != needed:
@@ -214,8 +240,9 @@ def _read_config(file: Path) -> TransformerConfig:
     theirs = _read_json(file)
     kind = theirs.get("model_type")
     if kind not in TABLES:
-        raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2 and llama can be read")
-    defaults = {"rope_theta": 10000.0, "rope_type": "default", "tie_word_embeddings": kind == "gpt2"}
+        raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2, llama and mixtral can be read")
+    base = 1e6 if kind == "mixtral" else 10000.0
+    defaults = {"rope_theta": base, "rope_type": "default", "tie_word_embeddings": kind == "gpt2"}
     theirs = {**defaults, **(theirs.get("rope_parameters") or {}), **theirs}
     for key, allowed in ONLY[kind].items():
         if theirs.get(key, allowed[0]) not in allowed:
@@ -240,4 +267,5 @@ def _write_config(config: TransformerConfig) -> Json:
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return theirs | {"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"} | dropout
     rope = {"rope_type": "default", "rope_theta": config.rotary_base}
-    return theirs | {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rope_parameters": rope}
+    name = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}[kind]
+    return theirs | {"architectures": [name], "hidden_act": "silu", "rope_parameters": rope}

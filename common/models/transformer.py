@@ -6,10 +6,10 @@
 
 GPT-2 and LLaMA are configurations of the same modules under the same names, so a strategy is written once,
 for `layer.attention` (q_proj, k_proj, v_proj, o_proj), `attention.attend` (the core, between the projections),
-`layer.mlp` (up_proj, down_proj, and gate_proj in SwiGLU), `unembed` (the head's product) and `loss`. The queries,
-keys and values of GPT-2 are three matrices here, where Hugging Face fuses them, because three split by heads and
-one does not. Linear weights are [out, in]. `huggingface.py` holds the table between these names and Hugging
-Face's; the numbers are equal.
+`layer.mlp` (up_proj, down_proj, and gate_proj in SwiGLU; or the experts of moe.py), `unembed` (the head's product)
+and `loss`. The queries, keys and values of GPT-2 are three matrices here, where Hugging Face fuses them, because
+three split by heads and one does not. Linear weights are [out, in]. `huggingface.py` holds the table between these
+names and Hugging Face's; the numbers are equal.
 
 Initial values are a function of (seed, parameter name, position): whatever part of the model a rank builds,
 it is the same part. A tied head is not a parameter: it is the embedding, used twice.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from common import random
 from common.models.configs import TransformerConfig, config
 from common.models.dropout import Dropout
+from common.models.moe import MoE
 from common.runtime import UsageError
 
 __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
@@ -139,7 +141,11 @@ def make_norm(config: TransformerConfig) -> nn.Module:
 
 def make_mlp(config: TransformerConfig) -> nn.Module:
     """Any map of x_BSD to [B, S, D] can stand here; a mixture of experts is one."""
-    return SwiGLU(config) if config.mlp == "swiglu" else GeluMLP(config)
+    dense = SwiGLU if config.mlp == "swiglu" else GeluMLP
+    if not config.experts:
+        return dense(config)
+    width = config.shared_experts * config.mlp_width
+    return MoE(config, dense(replace(config, mlp_width=width)) if width else None)
 
 
 class Layer(nn.Module):
@@ -224,11 +230,13 @@ class Transformer(nn.Module):
         """Operations of a token's forward and backward pass: 6 * weights + 12 * layers * sequence * width.
 
         Two a multiply-add, the backward twice the forward. The weights are those that multiply: the head, not
-        the embeddings, norms and biases (Kaplan et al., "Scaling laws", 2020, section 2.1). The second term is
-        attention, its masked half counted as if computed (Chowdhery et al., "PaLM", 2022, appendix B).
+        the embeddings, norms and biases (Kaplan et al., "Scaling laws", 2020, section 2.1), and of the experts
+        those that a token chose. The second term is attention, its masked half counted as if computed (Chowdhery
+        et al., "PaLM", 2022, appendix B).
         """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
+        matrices += sum(m.active_weights() for m in self.layers.modules() if isinstance(m, MoE))
         return 6 * (matrices + c.vocabulary * c.width) + 12 * c.layers * sequence * c.width
 
 
@@ -250,6 +258,8 @@ def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: 
             std = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
             values = random.normals(seed, random.stream_of(name), p.numel())
             p.copy_(torch.from_numpy(values * std).view(p.shape))
+    for buffer in module.buffers():  # the router's
+        buffer.zero_()
 
 
 def cross_entropy_sum(
