@@ -60,7 +60,7 @@ def held_by_formula(name: str, rank: int, p: int, M: int, v: int) -> int | None:
         "gpipe": M,
         "1f1b": min(M, p - rank),
         "zb-h1": min(M, p),
-        "zb-v": 2 * p if M > 2 * p - 1 else None,
+        "zb-v": 2 * p if 2 * p - 1 < M else None,
     }
     return of_kind[name]
 

@@ -1,0 +1,165 @@
+"""Museum of silent bugs, pipelines: each trains, none crashes, and no shape is wrong.
+
+For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+equality with one device in every gradient and weight; `pytest -s tests/test_museum_pp.py` prints the numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from museum import show
+from pp_pipeline import Pipeline
+from pp_schedule import Instruction
+from pp_schedules import make_schedule
+from pp_training import PipelineOptions
+from torch import Tensor
+
+from common.comm import Group
+from common.equality import OPTIMIZERS, Difference, compare, follow
+from common.mesh import Mesh
+from common.placement import sum_gradients
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
+
+OPTIONS = PipelineOptions(model="gpt2-tiny", batch=8, micro_batches=4, sequence=12, steps=3)
+
+Prepare = Callable[[Pipeline, Mesh], None]
+
+
+def scaled(factor: float, pipe: Pipeline, mesh: Mesh) -> None:
+    """Gradients of a loss that is a mean over each micro-batch: not divided, or divided again."""
+    run = pipe.executor.run
+    pipe.run = lambda parts, scale, begin: run(parts, scale * factor, begin)  # type: ignore[method-assign]
+
+
+def drifting(pipe: Pipeline, mesh: Mesh) -> None:
+    """The embedding and the head each keep the gradient that they computed."""
+    pipe.finish = lambda: None  # type: ignore[method-assign]
+
+
+def synchronised_before(last: int, pipe: Pipeline, mesh: Mesh) -> None:
+    """Replicas sum their gradients when a stage has done `last` backward passes; what comes later stays local."""
+    compute, parameters = pipe.executor.compute, list(pipe.model.parameters())
+    done = 0
+
+    def counted(i: Instruction) -> None:
+        nonlocal done
+        compute(i)
+        done += i.op == "B"
+        if i.op == "B" and done % OPTIONS.micro_batches == last % OPTIONS.micro_batches:
+            sum_gradients(parameters, mesh)
+
+    pipe.executor.compute = counted  # type: ignore[method-assign]
+
+
+def late_receiver(pipe: Pipeline, mesh: Mesh) -> None:
+    """Rank 1 comes late, so that all that rank 0 sends is under way at once. Nothing is wrong with that."""
+    run = pipe.executor.run
+
+    def late(*given: Any) -> Tensor:
+        time.sleep(0.2 * mesh.at["pp"])
+        return run(*given)
+
+    pipe.run = late  # type: ignore[method-assign]
+
+
+def one_buffer(pipe: Pipeline, mesh: Mesh) -> None:
+    """Every activation is sent from the same memory, which the one before it may not have left yet."""
+    late_receiver(pipe, mesh)
+    executor, send = pipe.executor, pipe.executor.send
+    buffers: dict[str, Tensor] = {}
+
+    def reusing(i: Instruction) -> None:
+        key = (i.op[1], i.stage + (1 if i.op == "SX" else -1), i.micro)
+        x = executor.here[key]
+        executor.here[key] = buffers.setdefault(i.op, torch.empty_like(x)).copy_(x)
+        send(i)
+
+    executor.send = reusing  # type: ignore[method-assign]
+
+
+EXHIBITS: dict[str, tuple[str, int, Prepare]] = {  # schedule, replicas, what is done to it
+    "a loss that is not divided by the micro-batches": ("1f1b", 1, partial(scaled, OPTIONS.micro_batches)),
+    "a loss that is divided twice": ("1f1b", 1, partial(scaled, 1 / OPTIONS.micro_batches)),
+    "a tied embedding whose two copies drift": ("1f1b", 1, drifting),
+    "replicas synchronised one micro-batch early": (
+        "1f1b",
+        2,
+        partial(synchronised_before, OPTIONS.micro_batches - 1),
+    ),
+    "activations overwritten before the send has left": ("gpipe", 1, one_buffer),
+    "right": ("1f1b", 1, lambda pipe, mesh: None),
+    "right, replicas": ("1f1b", 2, partial(synchronised_before, OPTIONS.micro_batches)),
+    "right, late": ("gpipe", 1, late_receiver),
+}
+
+
+def visit(rt: Runtime, names: list[str]) -> dict[str, dict[str, dict[str, Difference]]]:
+    """Differences of each exhibit to one device, for each optimizer."""
+    found: dict[str, dict[str, dict[str, Difference]]] = {}
+    alone = Group("one", 0, 1, (rt.rank,))
+    for optimizer in OPTIMIZERS:
+        model = make_model(OPTIONS, rt.device)
+        step = training_step(Version(model), Batches(OPTIONS, alone, rt.device), alone)
+        reference = follow(model, optimizer, OPTIONS.steps, step)
+        for name in names:
+            schedule, replicas, prepare = EXHIBITS[name]
+            mesh, model = Mesh(rt.world, pp=2, dp=replicas), make_model(OPTIONS, rt.device)
+            pipe = Pipeline(model, mesh, make_schedule(schedule, 2, OPTIONS.micro_batches))
+            prepare(pipe, mesh)
+            version = Version(
+                model, run=lambda *given, pipe=pipe: pipe.run(*given), finish=lambda pipe=pipe: pipe.finish()
+            )
+            replica = mesh.group("dp")
+            step = training_step(version, Batches(OPTIONS, replica, rt.device), replica)
+            found.setdefault(name, {})[optimizer] = compare(
+                reference, follow(model, optimizer, OPTIONS.steps, step, mesh)
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def visited() -> dict[str, dict[str, dict[str, Difference]]]:
+    """The worst rank's differences of each exhibit."""
+    worst: dict[str, dict[str, dict[str, Difference]]] = {}
+    for ranks in (2, 4):
+        names = [name for name, (_, replicas, _) in EXHIBITS.items() if 2 * replicas == ranks]
+        for of_rank in spawn(visit, ranks, names):
+            for name, found in of_rank.items():
+                for optimizer, kinds in found.items():
+                    seen = worst.setdefault(name, {}).setdefault(optimizer, dict(kinds))
+                    for kind, d in kinds.items():
+                        seen[kind] = max(seen[kind], d, key=lambda d: d.value)
+    return worst
+
+
+@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
+def test_caught(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
+    found = visited[name]
+    show(name, found)
+    assert found["sgd"]["gradients"].value > 1e-3
+    assert found["sgd"]["weights"].value > 1e-6
+    assert found["adamw"]["loss"].value < 0.2  # a loss curve does not show it
+
+
+@pytest.mark.parametrize("name", [name for name in EXHIBITS if name.startswith("right")])
+def test_right(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
+    found = visited[name]
+    show(name, found)
+    for differences in found.values():
+        assert max(d.value for d in differences.values()) <= 1e-12
+
+
+def test_adamw_hides_what_sgd_shows(visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
+    """Gradients four times too large: under AdamW the loss is right to four digits, so a loss curve proves nothing."""
+    found = visited["a loss that is not divided by the micro-batches"]
+    assert found["adamw"]["gradient norm"].value == pytest.approx(OPTIONS.micro_batches - 1, rel=1e-2)
+    assert found["adamw"]["loss"].value < 1e-4
+    assert found["sgd"]["loss"].value > 0.1
