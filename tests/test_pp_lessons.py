@@ -1,0 +1,98 @@
+"""Lessons of chapter 02: what they prove, what they print, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pp_manual
+import pp_memory
+import pp_torch
+import pytest
+from mpi.launch import mpirun
+from pp_checker import held
+from pp_memory import VERSIONS, MemoryOptions, held_by_formula
+from pp_schedules import make_schedule
+from pp_torch import TorchOptions
+from pp_training import PipelineOptions
+
+from common.benchmarks.measures import problem
+from common.models.configs import CONFIGS, gpt2
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+CONFIGS["pp-four"] = gpt2(layers=4, width=16, heads=2, sequence=16)
+CHAPTER = Path(__file__).resolve().parents[1] / "02-pipeline-parallelism/pytorch"
+SMALL = {"model": "pp-four", "sequence": 6, "steps": 1}
+
+
+def manual(rt: Runtime, o: PipelineOptions) -> bool:
+    return pp_manual.main(rt, o)
+
+
+def memory(rt: Runtime, o: MemoryOptions) -> bool:
+    return pp_memory.main(rt, o)
+
+
+def beside_torch(rt: Runtime, o: TorchOptions) -> bool:
+    return pp_torch.main(rt, o)
+
+
+def test_two_stages_by_hand(tmp_path: Path) -> None:
+    plot = tmp_path / "manual.png"
+    o = PipelineOptions(**SMALL, batch=5, micro_batches=3, plot=plot)
+    assert all(spawn(manual, 2, o))
+    assert plot.stat().st_size > 10_000
+
+
+def test_torchs_schedules_give_the_same() -> None:
+    assert all(spawn(beside_torch, 2, TorchOptions(**SMALL, batch=6, micro_batches=3)))
+
+
+def test_memory_is_measured() -> None:
+    assert all(spawn(memory, 2, MemoryOptions(model="pp-four", sequence=6, micro_batches=4)))
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_held_by_formula(name: str) -> None:
+    known = 0
+    for p in range(1, 7):
+        for M in range(1, 15):
+            schedule = make_schedule(name, p, M, 3)
+            for rank in range(p):
+                formula = held_by_formula(name, rank, p, M, 3)
+                known += formula is not None
+                assert formula in (None, held(schedule, rank))
+    assert known > 60
+
+
+@pytest.mark.parametrize(
+    ("lesson", "ranks", "options", "says"),
+    [
+        (manual, 3, PipelineOptions(), "two stages need 2 ranks, here are 3; pp_gpipe.py takes any number"),
+        (
+            beside_torch,
+            2,
+            TorchOptions(batch=10),
+            "--batch 10: torch wants equal micro-batches; 8 divides into 8",
+        ),
+        (beside_torch, 2, TorchOptions(versions=("zb-h2",)), "--versions 'zb-h2' is unknown"),
+        (memory, 2, MemoryOptions(micro_batches=17), "--batch 16 cannot be cut into 17 micro-batches"),
+    ],
+)
+def test_bad_input_is_one_line(lesson: object, ranks: int, options: PipelineOptions, says: str) -> None:
+    with pytest.raises(RankError, match=says) as error:
+        spawn(lesson, ranks, options)  # type: ignore[arg-type]
+    assert error.value.code == 2
+
+
+def test_under_mpirun(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    options = ["--steps", "1", "--sequence", "8", "--versions", "zb-v", "zb-h1", "--json", str(file)]
+    done = mpirun(2, sys.executable, CHAPTER / "pp_zero_bubble.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "proved: equal to one device within 1e-12, bytes counted = formula" in done.stdout
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert not any(map(problem, records))
+    assert [r["implementation"] for r in records] == ["zb-v", "zb-h1"]
