@@ -11,28 +11,31 @@ A series keeps the colour of its place in the mapping it comes in.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import (
-    EngFormatter,
-    FixedLocator,
-    LogLocator,
-    MaxNLocator,
-    NullLocator,
-    PercentFormatter,
-)
+from typing import TYPE_CHECKING, Any
 
 from common.watchdog import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Later:
+    """A module that loads when it is first used: matplotlib takes 0.3 s a rank, and most runs draw nothing."""
+
+    module: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.module), name)
+
+
+mpl, ticker = Later("matplotlib"), Later("matplotlib.ticker")
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; yellow is too pale for lines.
 INK, FAINT = "#333333", "#8C8C8C"
@@ -78,8 +81,8 @@ def figure(
     Raises UsageError when a path cannot be written.
     """
     with style():
-        drawn = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(drawn)
+        drawn = Later("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+        Later("matplotlib.backends.backend_agg").FigureCanvasAgg(drawn)
         yield tuple(drawn.subplots(rows, columns, squeeze=False).flat)
         for path in paths:
             try:
@@ -117,8 +120,8 @@ def throughput_bars(
     axes.set(xlim=(0, largest * 1.15), ylim=(row - 0.6, -0.6), xlabel=unit, title=title)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
 
 
 def scaling_lines(
@@ -145,9 +148,9 @@ def scaling_lines(
     ticks = [m * 2.0**power for power in range(-10, 20) for m in (1, 1.5)]
     for axis, places in (axes.xaxis, counts), (axes.yaxis, ticks):
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        axis.set_major_locator(FixedLocator(places))
+        axis.set_major_locator(ticker.FixedLocator(places))
         axis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_minor_locator(NullLocator())
+        axis.set_minor_locator(ticker.NullLocator())
     axes.set(xlim=(0.93, most * 1.1), ylim=(low, high))
     axes.set(xlabel="ranks", ylabel="speed-up over one rank", title=title)
     axes.grid(axis="y")
@@ -177,7 +180,7 @@ def share_bars(
     axes.set_yticks(range(len(parts)), list(parts))
     axes.set(xlim=(0, 1), ylim=(len(parts) - 0.5, -0.5), xlabel=of)
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.xaxis.set_major_formatter(ticker.PercentFormatter(1))
     axes.spines["left"].set_visible(False)
     _legend_above(axes, kinds, title, PARTS)
 
@@ -200,9 +203,9 @@ def bandwidth_lines(
         axes.plot(x, y, "--", color=FAINT, linewidth=1.5, label=limit[0])
     axes.set_xscale("log", base=2)
     if len(sizes) <= 8:
-        axes.xaxis.set_major_locator(FixedLocator(sizes))
+        axes.xaxis.set_major_locator(ticker.FixedLocator(sizes))
     axes.xaxis.set_major_formatter(lambda size, _: bytes_text(size))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set(xlabel="message size", ylabel=f"{quantity} (GB/s)", title=title)
     values = [value for by_size in bandwidths.values() for value in by_size.values()]
     axes.set_ylim(0, 1.15 * max([*values, *(limit[1].values() if limit else ())], default=1))
@@ -220,7 +223,7 @@ def memory_lines(
     lengths = sorted({length for by_length in sizes.values() for length in by_length})
     axes.set(xscale="log", xlabel=against, title=title)
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=20))
+    axes.yaxis.set_major_locator(ticker.LogLocator(base=2, numticks=20))
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda size, _: bytes_text(size))
@@ -249,7 +252,7 @@ def loss_curves(
         width = 4.0 if place == 0 and len(losses) > 1 else 2.0
         axes.plot(values, linestyle=dashes, linewidth=width, color=colour(place), label=name)
     axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.grid(axis="y")
     axes.legend(loc="best", handlelength=3.5)
 
@@ -326,7 +329,8 @@ def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
 
 def _legend_above(axes: Axes, kinds: Sequence[str], title: str, first: int = 0) -> None:
     """Colours and their names in one line over the plot, the title over it."""
-    handles = [Patch(color=colour(place), label=kind) for place, kind in enumerate(kinds, first)]
+    patch = Later("matplotlib.patches").Patch
+    handles = [patch(color=colour(place), label=kind) for place, kind in enumerate(kinds, first)]
     axes.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=len(kinds) or 1, handlelength=1
     )
