@@ -10,8 +10,12 @@ a part of its gradient, and the parts are summed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from common.comm import sizes_of
@@ -76,6 +80,29 @@ def evenly(layers: int, stages: int) -> list[range]:
         )
     ends = list(itertools.accumulate(sizes_of(layers, stages), initial=0))
     return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def measured_costs(
+    model: Transformer, tokens_BS: Tensor, targets_BS: Tensor
+) -> tuple[list[float], float, float]:
+    """Seconds that each layer takes forward and backward, then the embeddings, then norm, head and loss."""
+    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+
+    def seconds(compute: Callable[[Tensor], Tensor], x: Tensor) -> float:
+        took = []
+        for _ in range(4):
+            start = time.perf_counter()
+            y = compute(x)
+            y.backward(torch.ones_like(y))
+            took.append(time.perf_counter() - start)
+        return statistics.median(took[1:])
+
+    before = seconds(lambda tokens: model.embed(tokens, positions_S), tokens_BS)
+    x_BSD = model.embed(tokens_BS, positions_S).detach().requires_grad_()
+    layers = [seconds(partial(layer, positions_S=positions_S), x_BSD) for layer in model.layers]
+    after = seconds(lambda x: model.loss(model.head(x), targets_BS)[0], x_BSD)
+    model.zero_grad()
+    return layers, before, after
 
 
 def by_cost(layers: Sequence[float], stages: int, before: float = 0, after: float = 0) -> list[range]:

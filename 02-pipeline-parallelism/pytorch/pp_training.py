@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from pp_checker import held
@@ -17,7 +17,7 @@ from pp_pipeline import Pipeline
 from pp_schedule import COMPUTE, Instruction
 from pp_schedules import KINDS, bubble, make_schedule
 from pp_simulator import Event, Timeline, simulate
-from pp_stages import evenly
+from pp_stages import by_cost, evenly, measured_costs
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -44,6 +44,8 @@ class PipelineOptions(TrainingOptions):
     """Parts into which the batch is cut; they differ by one sample at the most."""
     chunks: int = 2
     """Stages of each rank in the interleaved schedule."""
+    balance: Literal["layers", "cost"] = "layers"
+    """Stages of equally many layers, or of equal time: rank 0 measures layers, embeddings and head."""
     checkpointing: bool = False
     """Keep the input of each layer alone, and compute the layer again for its backward pass."""
 
@@ -52,7 +54,12 @@ def make_pipeline(name: str, model: Transformer, rt: Runtime, o: PipelineOptions
     """The model in stages on all ranks of the world."""
     mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
     schedule = make_schedule(name, rt.world_size, o.micro_batches, o.chunks)
-    return Pipeline(model, mesh, schedule, checkpointing=o.checkpointing)
+    cuts = None
+    if o.balance == "cost":
+        part = make_batches(o, rt.world, rt.device).parts(0)[0]
+        layers, before, after = comm.everyones(measured_costs(model, *part), rt.world)[0]
+        cuts = by_cost(layers, schedule.stages, before, after)
+    return Pipeline(model, mesh, schedule, cuts, o.checkpointing)
 
 
 def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
