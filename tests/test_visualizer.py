@@ -102,6 +102,15 @@ def test_timeline_places_intervals_in_the_order_of_kinds() -> None:
     assert axes.get_xlabel() == "time (ms)"
 
 
+def test_loads_are_written_into_the_map() -> None:
+    axes = new_axes()
+    visualizer.load_map(axes, {"top-1": [9, 0, 3], "expert choice": [4, 4, 4]})
+    assert texts(axes) == ["9", "0", "3", "4", "4", "4"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["top-1", "expert choice"]
+    assert axes.images[0].get_array().tolist() == [[9, 0, 3], [4, 4, 4]]
+    assert [text.get_color() for text in axes.texts][:2] == ["white", visualizer.INK]
+
+
 def test_figure_saves_every_format_and_leaves_no_style_behind(tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
     paths = [tmp_path / "new" / f"plot.{kind}" for kind in ("png", "svg", "pdf")]

@@ -257,6 +257,24 @@ def loss_curves(
     axes.legend(loc="best", handlelength=3.5)
 
 
+def load_map(
+    axes: Axes, loads: Mapping[str, Sequence[float]], *, title: str = "", by: str = "expert"
+) -> None:
+    """What fell on each expert: row -> load of each; the darker the more, white text where it is dark."""
+    most = max((value for row in loads.values() for value in row), default=1.0) or 1.0
+    axes.imshow(list(loads.values()), cmap="Blues", vmin=0, vmax=most, aspect="auto")
+    if len(loads) <= 16:  # as many rows as have room for text
+        for y, row in enumerate(loads.values()):
+            for x, value in enumerate(row):
+                ink = "white" if value > 0.6 * most else INK
+                axes.text(x, y, f"{value:g}", ha="center", va="center", fontsize=8, color=ink)
+    axes.set_yticks(range(len(loads)), list(loads))
+    axes.set_xticks(range(max(map(len, loads.values()), default=0)))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set(xlabel=by, title=title)
+
+
 @dataclass(frozen=True)
 class Interval:
     """What a rank did from `start` to `end` (seconds); the label, such as a micro-batch, stands inside."""

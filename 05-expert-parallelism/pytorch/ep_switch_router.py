@@ -1,0 +1,236 @@
+"""Routing on its own: who decides which expert sees which token, and what that does to the load.
+
+    y_t = x_t + sum over e of  G_te expert_e(x_t)             p = softmax(W x): what the router scores
+
+    All there is to routing is the matrix G, mostly zeros. A row is a token, a column an expert:
+
+        top-1, C = 2          top-2               top-2 normalised      expert choice, C = 2
+        .7   .    .           .7   .2   .         .8   .2   .           .7   .    .
+        .6   .    .           .6   .    .3        .7   .    .3          .6   .    .3
+        dropped: x passes     .5   .4   .         .6   .4   .           .    .4   .
+        .    .8   .           .    .8   .1        .    .9   .1          .    .8   .1
+
+    top-1             Switch (arXiv:2101.03961, section 2.1). The weight is p, not 1: else no gradient would reach W.
+    capacity          an expert takes C = ceil(c k S / E) tokens of a sequence, in the order of their positions: shapes
+                      and times are fixed; a token that finds its expert full passes by on the residual path.
+    top-k             GShard, Mixtral (arXiv:2401.04088): k experts; normalised, the weights sum to 1 whatever p was.
+    expert choice     each expert takes its C best tokens (arXiv:2202.09368): perfect balance by construction, but a
+                      token's fate hangs on later tokens, which a model that writes from left to right cannot know.
+    jitter            W sees x times uniform numbers in 1 -+ eps (Switch, section 2.4): close calls go either way.
+    z-loss            mean of log(sum of exp(logits))^2 (ST-MoE, arXiv:2202.08906, eq. 5): keeps the logits small.
+
+Cost: the router multiplies T E D numbers, the experts k T (without capacity), E C B (with), C of which may be empty.
+The lesson trains a small model on real text, twice: plain and with z-loss. Then each router sorts the same tokens by
+the plain one's scores. Ranks route their own samples; the loads, summed, must be those of one device.
+
+    python ep_switch_router.py --nproc 2 --plot load.png    torchrun --nproc_per_node=2 ep_switch_router.py
+    mpirun -np 2 python ep_switch_router.py
+
+B batch  S sequence  D width  E experts  k experts a token  C capacity
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import torch
+from ep_training import ExpertOptions, drain, mixtures, observed
+from rich.table import Table
+from torch import Tensor
+
+from common import comm, random
+from common.comparison import check, one_rank
+from common.ledger import Ledger
+from common.lesson import console, run
+from common.mesh import Mesh
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.placement import sum_gradients
+from common.runtime import Runtime
+from common.training import Batches, Version, make_model, training_step
+from common.utils.visualizer import figure, load_map
+
+VERSIONS = ("plain", "z-loss")
+
+
+@dataclass
+class RouterOptions(ExpertOptions):
+    """How the routers are set."""
+
+    model: str = "switch-tiny"
+    """A name of common/models/configs.py, of a model with experts."""
+    steps: int = 60
+    """Training steps, before the tokens are routed."""
+    versions: tuple[str, ...] = VERSIONS
+    """Which models to train."""
+    capacity_factor: float = 1.25
+    """c, the multiple of an even share that an expert takes."""
+    jitter: float = 0.01
+    """eps."""
+    z_coefficient: float = 1e-2
+    """Of the z-loss; ST-MoE's is 1e-3, for longer training."""
+
+
+def top_k(scores_BSE: Tensor, k: int, normalised: bool = False) -> Tensor:
+    """G_BSE: each token takes its k best experts."""
+    weights_BSk, experts_BSk = scores_BSE.topk(k, -1)
+    if normalised:
+        weights_BSk = weights_BSk / weights_BSk.sum(-1, keepdim=True)
+    return torch.zeros_like(scores_BSE).scatter(-1, experts_BSk, weights_BSk)
+
+
+def with_capacity(gates_BSE: Tensor, C: int) -> Tensor:
+    """G_BSE without what comes after the first C tokens of a sequence in an expert's queue."""
+    return gates_BSE * ((gates_BSE > 0).cumsum(1) <= C)
+
+
+def expert_choice(scores_BSE: Tensor, C: int) -> Tensor:
+    """G_BSE: each expert takes its C best tokens of each sequence."""
+    weights_BCE, tokens_BCE = scores_BSE.topk(C, 1)
+    return torch.zeros_like(scores_BSE).scatter(1, tokens_BCE, weights_BCE)
+
+
+def jittered(x_BSD: Tensor, epsilon: float, seed: int, first_sample: int) -> Tensor:
+    """x times uniform numbers in [1 - epsilon, 1 + epsilon), a function of the place in the global batch."""
+    place = first_sample * x_BSD[0].numel() + np.arange(x_BSD.numel())
+    uniform = torch.from_numpy(random.uniform(seed, random.stream_of("jitter"), place)).view_as(x_BSD)
+    return x_BSD * (1 + epsilon * (2 * uniform - 1)).to(x_BSD)
+
+
+def z_loss_sum(logits_BSE: Tensor) -> Tensor:
+    """The sum over tokens of log(sum of exp(logits))^2."""
+    return logits_BSE.logsumexp(-1).square().sum()
+
+
+def train(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float, Tensor]:
+    """The model after `o.steps` steps, its last loss, and its routers' logits in the last pass.
+
+    Every rank has all experts and sees its own samples.
+    """
+    model = make_model(o, rt.device)
+    seen, last = observed(model), torch.empty(0)
+
+    def loss(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal last
+        total, count = cross_entropy_sum(logits_BSV, targets_BS)
+        logits = [routing.logits_BSE for layer in drain(seen) for routing in layer]
+        last = torch.stack(logits).detach()
+        if name == "z-loss":  # a sum over tokens, as the cross-entropy: no mesh changes it
+            total = total + o.z_coefficient * sum(map(z_loss_sum, logits), total.new_zeros(()))
+        return total, count
+
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    version = Version(model, loss=loss, finish=partial(sum_gradients, list(model.parameters()), mesh))
+    step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for t in range(o.steps):
+        optimizer.zero_grad()
+        found = step(t).item()
+        optimizer.step()
+    return model, found, last
+
+
+@torch.no_grad()
+def router_input(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """What the last layer's router gets, x_BSD, and its matrix, w_ED."""
+    router, inputs = mixtures(model)[-1].router, []
+    hook = router.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    model(tokens_BS)
+    hook.remove()
+    return inputs[0], router.weight.detach()
+
+
+def routers(o: RouterOptions, E: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """scores_BSE -> G_BSE by each way of routing."""
+
+    def C(k: int, factor: float) -> int:
+        return min(o.sequence, math.ceil(factor * k * o.sequence / E))
+
+    c, two = o.capacity_factor, min(2, E)
+    return {
+        "top-1": partial(top_k, k=1),
+        "top-1, capacity 1": lambda p: with_capacity(top_k(p, 1), C(1, 1)),
+        f"top-1, capacity {c:g}": lambda p: with_capacity(top_k(p, 1), C(1, c)),
+        f"top-{two}": partial(top_k, k=two),
+        f"top-{two}, normalised": partial(top_k, k=two, normalised=True),
+        f"top-{two}, capacity {c:g}": lambda p: with_capacity(top_k(p, two), C(two, c)),
+        "expert choice": partial(expert_choice, C=C(1, 1)),
+    }
+
+
+def statistics(gates_BSE: Tensor, first_BSE: Tensor) -> Tensor:
+    """Sums: tokens of each expert, tokens without one, choices that are not the first, weights; [E + 3].
+
+    first_BSE: G_BSE of top-1.
+    """
+    taken_BSE = gates_BSE > 0
+    beside = (~taken_BSE.any(-1)).sum(), (taken_BSE & (first_BSE == 0)).sum(), gates_BSE.sum()
+    return torch.cat([taken_BSE.sum((0, 1)), torch.stack(beside)]).double()
+
+
+def route(model: Transformer, o: RouterOptions, batches: Batches) -> dict[str, Tensor]:
+    """Each router's statistics on these samples of a batch that training did not see."""
+    tokens_BS = torch.cat([tokens for tokens, _ in batches.parts(o.steps)])
+    x_BSD, w_ED = router_input(model, tokens_BS)
+    scores_BSE = (x_BSD @ w_ED.T).softmax(-1)
+    shaken_BSE = (jittered(x_BSD, o.jitter, o.seed, batches.samples()[0][0]) @ w_ED.T).softmax(-1)
+    gates = {name: f(scores_BSE) for name, f in routers(o, len(w_ED)).items()}
+    gates[f"top-1, jitter {o.jitter:g}"] = top_k(shaken_BSE, 1)
+    return {name: statistics(gates_BSE, gates["top-1"]) for name, gates_BSE in gates.items()}
+
+
+def load_table(found: dict[str, Tensor], tokens: int) -> Table:
+    """What each router does to the load."""
+    table = Table(title=f"{tokens} tokens of real text, routed by the same scores", title_justify="left")
+    loads = ("fewest", "most", "most / mean", "served")
+    for column in ("router", *loads, "not first choice", "tokens without", "weight a token"):
+        table.add_column(column, justify="left" if column == "router" else "right")
+    for name, numbers in found.items():
+        *taken, alone, second, weight = numbers.tolist()
+        most, choices = max(taken), sum(taken)
+        shown = (f"{min(taken):g}", f"{most:g}", f"{most * len(taken) / choices:.2f}", f"{choices:g}")
+        table.add_row(name, *shown, f"{second:g}", f"{alone / tokens:.1%}", f"{weight / tokens:.2f}")
+    return table
+
+
+def main(rt: Runtime, o: RouterOptions) -> bool:
+    """Train, route the same tokens by each router, and compare the loads with one device's."""
+    check(rt, VERSIONS, o)
+    out, models, rows = console(rt), {}, []
+    for name in o.versions:
+        models[name], loss, logits = train(rt, o, name)
+        sizes = logits.logsumexp(-1).square().mean(), logits.abs().max()
+        rows.append((name, f"{loss:.4f}", *(f"{x.item():.3f}" for x in sizes)))
+    table = Table("model", title=f"after {o.steps} steps of {o.model}", title_justify="left")
+    for column in ("loss of the last step", "mean log-sum-exp squared", "largest logit"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+    model, tokens = models[o.versions[0]], o.batch * o.sequence
+    with Ledger() as ledger:
+        found = route(model, o, Batches(o, rt.world, rt.device))
+        for numbers in found.values():
+            comm.all_reduce(numbers, rt.world)
+    expected = route(model, replace(o, micro_batches=1), Batches(o, one_rank(rt), rt.device))
+    out.print(load_table(found, tokens))
+    E = o.model_config().experts
+    equal = all(torch.equal(found[name][:-1], expected[name][:-1]) for name in found)
+    formula = Fraction(2 * (rt.world_size - 1) * len(found) * (E + 3) * 8, rt.world_size)
+    if o.plot and rt.rank == 0:
+        loads = {name: numbers[:E].tolist() for name, numbers in found.items()}
+        with figure(o.plot, width=7.4, height=0.9 + 0.36 * len(loads)) as (axes,):
+            load_map(axes, loads, title=f"tokens of each expert, of {tokens}")
+    right = equal and ledger.bytes() == formula
+    said = "proved: loads equal to one device's" if equal else "loads are NOT those of one device"
+    agree = "=" if ledger.bytes() == formula else "is NOT"
+    out.print(f"{said}; bytes counted {agree} formula ({float(formula):g})")
+    return right
+
+
+if __name__ == "__main__":
+    run(main, RouterOptions)
