@@ -127,6 +127,7 @@ def test_initial_values():
         assert layer.mlp.router.choice_bias.abs().max() == 0
         assert abs(layer.mlp.experts.up_proj.weight.std().item() - 0.02) < 1e-3
         assert abs(layer.mlp.experts.down_proj.weight.std().item() - 0.01) < 1e-3  # 0.02 / sqrt(2 layers)
+    assert len(model.state_dict()) == len([*model.parameters(), *model.buffers()]), "a name too many"
     assert not any(isinstance(m, MoE) for m in Transformer(config("llama-tiny")).modules())
     assert isinstance(make_mlp(replace(SWITCH, shared_experts=1)).shared, nn.Module)
 

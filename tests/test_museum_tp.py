@@ -16,13 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from museum import show
+from museum import Found, show, worst_of
 from torch import Tensor
 from tp_megatron import MegatronOptions, SharedRows, tensor_parallel
 
 from common import collectives, comm
 from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, Difference, compare, follow
+from common.equality import OPTIMIZERS, compare, follow
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, llama
 from common.models.transformer import Transformer
@@ -121,7 +121,7 @@ EXHIBITS = {
 }
 
 
-def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
+def visit(rt: Runtime, name: str) -> Found:
     """Differences to one device of one exhibit, for each optimizer, on this rank."""
     recipe, mesh = EXHIBITS[name], Mesh(rt.world, tp=rt.world_size)
     alone = Mesh(Group("one", 0, 1, (rt.rank,)))
@@ -144,25 +144,19 @@ def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
     return found
 
 
-def visit_all(rt: Runtime) -> dict[str, dict[str, dict[str, Difference]]]:
+def visit_all(rt: Runtime) -> dict[str, Found]:
     """All exhibits in one start of the ranks."""
     return {name: visit(rt, name) for name in EXHIBITS}
 
 
 @pytest.fixture(scope="module")
-def visited() -> list[dict[str, dict[str, dict[str, Difference]]]]:
+def visited() -> list[dict[str, Found]]:
     return spawn(visit_all, 2, timeout=120)
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
-def test_exhibit(name: str, visited: list[dict[str, dict[str, dict[str, Difference]]]]) -> None:
-    ranks = [found[name] for found in visited]
-    worst = {
-        optimizer: {
-            kind: max((found[optimizer][kind] for found in ranks), key=lambda d: d.value) for kind in KINDS
-        }
-        for optimizer in OPTIMIZERS
-    }
+def test_exhibit(name: str, visited: list[dict[str, Found]]) -> None:
+    worst = worst_of([found[name] for found in visited])
     show(name, worst)
     values = [difference.value for found in worst.values() for difference in found.values()]
     if name.startswith("right"):

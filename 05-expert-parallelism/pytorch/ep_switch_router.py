@@ -187,7 +187,7 @@ def load_table(found: dict[str, Tensor], tokens: int) -> Table:
     """What each router does to the load."""
     table = Table(title=f"{tokens} tokens of real text, routed by the same scores", title_justify="left")
     loads = ("fewest", "most", "most / mean", "served")
-    for column in ("router", *loads, "not first choice", "tokens without", "weight a token"):
+    for column in ("router", *loads, "not first", "left out", "mean weight"):
         table.add_column(column, justify="left" if column == "router" else "right")
     for name, numbers in found.items():
         *taken, alone, second, weight = numbers.tolist()

@@ -166,7 +166,7 @@ class MoE(nn.Module):
         super().__init__()
         self.capacity_factor = config.capacity_factor
         self.router, self.experts, self.shared = Router(config), Experts(config), shared
-        self.compute: Compute = self.experts
+        self.compute: Compute = self.experts.forward  # the module itself would be a child under two names
         self.observe: Callable[[Routing], object] = lambda routing: None  # for losses and load statistics
 
     def plan(self, experts_BSK: Tensor) -> Plan:

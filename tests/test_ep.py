@@ -1,0 +1,224 @@
+"""Expert parallelism in PyTorch: equal to one device at every world size, bytes, odd loads, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ep_moe
+import pytest
+import torch
+from ep_moe import ExpertExchange, Lesson, MoEOptions, expert_parallel, one_device, transposed, with_capacity
+from ep_training import drain, load, observed
+from torch import Tensor
+
+from common.comm import Group, sizes_of
+from common.data.text import rank_slice
+from common.equality import KINDS, OPTIMIZERS, compare, follow
+from common.ledger import Ledger
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, config, mixtral, switch
+from common.models.moe import Experts
+from common.models.transformer import Transformer
+from common.placement import Shard, placement, shard, sum_gradients
+from common.runtime import Runtime, UsageError
+from common.spawn import RankError, spawn
+from common.training import Batches, Version, make_model, training_step
+
+# 9 experts divide over 3 ranks alone
+CONFIGS["ep-mixtral"] = mixtral(
+    layers=2, width=12, heads=2, kv_heads=1, mlp_width=7, sequence=10, experts=9, vocabulary=256
+)
+CONFIGS["ep-switch"] = replace(switch(layers=2, width=12, heads=2, sequence=10, experts=9), mlp_width=10)
+CONFIGS["ep-deepseek"] = replace(
+    CONFIGS["ep-mixtral"], router="sigmoid", shared_experts=2, experts_per_token=3, experts=8, dropout=0.2
+)
+
+Case = tuple[str, str, dict[str, Any]]
+CASES: list[Case] = [
+    ("dropless", "ep-mixtral", {"micro_batches": 2}),
+    ("dropless", "ep-switch", {"micro_batches": 1}),
+    ("dropless", "ep-deepseek", {"micro_batches": 3}),
+    ("capacity", "ep-mixtral", {"micro_batches": 3, "capacity_factor": 0.8}),
+    ("capacity", "ep-switch", {"micro_batches": 2, "capacity_factor": 1.0}),
+    ("capacity", "ep-deepseek", {"micro_batches": 1, "capacity_factor": 2.0}),
+]
+
+
+def options(model: str, more: dict[str, Any]) -> MoEOptions:
+    return MoEOptions(model=model, batch=9, sequence=10, steps=2, **more)
+
+
+def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]:
+    """The largest differences of SGD and AdamW in each case; bytes counted are the formula's."""
+    results = []
+    mesh, alone = Mesh(rt.world, ep=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    for name, model_name, more in cases:
+        o = options(model_name, more)
+        for optimizer in OPTIMIZERS:
+            plain = one_device(name, make_model(o, rt.device), o)
+            batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+            step = training_step(plain, batches, alone)
+            reference = follow(plain.model, optimizer, o.steps, step)
+            lesson, model = Lesson(), make_model(o, rt.device)
+            with Ledger() as ledger:
+                version = lesson.make_version(name, model, rt, o)
+                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+                found = compare(reference, follow(model, optimizer, o.steps, step, mesh))
+            formula = lesson.run_bytes(name, make_model(o, rt.device), rt.world, o)
+            assert ledger.bytes() == formula, (name, model_name)
+            results.append({kind: found[kind].value for kind in KINDS})
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_equal_to_one_device(world: int) -> None:
+    # all on 2 ranks; with more ranks than cores, what depends on their number
+    many: list[Case] = [(name, model, {**more, "micro_batches": 1}) for name, model, more in CASES]
+    cases = {1: CASES[::3], 2: CASES, 3: CASES[1::3], 4: many[::4], 8: many[3:5]}[world]
+    for found in spawn(against_one_device, world, cases):
+        for case, differences in zip([c for c in cases for _ in OPTIMIZERS], found, strict=True):
+            assert max(differences.values()) <= 1e-12, (case, differences)
+
+
+def with_data_parallel(rt: Runtime) -> dict[str, float]:
+    """dp=2 and ep=2: experts are summed over dp alone, everything else over both."""
+    o = options("ep-mixtral", {"micro_batches": 2})
+    alone = Group("one", 0, 1, (rt.rank,))
+    model = make_model(o, rt.device)
+    reference = follow(
+        model, "sgd", o.steps, training_step(Version(model), Batches(o, alone, rt.device), alone)
+    )
+    mesh, model = Mesh(rt.world, dp=2, ep=2), make_model(o, rt.device)
+    expert_parallel(model, mesh.group("ep"))
+    version = Version(model, finish=partial(sum_gradients, list(model.parameters()), mesh))
+    step = training_step(version, Batches(o, mesh.group("dp", "ep"), rt.device), rt.world)
+    found = compare(reference, follow(model, "sgd", o.steps, step, mesh))
+    return {kind: found[kind].value for kind in KINDS}
+
+
+def test_beside_data_parallelism() -> None:
+    for differences in spawn(with_data_parallel, 4):
+        assert max(differences.values()) <= 1e-12, differences
+
+
+def odd_loads(rt: Runtime) -> None:
+    """All rows on one expert, none on a rank, a rank with no row at all: results and gradients are the plain ones."""
+    c, n, group = config("ep-switch"), rt.world_size, Mesh(rt.world, ep=rt.world_size).group("ep")
+    for per_rank in ([[4] + [0] * 8] * n, [[0] * 8 + [3]] * n, [[0] * 9] + [[1, 0, 2] * 3] * (n - 1)):
+        torch.manual_seed(5)
+        experts = Experts(c).double()
+        for p in experts.parameters():
+            torch.nn.init.normal_(p)
+        rows = [torch.randn(sum(counts), c.width, dtype=torch.float64) for counts in per_rank]
+        expected, gradients = [], []
+        for x, counts in zip(rows, per_rank, strict=True):
+            x_one = x.clone().requires_grad_()
+            y = experts(x_one, torch.tensor(counts))
+            y.square().sum().backward()
+            expected.append(y.detach())
+            gradients.append(x_one.grad)
+        whole = {name: p.grad for name, p in experts.named_parameters()}
+        mine = Experts(c).double()
+        mine.load_state_dict(experts.state_dict())
+        for part in mine.children():
+            for name, p in list(part.named_parameters()):
+                setattr(part, name, shard(p, group, 0))
+        x = rows[rt.rank].clone().requires_grad_()
+        y = ExpertExchange(mine, group, c.experts)(x, torch.tensor(per_rank[rt.rank]))
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected[rt.rank], rtol=0, atol=1e-12)
+        torch.testing.assert_close(x.grad, gradients[rt.rank], rtol=0, atol=1e-12)
+        begin, e = sum(sizes_of(9, n)[: rt.rank]), sizes_of(9, n)[rt.rank]
+        for name, p in mine.named_parameters():
+            torch.testing.assert_close(p.grad, whole[name][begin : begin + e], rtol=1e-12, atol=1e-12)
+            assert placement(p) == {"ep": Shard(0, tuple(sizes_of(9, n)))}
+
+
+def test_odd_loads() -> None:
+    spawn(odd_loads, 3)
+
+
+def rows_of_one_device(rt: Runtime) -> tuple[int, int]:
+    """Rows sent to other ranks in the first layer of a step: as exchanged, and as the plain model chooses."""
+    o, (n, r) = options("ep-mixtral", {"micro_batches": 1}), (rt.world_size, rt.rank)
+    plain, model = make_model(o, rt.device), make_model(o, rt.device)
+    seen = observed(plain)
+    ((tokens_BS, _),) = Batches(o, Group("one", 0, 1, (r,)), rt.device).parts(0)
+    lo, hi = rank_slice(o.batch, r, n)
+    plain(tokens_BS[lo:hi])
+    exchanges = expert_parallel(model, Mesh(rt.world, ep=n).group("ep"))
+    model(tokens_BS[lo:hi])
+    (routing,) = next(drain(seen))
+    by_rank = load(routing.experts_BSK, 9).split(sizes_of(9, n))
+    return exchanges[0].rows_sent[0], int(sum(x.sum() for i, x in enumerate(by_rank) if i != r))
+
+
+def test_rows_are_those_of_the_plain_models_choices() -> None:
+    for exchanged, chosen in spawn(rows_of_one_device, 2):
+        assert exchanged == chosen > 0
+
+
+def test_transposition_is_undone_by_itself() -> None:
+    rows_ab = torch.tensor([[2, 0, 1], [1, 3, 0]])
+    x = torch.arange(14.0).view(7, 2)
+    y = transposed(x, rows_ab)
+    assert y[:, 0].tolist() == [0, 2, 6, 8, 10, 12, 4]
+    assert torch.equal(transposed(y, rows_ab.T), x)
+
+
+def logits(rt: Runtime) -> Tensor:
+    """The largest difference to the plain model's, in evaluation, on a rank's own tokens."""
+    o = options("ep-switch", {})
+    plain, model = make_model(o, rt.device), make_model(o, rt.device)
+    for m in (plain, model):
+        with_capacity("dropless", m, o)
+    expert_parallel(model, rt.world)
+    tokens = torch.arange(20).view(2, 10) + rt.rank
+    return (model.eval()(tokens) - plain.eval()(tokens)).abs().max()
+
+
+def test_logits_in_evaluation() -> None:
+    assert max(spawn(logits, 2)) <= 1e-13
+
+
+def refused(rt: Runtime, o: MoEOptions) -> None:
+    ep_moe.main(rt, o)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch": 5}, "gives a rank 1 samples, too few for 2 micro-batches; give at least --batch 6"),
+        ({"model": "gpt2-tiny"}, "--model gpt2-tiny has no experts; mixtral-tiny and switch-tiny have 8"),
+        ({"versions": ("fast",)}, "--versions 'fast' is unknown; choose from dropless, capacity"),
+        ({"model": "ep-two"}, "3 ranks along ep are more than the 2 experts; at most 2 would do"),
+    ],
+)
+def test_bad_input_is_one_line(given: dict[str, Any], says: str) -> None:
+    CONFIGS["ep-two"] = switch(layers=1, width=8, heads=2, sequence=8, experts=2)
+    world = Group("world", 0, 3, (0, 1, 2))
+    rt = Runtime(0, 3, 0, 3, "none", torch.device("cpu"), "gloo", 60.0, world)
+    with pytest.raises(UsageError, match=says) as error:
+        ep_moe.main(rt, MoEOptions(**{"batch": 12, **given}))
+    assert "\n" not in str(error.value)
+
+
+def split_dense(rt: Runtime) -> None:
+    expert_parallel(Transformer(config("gpt2-tiny")), rt.world)
+
+
+def test_a_dense_model_is_refused() -> None:
+    with pytest.raises(
+        RankError, match="expert parallelism needs a model with experts, such as mixtral-tiny"
+    ):
+        spawn(split_dense, 2)
+
+
+def lesson(rt: Runtime) -> bool:
+    return ep_moe.main(rt, MoEOptions(model="ep-mixtral", batch=5, sequence=6, steps=1))
+
+
+def test_the_lesson_proves() -> None:
+    assert all(spawn(lesson, 2))

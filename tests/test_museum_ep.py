@@ -1,0 +1,154 @@
+"""Museum of silent bugs, expert parallelism: each trains, none crashes, and all have been shipped.
+
+For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+equality with one device in every gradient and weight; `pytest -s tests/test_museum_ep.py` prints the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+from ep_moe import MoEOptions, expert_parallel, with_capacity
+from museum import Found, show, worst_of
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.equality import OPTIMIZERS, compare, follow
+from common.mesh import Mesh
+from common.models import moe as plain_moe
+from common.models.configs import CONFIGS, mixtral
+from common.models.moe import MoE, combine, pick
+from common.models.transformer import Transformer
+from common.placement import placement, sum_gradients
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
+
+CONFIGS["museum-mixtral"] = mixtral(
+    layers=2, width=16, heads=2, kv_heads=1, mlp_width=12, sequence=8, experts=4
+)
+OPTIONS = MoEOptions(model="museum-mixtral", batch=5, sequence=8, steps=3, micro_batches=2)
+Finish = Callable[[Transformer, Mesh], None]
+
+
+def rule(model: Transformer, mesh: Mesh) -> None:
+    """What the right version does after the backward pass."""
+    sum_gradients(model.parameters(), mesh)
+
+
+def dense_averaged_experts_left(model: Transformer, mesh: Mesh) -> None:
+    """Each rank's loss is a mean over its own part, as for DDP; dense gradients are averaged, experts left alone.
+
+    But an expert met the tokens of all ranks: its gradient is the sum of n means.
+    """
+    sum_gradients(model.parameters(), mesh)
+    for p in model.parameters():
+        if "ep" not in placement(p):
+            p.grad /= mesh.shape["ep"]
+
+
+def as_for_ddp(model: Transformer, mesh: Mesh) -> None:
+    """The same, and then experts divided as well: right."""
+    dense_averaged_experts_left(model, mesh)
+    for p in model.parameters():
+        if "ep" in placement(p):
+            p.grad /= mesh.shape["ep"]
+
+
+def experts_summed_too(model: Transformer, mesh: Mesh) -> None:
+    """Takes experts for replicas, and adds the gradients of different ones."""
+    rule(model, mesh)
+    for p in model.parameters():
+        if "ep" in placement(p):
+            comm.all_reduce(p.grad, mesh.group("ep"))
+
+
+def weighted_twice(self: MoE, x_BSD: Tensor) -> Tensor:
+    """Weights go with the rows, so that the experts' results only need a sum; and the sum is weighted as well."""
+    routing = self.router(x_BSD)
+    plan = self.plan(routing.experts_BSK)
+    weights_TK = routing.weights_BSK.flatten(0, 1)
+    rows_RD = pick(x_BSD.flatten(0, 1), plan.token_R, plan.full)
+    order_R = plan.row_TK.flatten().argsort()
+    rows_RD = rows_RD * weights_TK.flatten()[order_R][:, None]
+    y_TKD = pick(self.compute(rows_RD, plan.counts_E), plan.row_TK, plan.full)
+    return combine(y_TKD, weights_TK).view_as(x_BSD)
+
+
+def capacity_of_the_flat_batch(experts_BSK: Tensor, E: int, factor: float) -> plain_moe.Plan:
+    """One queue for all samples that a rank has: who is dropped depends on how the batch is cut."""
+    return plan_capacity(experts_BSK.flatten(0, 1)[None], E, factor)
+
+
+plan_capacity = plain_moe.plan_capacity
+
+
+@dataclass
+class Recipe:
+    """What is broken while the model runs, and what happens after the backward pass."""
+
+    broken: Callable[[], AbstractContextManager[object]] = nullcontext
+    finish: Finish = rule
+    averages: bool = False
+    version: str = "dropless"
+
+
+EXHIBITS = {
+    "expert gradients times ep": Recipe(finish=dense_averaged_experts_left, averages=True),
+    "experts taken for replicas": Recipe(finish=experts_summed_too),
+    "combine weights before and after": Recipe(partial(patch.object, MoE, "forward", weighted_twice)),
+    "capacity of whatever a rank has": Recipe(
+        partial(patch.object, plain_moe, "plan_capacity", capacity_of_the_flat_batch), version="capacity"
+    ),
+    "right": Recipe(),
+    "right, as for DDP": Recipe(finish=as_for_ddp, averages=True),
+    "right, with capacity": Recipe(version="capacity"),
+}
+
+
+def visit(rt: Runtime, name: str) -> Found:
+    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    recipe, mesh = EXHIBITS[name], Mesh(rt.world, ep=rt.world_size)
+    o, found, alone = replace(OPTIONS, capacity_factor=0.7), {}, Group("one", 0, 1, (rt.rank,))
+    for optimizer in OPTIMIZERS:
+        one = make_model(o, rt.device)
+        with_capacity(recipe.version, one, o)
+        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+        reference = follow(one, optimizer, o.steps, training_step(Version(one), batches, alone))
+        model = make_model(o, rt.device)
+        expert_parallel(model, mesh.group("ep"))
+        with_capacity(recipe.version, model, o)
+        version = Version(model, finish=partial(recipe.finish, model, mesh), averages=recipe.averages)
+        with recipe.broken():
+            step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+            followed = follow(model, optimizer, o.steps, step, mesh)
+        found[optimizer] = compare(reference, followed)
+    return found
+
+
+def visit_all(rt: Runtime) -> dict[str, Found]:
+    """All exhibits in one start of the ranks."""
+    return {name: visit(rt, name) for name in EXHIBITS}
+
+
+@pytest.fixture(scope="module")
+def visited() -> list[dict[str, Found]]:
+    return spawn(visit_all, 2, timeout=120)
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_exhibit(name: str, visited: list[dict[str, Found]]) -> None:
+    worst = worst_of([found[name] for found in visited])
+    show(name, worst)
+    values = [difference.value for found in worst.values() for difference in found.values()]
+    if name.startswith("right"):
+        assert max(values) <= 1e-12
+    else:
+        assert all(found["gradients"].value > 1e-3 for found in worst.values())
+        assert worst["sgd"]["weights"].value > 1e-5
