@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
-from dp_data_parallel import alone, bytes_by_rank, train
+from dp_data_parallel import alone, bytes_by_rank, main, train
 from dp_training import DataParallelOptions
-from mpi.launch import ROOT, run
+from mpi.launch import refusal
 
 from common.comm import sizes_of
 from common.equality import OPTIMIZERS, compare
@@ -17,7 +16,6 @@ from common.runtime import Runtime
 from common.spawn import spawn
 from common.training import make_model
 
-LESSON = ROOT / "01-data-parallelism/pytorch/dp_data_parallel.py"
 STEPS = 2
 
 
@@ -62,9 +60,8 @@ def test_equal_to_one_device_and_bytes_by_rank(world: int, batch: int) -> None:
     assert sum(sent for sent, _ in everything) == sum(received for _, received in everything)
 
 
-def test_bad_input_is_one_line() -> None:
-    done = run([sys.executable, str(LESSON), "--nproc", "3", "--batch", "2"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].endswith(
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(main, DataParallelOptions, capsys, "--nproc", "3", "--batch", "2")
+    assert line.endswith(
         "--batch 2 is too small for 3 ranks; give at least 3, so that each rank has a sample"
     )

@@ -10,10 +10,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import dp_languages
 import pytest
 import torch
 from dp_mlp import VERSIONS
-from mpi.launch import ROOT, mpirun, need_module, run, run_worker
+from mpi.launch import ROOT, mpirun, need_module, refusal, run_worker
 from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -270,11 +271,8 @@ def test_lesson_proves_and_writes_its_records(tmp_path: Path) -> None:
         assert r["bytes_counted"] in (None, r["bytes_formula"])
 
 
-def test_ranks_without_mpi_are_refused() -> None:
-    done = run([sys.executable, str(LESSON), "--nproc", "2"])
-    assert done.returncode == 2
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .endswith("dp_mpi needs MPI between its 2 ranks; start them with mpirun -np 2 python dp_languages.py")
+def test_ranks_without_mpi_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(dp_languages.main, dp_languages.MLPOptions, capsys, "--nproc", "2")
+    assert line.endswith(
+        "dp_mpi needs MPI between its 2 ranks; start them with mpirun -np 2 python dp_languages.py"
     )

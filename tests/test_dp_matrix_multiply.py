@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_multiply import benchmark, bytes_by_formula, gather_on_rank_0, multiply, prepared
+from dp_matrix_multiply import benchmark, bytes_by_formula, gather_on_rank_0, main, multiply, prepared
 from dp_matrix_peers import dtensor
-from mpi.launch import ROOT, mpirun, run
+from mpi.launch import ROOT, mpirun, refusal
 from torch import Tensor
 
 from common.comm import sizes_of
@@ -181,7 +181,6 @@ def test_what_cannot_run_is_refused(given: dict[str, Any], message: str) -> None
     assert str(error.value).startswith(message)
 
 
-def test_bad_input_is_one_line_from_one_rank() -> None:
-    done = run([sys.executable, str(LESSON), "--nproc", "2", "--panels", "0"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].endswith("--panels 0: at least 1 is needed")
+def test_bad_input_is_one_line_from_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(main, MatrixOptions, capsys, "--nproc", "2", "--panels", "0")
+    assert line.endswith("--panels 0: at least 1 is needed")

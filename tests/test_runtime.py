@@ -8,15 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import dp_basic
 import pytest
 import torch
+from mpi.launch import ended, refusal
 
-from common import lesson
 from common.launch import Launch, resolve
 from common.runtime import UsageError
 from scripts import small_lesson
@@ -43,16 +42,6 @@ def start(
         return launch([*LAUNCHERS[launcher], *arguments])
     code = ended(small_lesson.main, small_lesson.Options, "--nproc", "3", *arguments)
     return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
-
-
-def ended(main: Callable[..., bool], options: type[Any], *arguments: str) -> int:
-    """The exit code of a lesson that is started in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["lesson.py", *arguments])
-        with pytest.raises(SystemExit) as end:
-            lesson.run(main, options)
-    assert isinstance(end.value.code, int)
-    return end.value.code
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -116,12 +105,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def refused(module: object, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which a lesson refuses its command line, started in this process."""
-    assert ended(module.main, module.DataParallelOptions, *arguments) == 2  # type: ignore[attr-defined]
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    return lines[0]
+refused = partial(refusal, dp_basic.main, dp_basic.DataParallelOptions)
 
 
 def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +123,7 @@ def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         (["--versions", "fast"], "--versions 'fast' is unknown; choose from naive, bucketed, ddp"),
         (["--json", str(tmp_path / "no" / "file")], "cannot be written"),
     ):
-        assert says in refused(dp_basic, capsys, "--nproc", "2", *arguments), arguments
+        assert says in refused(capsys, "--nproc", "2", *arguments), arguments
 
 
 def test_a_bad_command_line_ends_with_2() -> None:
@@ -152,7 +136,7 @@ def test_nproc_contradicts_the_launcher(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    line = refused(dp_basic, capsys, "--nproc", "4")
+    line = refused(capsys, "--nproc", "4")
     assert "--nproc 4 contradicts torchrun, which started 1 ranks" in line
 
 
@@ -175,7 +159,7 @@ def test_ranks_that_never_come_are_named() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 @pytest.mark.parametrize("asked", [["--backend", "nccl"], ["--device", "cuda"]])
 def test_a_gpu_that_is_not_there(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(dp_basic, capsys, "--nproc", "2", *asked)
+    line = refused(capsys, "--nproc", "2", *asked)
     assert re.search(r"needs a GPU, and torch .* sees none here; use --device cpu", line)
 
 

@@ -11,12 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common import lesson
 from common.runtime import Runtime
 from common.spawn import spawn
 
@@ -98,3 +99,23 @@ def on_gloo(worker: str, ranks: int) -> list[dict[str, Any]]:
     """The same on ranks that were spawned."""
     need_module(worker)
     return spawn(_outcomes, ranks, worker)
+
+
+def ended(main: Callable[..., bool], options: type[Any], *arguments: str) -> int:
+    """The exit code of a lesson that is started in this process: Python and torch are running here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lesson.py", *arguments])
+        with pytest.raises(SystemExit) as end:
+            lesson.run(main, options)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def refusal(
+    main: Callable[..., bool], options: type[Any], capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    """The one line with which a lesson refuses its command line."""
+    assert ended(main, options, *arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
