@@ -13,7 +13,10 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
-from ep_moe import MoEOptions, expert_parallel, with_capacity
+import torch
+from ep_load_balance import Balance, BalanceOptions
+from ep_moe import expert_parallel, with_capacity
+from ep_training import load
 from museum import Found, show, worst_of
 from torch import Tensor
 
@@ -23,7 +26,7 @@ from common.equality import OPTIMIZERS, compare, follow
 from common.mesh import Mesh
 from common.models import moe as plain_moe
 from common.models.configs import CONFIGS, mixtral
-from common.models.moe import MoE, combine, pick
+from common.models.moe import MoE, Routing, combine, pick
 from common.models.transformer import Transformer
 from common.placement import placement, sum_gradients
 from common.runtime import Runtime
@@ -33,7 +36,15 @@ from common.training import Batches, Version, make_model, training_step
 CONFIGS["museum-mixtral"] = mixtral(
     layers=2, width=16, heads=2, kv_heads=1, mlp_width=12, sequence=8, experts=4
 )
-OPTIONS = MoEOptions(model="museum-mixtral", batch=5, sequence=8, steps=3, micro_batches=2)
+OPTIONS = BalanceOptions(
+    model="museum-mixtral",
+    batch=5,
+    sequence=8,
+    steps=3,
+    micro_batches=2,
+    capacity_factor=0.7,
+    coefficient=0.1,
+)
 Finish = Callable[[Transformer, Mesh], None]
 
 
@@ -89,6 +100,41 @@ def capacity_of_the_flat_batch(experts_BSK: Tensor, E: int, factor: float) -> pl
 plan_capacity = plain_moe.plan_capacity
 
 
+class OfEachMicroBatch(Balance):
+    """The statistics of every micro-batch by itself, as if it were all: one loss each, added up."""
+
+    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
+        total = parts[0][-1].new_zeros((), dtype=self.model.norm.weight.dtype)
+        for i, part in enumerate(parts):
+            total += super().run([part], scale, lambda _, i=i: begin(i))
+        return total
+
+
+class OfEachRank(Balance):
+    """Each rank balances its own tokens, by their mean; then gradients are summed."""
+
+    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
+        self.group = Group("one", 0, 1, (0,))
+        return super().run(parts, scale, begin)
+
+
+class WithoutTheDropped(Balance):
+    """Counts the choices that were served, of which no expert has more than its capacity."""
+
+    def counts(self, layers: list[list[Routing]]) -> Tensor:
+        E, factor = 4, OPTIONS.capacity_factor
+        of_layers = []
+        for routings in layers:
+            served = torch.zeros(2, E, dtype=torch.int64)
+            for r in routings:
+                plan, experts_TK = plan_capacity(r.experts_BSK, E, factor), r.experts_BSK.flatten(0, 1)
+                kept_TK = plan.row_TK < len(plan.token_R)
+                served[0] += load(experts_TK[kept_TK], E)
+                served[1] += load(experts_TK[:, 0], E)
+            of_layers.append(served)
+        return torch.stack(of_layers)
+
+
 @dataclass
 class Recipe:
     """What is broken while the model runs, and what happens after the backward pass."""
@@ -97,9 +143,13 @@ class Recipe:
     finish: Finish = rule
     averages: bool = False
     version: str = "dropless"
+    balance: type[Balance] | None = None  # by its loss
 
 
 EXHIBITS = {
+    "auxiliary loss times micro-batches": Recipe(balance=OfEachMicroBatch),
+    "auxiliary loss times ranks": Recipe(balance=OfEachRank),
+    "dropped tokens left out of the load": Recipe(balance=WithoutTheDropped, version="capacity"),
     "expert gradients times ep": Recipe(finish=dense_averaged_experts_left, averages=True),
     "experts taken for replicas": Recipe(finish=experts_summed_too),
     "combine weights before and after": Recipe(partial(patch.object, MoE, "forward", weighted_twice)),
@@ -109,22 +159,27 @@ EXHIBITS = {
     "right": Recipe(),
     "right, as for DDP": Recipe(finish=as_for_ddp, averages=True),
     "right, with capacity": Recipe(version="capacity"),
+    "right, auxiliary loss": Recipe(balance=Balance),
+    "right, auxiliary loss with capacity": Recipe(balance=Balance, version="capacity"),
 }
 
 
 def visit(rt: Runtime, name: str) -> Found:
     """Differences to one device of one exhibit, for each optimizer, on this rank."""
     recipe, mesh = EXHIBITS[name], Mesh(rt.world, ep=rt.world_size)
-    o, found, alone = replace(OPTIONS, capacity_factor=0.7), {}, Group("one", 0, 1, (rt.rank,))
+    o, found, alone = OPTIONS, {}, Group("one", 0, 1, (rt.rank,))
     for optimizer in OPTIMIZERS:
         one = make_model(o, rt.device)
         with_capacity(recipe.version, one, o)
         batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        reference = follow(one, optimizer, o.steps, training_step(Version(one), batches, alone))
+        right = Balance("switch", one, alone, o).run if recipe.balance else None
+        reference = follow(one, optimizer, o.steps, training_step(Version(one, run=right), batches, alone))
         model = make_model(o, rt.device)
         expert_parallel(model, mesh.group("ep"))
         with_capacity(recipe.version, model, o)
-        version = Version(model, finish=partial(recipe.finish, model, mesh), averages=recipe.averages)
+        made = recipe.balance("switch", model, rt.world, o).run if recipe.balance else None
+        finish = partial(recipe.finish, model, mesh)
+        version = Version(model, finish=finish, averages=recipe.averages, run=made)
         with recipe.broken():
             step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
             followed = follow(model, optimizer, o.steps, step, mesh)

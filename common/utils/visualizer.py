@@ -258,12 +258,17 @@ def loss_curves(
 
 
 def load_map(
-    axes: Axes, loads: Mapping[str, Sequence[float]], *, title: str = "", by: str = "expert"
+    axes: Axes,
+    loads: Mapping[str, Sequence[float]],
+    *,
+    title: str = "",
+    by: str = "expert",
+    most: float | None = None,
 ) -> None:
-    """What fell on each expert: row -> load of each; the darker the more, white text where it is dark."""
-    most = max((value for row in loads.values() for value in row), default=1.0) or 1.0
+    """What fell on each expert: row -> load of each; the darker the more, up to `most`. Few rows also get numbers."""
+    most = most or max((value for row in loads.values() for value in row), default=1.0) or 1.0
     axes.imshow(list(loads.values()), cmap="Blues", vmin=0, vmax=most, aspect="auto")
-    if len(loads) <= 16:  # as many rows as have room for text
+    if len(loads) <= 16:
         for y, row in enumerate(loads.values()):
             for x, value in enumerate(row):
                 ink = "white" if value > 0.6 * most else INK

@@ -1,0 +1,166 @@
+"""Load balance on the global batch: the same on every mesh and cut, equal to transformers' loss, biases included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ep_load_balance
+import pytest
+import torch
+from ep_load_balance import Balance, BalanceLesson, BalanceOptions, balance_loss, imbalance, one_device, train
+from ep_training import drain, load, observed
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from common.comm import Group
+from common.equality import KINDS, compare, follow
+from common.ledger import Ledger
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, mixtral
+from common.models.moe import Routing
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, make_model, training_step
+
+CONFIGS["ep-balance"] = mixtral(
+    layers=2, width=12, heads=2, kv_heads=1, mlp_width=7, sequence=10, experts=8, vocabulary=256
+)
+CONFIGS["ep-balance-sigmoid"] = replace(CONFIGS["ep-balance"], router="sigmoid")
+SMALL = BalanceOptions(
+    model="ep-balance", batch=8, sequence=10, steps=3, coefficient=0.3, rate=0.05, curve_steps=0
+)
+
+Case = tuple[str, dict[str, Any]]
+CASES: list[Case] = [
+    ("switch", {"micro_batches": 3}),
+    ("gshard", {"micro_batches": 2}),
+    ("bias", {"micro_batches": 2}),
+    ("switch", {"micro_batches": 1, "model": "ep-balance-sigmoid"}),
+    ("bias", {"micro_batches": 3, "model": "ep-balance-sigmoid"}),
+]
+
+
+def biases(model: torch.nn.Module) -> list[Tensor]:
+    return [b for name, b in model.named_buffers() if name.endswith("choice_bias")]
+
+
+def against_one_device(rt: Runtime, cases: list[Case]) -> list[tuple[float, float]]:
+    """The largest difference under SGD, and that of the biases; bytes counted are the formula's."""
+    results = []
+    mesh, alone = Mesh(rt.world, ep=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    for name, more in cases:
+        o = replace(SMALL, **more)
+        plain = one_device(name, make_model(o, rt.device), o)
+        step = training_step(plain, Batches(replace(o, micro_batches=1), alone, rt.device), alone)
+        reference = follow(plain.model, "sgd", o.steps, step)
+        lesson, model = BalanceLesson(), make_model(o, rt.device)
+        with Ledger() as ledger:
+            version = lesson.make_version(name, model, rt, o)
+            step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+            found = compare(reference, follow(model, "sgd", o.steps, step, mesh))
+        assert ledger.bytes() == lesson.run_bytes(name, make_model(o, rt.device), rt.world, o), name
+        pairs = list(zip(biases(plain.model), biases(model), strict=True))
+        assert len(pairs) == 2 * (name == "bias" or o.model.endswith("sigmoid"))
+        if name == "bias":
+            assert all(a.abs().max() > 0 for a, _ in pairs)
+        apart = max([(a - b).abs().max().item() for a, b in pairs], default=0.0)
+        results.append((max(found[kind].value for kind in KINDS), apart))
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_equal_to_one_device(world: int) -> None:
+    cases = {1: CASES[:1], 2: CASES, 3: CASES[1:3]}[world]
+    cases = [(name, {**more, "batch": 9} if world == 3 else more) for name, more in cases]
+    for found in spawn(against_one_device, world, cases):
+        for case, (difference, apart) in zip(cases, found, strict=True):
+            assert difference <= 1e-12, case
+            assert apart == 0, case
+
+
+def test_the_loss_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    logits_BSE = torch.randn(3, 5, 4, requires_grad=True)
+    K = 2
+    experts_BSK = logits_BSE.topk(K, -1).indices
+    routing = Routing(logits_BSE, logits_BSE.softmax(-1), experts_BSK, torch.ones(3, 5, K))
+    ours = balance_loss([routing], load(experts_BSK, 4)) / 15
+    theirs = load_balancing_loss_func((logits_BSE.flatten(0, 1),), 4, K) / K  # their f sums to K
+    torch.testing.assert_close(ours, theirs)
+    (gradient,) = torch.autograd.grad(ours, logits_BSE, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(theirs, logits_BSE)[0])
+    even = Routing(logits_BSE, torch.full((3, 5, 4), 0.25), experts_BSK, torch.ones(3, 5, K))
+    assert balance_loss([even], load(experts_BSK, 4)).item() / 15 == pytest.approx(1)
+
+
+def one_rank() -> Runtime:
+    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))
+
+
+def test_first_choices_are_the_routers_best() -> None:
+    model = Transformer(CONFIGS["ep-balance"])
+    seen = observed(model)
+    model(torch.arange(20).view(2, 10))
+    for (routing,) in drain(seen):
+        assert torch.equal(routing.experts_BSK[..., 0], routing.scores_BSE.argmax(-1))
+    assert not any(drain(seen))
+
+
+def test_a_bias_moves_the_choice_and_no_weight() -> None:
+    model = Transformer(CONFIGS["ep-balance"], dtype=torch.float64)
+    balance = Balance("bias", model, Group("one", 0, 1, (0,)), replace(SMALL, rate=0.5))
+    tokens_BS = torch.arange(20).view(2, 10)
+    before, seen = model(tokens_BS), balance.seen
+    list(drain(seen))
+    balance.move_biases(torch.tensor([[40, 0, 0, 0, 0, 0, 0, 0]] * 2))
+    assert biases(model)[0].tolist() == [-0.5, *[0.5] * 7]
+    after = model(tokens_BS)
+    assert not torch.equal(before, after)
+    for (routing,) in drain(seen):
+        assert (routing.experts_BSK != 0).all()
+        torch.testing.assert_close(routing.weights_BSK.sum(-1), torch.ones(2, 10, dtype=torch.float64))
+        chosen = routing.scores_BSE.gather(-1, routing.experts_BSK)
+        torch.testing.assert_close(routing.weights_BSK, chosen / chosen.sum(-1, keepdim=True))
+
+
+def test_it_balances() -> None:
+    o = replace(SMALL, curve_steps=32, coefficient=0.1, rate=0.03, batch=8, dtype="float32", micro_batches=1)
+    last = {}
+    for name in ("none", "switch", "bias"):
+        loads, losses = train(one_rank(), o, name)
+        assert loads[0].sum(1).tolist() == [160, 160]
+        assert losses[-1] < losses[0]
+        # tokens of so small a model are alike and change their expert together: a bias balances over steps
+        last[name] = imbalance(torch.stack(loads[-16:]).sum(0))
+    assert max(last["switch"], last["bias"]) < 0.8 * last["none"], last
+
+
+def lesson(rt: Runtime, folder: Path) -> bool:
+    o = replace(SMALL, steps=1, curve_steps=3, versions=("switch", "bias"), plot=folder / "loads.png")
+    return ep_load_balance.main(rt, o)
+
+
+def test_the_lesson_proves_and_draws(tmp_path: Path) -> None:
+    assert all(spawn(lesson, 2, tmp_path))
+    assert (tmp_path / "loads.png").stat().st_size > 1000
+
+
+def test_the_loss_is_added_once() -> None:
+    """Of two micro-batches: mean cross-entropy + a times the sum over layers of E sum f P."""
+    o = replace(SMALL, micro_batches=2)
+    model = make_model(o, torch.device("cpu"))
+    version = one_device("switch", model, o)
+    alone = Group("one", 0, 1, (0,))
+    found = training_step(version, Batches(o, alone, torch.device("cpu")), alone)(0)
+    plain = make_model(o, torch.device("cpu"))
+    seen = observed(plain)
+    ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), alone, torch.device("cpu")).parts(0)
+    total, count = cross_entropy_sum(plain(tokens_BS), targets_BS)
+    expected = total / count
+    for (routing,) in drain(seen):
+        f_E = load(routing.experts_BSK, 8).double() / routing.experts_BSK.numel()
+        expected = expected + 0.3 * 8 * (f_E * routing.scores_BSE.mean((0, 1))).sum()
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
