@@ -6,10 +6,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ep_imbalance
 import ep_moe
 import pytest
 import torch
-from ep_moe import ExpertExchange, Lesson, MoEOptions, expert_parallel, one_device, transposed, with_capacity
+from ep_imbalance import ImbalanceOptions
+from ep_moe import (
+    ExpertExchange,
+    Lesson,
+    MoEOptions,
+    expert_parallel,
+    one_device,
+    share_experts,
+    transposed,
+    with_capacity,
+)
 from ep_training import drain, load, observed
 from torch import Tensor
 
@@ -21,7 +32,7 @@ from common.mesh import Mesh
 from common.models.configs import CONFIGS, config, mixtral, switch
 from common.models.moe import Experts
 from common.models.transformer import Transformer
-from common.placement import Shard, placement, shard, sum_gradients
+from common.placement import Shard, placement, sum_gradients
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 from common.training import Batches, Version, make_model, training_step
@@ -122,9 +133,7 @@ def odd_loads(rt: Runtime) -> None:
         whole = {name: p.grad for name, p in experts.named_parameters()}
         mine = Experts(c).double()
         mine.load_state_dict(experts.state_dict())
-        for part in mine.children():
-            for name, p in list(part.named_parameters()):
-                setattr(part, name, shard(p, group, 0))
+        share_experts(mine, group)
         x = rows[rt.rank].clone().requires_grad_()
         y = ExpertExchange(mine, group, c.experts)(x, torch.tensor(per_rank[rt.rank]))
         y.square().sum().backward()
@@ -214,6 +223,19 @@ def test_a_dense_model_is_refused() -> None:
         RankError, match="expert parallelism needs a model with experts, such as mixtral-tiny"
     ):
         spawn(split_dense, 2)
+
+
+def imbalance(rt: Runtime) -> bool:
+    o = ImbalanceOptions(model="ep-switch", rows=13, width=8, steps=1)
+    mixtral = ImbalanceOptions(model="ep-mixtral", rows=2, width=12, steps=1)
+    return ep_imbalance.main(rt, o) and ep_imbalance.main(rt, mixtral)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_uneven_load_is_timed_and_equal(world: int) -> None:
+    assert all(spawn(imbalance, world))
+    assert ep_imbalance.counts_for(0.5, 13, 9, 2).tolist() == [2, 1, 1, 1, 1, 2, 2, 2, 1]
+    assert ep_imbalance.counts_for(1.0, 4, 3, 3).tolist() == [4, 0, 0]
 
 
 def lesson(rt: Runtime) -> bool:

@@ -107,6 +107,13 @@ class ExpertExchange:
         self.rows_received.append(sum(receive) - receive[self.group.rank])
 
 
+def share_experts(experts: Experts, group: Group) -> None:
+    """Keep this rank's experts, in place; numbers of experts differ by one at the most."""
+    for part in experts.children():
+        for name, parameter in list(part.named_parameters()):
+            setattr(part, name, shard(parameter, group, 0))
+
+
 def expert_parallel(model: Transformer, group: Group) -> list[ExpertExchange]:
     """Spread the experts over the ranks of `group`, in place; the same whole model must be on all of them.
 
@@ -117,9 +124,7 @@ def expert_parallel(model: Transformer, group: Group) -> list[ExpertExchange]:
     check_split(model.config.experts, group.size)
     exchanges = []
     for moe in mixtures(model):
-        for part in moe.experts.children():
-            for name, parameter in list(part.named_parameters()):
-                setattr(part, name, shard(parameter, group, 0))
+        share_experts(moe.experts, group)
         exchanges.append(ExpertExchange(moe.experts, group, model.config.experts))
         moe.compute = exchanges[-1]
     return exchanges

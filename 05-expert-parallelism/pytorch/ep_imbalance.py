@@ -1,0 +1,139 @@
+"""What uneven load costs: a layer is done when its busiest rank is.
+
+    time = rows of the busiest rank * time of a row           even: k T / n rows; all on one rank: k T, n times as long
+
+    share of rank 0   1/n                         1/2                          1
+    rank 0            ####|                       ########|                    ################|
+    rank 1            ####|                       ##......|                    ................|
+    rank 2            ####|                       ###.....|                    ................|     # computes
+    rank 3            ####|                       ###.....|                    ................|     . waits
+
+The formula for the slowdown is n times the share of the busiest rank. Below it lies what the messages take, above it
+that larger products run a little faster a row. Memory follows the rows, too: the busiest rank keeps n times its even
+share of activations, which is where a capacity, or a balanced router, comes in.
+
+    python ep_imbalance.py --nproc 2        torchrun --nproc_per_node=2 ep_imbalance.py
+    OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_imbalance.py --dtype float32 --steps 7
+
+Times mean something where each rank has a core to itself.
+
+R rows of a rank  D width  E experts  n ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from ep_moe import ExpertExchange, check_split, share_experts
+from ep_training import ExpertOptions
+from rich.table import Table
+from torch import Tensor
+
+from common.comm import Group, sizes_of
+from common.equality import TOLERANCE
+from common.ledger import Ledger, show_bytes
+from common.lesson import DTYPES, console, run
+from common.measure import in_turn
+from common.mesh import Mesh
+from common.models.moe import Experts
+from common.runtime import Runtime, UsageError
+
+
+@dataclass
+class ImbalanceOptions(ExpertOptions):
+    """The layer that is timed."""
+
+    steps: int = 5
+    """Rounds of timing."""
+    rows: int = 2048
+    """Rows of each rank: its tokens times the experts of each."""
+    width: int = 256
+    """D; an expert is as many times wider as in --model."""
+
+
+def counts_for(share: float, rows: int, E: int, n: int) -> Tensor:
+    """Rows for each expert: a share of them for those of rank 0, the others' evenly spread; int64 [E]."""
+    first = round(share * rows)
+    mine, others = sizes_of(E, n)[0], E - sizes_of(E, n)[0]
+    return torch.tensor(sizes_of(first, mine) + (sizes_of(rows - first, others) if others else []))
+
+
+def make_experts(o: ImbalanceOptions, device: torch.device) -> Experts:
+    """The experts of a layer, the same on all ranks."""
+    c = o.model_config()
+    wide = replace(c, width=o.width, mlp_width=o.width * c.mlp_width // c.width, heads=1, kv_heads=1)
+    experts = Experts(wide).to(device, DTYPES[o.dtype])
+    generator = torch.Generator().manual_seed(o.seed)
+    for p in experts.parameters():
+        p.data = (0.02 * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
+    return experts
+
+
+def layer(exchange: ExpertExchange, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+    """Forward and backward; the result."""
+    y_RD = exchange(rows_RD, counts_E)
+    y_RD.backward(rows_RD.detach())
+    return y_RD.detach()
+
+
+def largest_difference(o: ImbalanceOptions, rows_RD: Tensor, counts_E: Tensor, y_RD: Tensor) -> float:
+    """Of this rank's results to those of all experts on one device, relative."""
+    with torch.no_grad():
+        expected_RD = make_experts(o, rows_RD.device)(rows_RD, counts_E)
+    return float((y_RD - expected_RD).abs().max() / expected_RD.abs().max())
+
+
+def main(rt: Runtime, o: ImbalanceOptions) -> bool:
+    """The time of a layer by the share of the busiest rank; results and bytes proved for each."""
+    c, n = o.model_config(), rt.world_size
+    check_split(c.experts, n)
+    if min(o.rows, o.width, o.steps) < 1:
+        raise UsageError(f"--rows {o.rows} --width {o.width} --steps {o.steps}: each must be at least 1")
+    group: Group = Mesh(rt.world, ep=n).group("ep")
+    experts = make_experts(o, rt.device)
+    share_experts(experts, group)
+    generator = torch.Generator().manual_seed(o.seed + 1 + rt.rank)
+    rows_RD = torch.randn(o.rows, o.width, generator=generator, dtype=torch.float64)
+    rows_RD = rows_RD.to(rt.device, DTYPES[o.dtype]).requires_grad_()
+    least = sizes_of(c.experts, n)[0] / c.experts
+    cases: dict[str, Callable[[], object]] = {}
+    busiest, right, sent = {}, True, {}
+    for step in range(5):
+        share = least + (1 - least) * step / 4
+        name, counts_E = f"{share:.0%}", counts_for(share, o.rows, c.experts, n).to(rt.device)
+        if name in cases:
+            continue  # one rank has everything
+        exchange = ExpertExchange(experts, group, c.experts)
+        cases[name] = partial(layer, exchange, rows_RD, counts_E)
+        with Ledger() as ledger:
+            y_RD = layer(exchange, rows_RD, counts_E)
+        travelled = 2 * (exchange.rows_sent[0] + exchange.rows_received[0]) * o.width * y_RD.element_size()
+        travelled += 8 * (c.experts - exchange.sizes[group.rank])
+        right &= ledger.bytes() == travelled
+        right &= largest_difference(o, rows_RD, counts_E, y_RD) <= TOLERANCE[DTYPES[o.dtype]]
+        busiest[name] = max(int(x.sum()) for x in counts_E.split(exchange.sizes)) / o.rows
+        sent[name] = ledger.bytes()
+    measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
+    title = (
+        f"a layer of {c.experts} experts on {n} ranks: {n} x {o.rows} rows of {o.width} numbers, {o.dtype}"
+    )
+    table = Table("share of the busiest rank", title=title, title_justify="left")
+    for column in ("bytes sent by rank 0", "ms (median)", "slowdown measured", "by formula"):
+        table.add_column(column, justify="right")
+    even = next(iter(measured))
+    for name, m in measured.items():
+        slower, formula = m.median / measured[even].median, busiest[name] / busiest[even]
+        table.add_row(
+            name, show_bytes(sent[name]), f"{m.median * 1e3:.1f}", f"{slower:.2f}", f"{formula:.2f}"
+        )
+    out = console(rt)
+    out.print(table)
+    out.print("proved: equal to one device, bytes counted = formula" if right else "results or bytes DIFFER")
+    return right
+
+
+if __name__ == "__main__":
+    run(main, ImbalanceOptions)
