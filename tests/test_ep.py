@@ -8,6 +8,7 @@ from typing import Any
 
 import ep_imbalance
 import ep_moe
+import ep_tensor_parallel
 import pytest
 import torch
 from ep_imbalance import ImbalanceOptions
@@ -21,6 +22,7 @@ from ep_moe import (
     transposed,
     with_capacity,
 )
+from ep_tensor_parallel import TensorOptions
 from ep_training import drain, load, observed
 from torch import Tensor
 
@@ -214,6 +216,20 @@ def test_bad_input_is_one_line(given: dict[str, Any], says: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch": 8}, "--batch 8 does not divide over 3 ranks with 2 micro-batches; 6 would do"),
+        ({"model": "switch-tiny"}, "experts without biases and shared ones: mixtral-tiny"),
+    ],
+)
+def test_slices_refuse_in_one_line(given: dict[str, Any], says: str) -> None:
+    world = Group("world", 0, 3, (0, 1, 2))
+    rt = Runtime(0, 3, 0, 3, "none", torch.device("cpu"), "gloo", 60.0, world)
+    with pytest.raises(UsageError, match=says):
+        ep_tensor_parallel.main(rt, TensorOptions(**{"batch": 12, **given}))
+
+
 def split_dense(rt: Runtime) -> None:
     expert_parallel(Transformer(config("gpt2-tiny")), rt.world)
 
@@ -223,6 +239,16 @@ def test_a_dense_model_is_refused() -> None:
         RankError, match="expert parallelism needs a model with experts, such as mixtral-tiny"
     ):
         spawn(split_dense, 2)
+
+
+def slices(rt: Runtime) -> bool:
+    o = TensorOptions(model="ep-mixtral", batch=12, sequence=6, steps=2, versions=("tensor",))
+    return ep_tensor_parallel.main(rt, replace(o, micro_batches=4 - rt.world_size))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_slices_of_experts_are_equal(world: int) -> None:
+    assert all(spawn(slices, world))
 
 
 def imbalance(rt: Runtime) -> bool:

@@ -166,13 +166,16 @@ class Lesson:
         with_capacity(name, model, o)
         return Version(model, finish=partial(sum_gradients, list(model.parameters()), mesh))
 
+    def always(self, model: nn.Module, group: Group, o: MoEOptions) -> Fraction:
+        """Bytes a rank sends in a step whatever the experts do: dense gradients, the loss, the number of targets."""
+        dense = sum(p.numel() for name, p in model.named_parameters() if ".experts." not in name)
+        return Fraction(2 * (group.size - 1) * ((dense + 1) * DTYPES[o.dtype].itemsize + 8), group.size)
+
     def steps_bytes(self, name: str, model: nn.Module, group: Group, o: MoEOptions) -> list[Fraction]:
         """Bytes this rank sends in each of the steps since the version was made."""
         c, n, size = o.model_config(), group.size, DTYPES[o.dtype].itemsize
         e = sizes_of(c.experts, n)[group.rank]
-        dense = sum(p.numel() for name, p in model.named_parameters() if ".experts." not in name)
-        always = Fraction(2 * (n - 1) * ((dense + 1) * size + 8), n)  # gradients, the loss; the targets
-        always += o.micro_batches * c.layers * 8 * (c.experts - e)  # the counts
+        always = self.always(model, group, o) + o.micro_batches * c.layers * 8 * (c.experts - e)  # the counts
         if name == "capacity":
             C = math.ceil(o.capacity_factor * c.experts_per_token * o.sequence / c.experts)
             lo, hi = rank_slice(o.batch, group.rank, n)
