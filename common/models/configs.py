@@ -126,6 +126,7 @@ CONFIGS = {
     "llama2-7b": llama(32, 4096, heads=32, kv_heads=32, mlp_width=11008, sequence=4096, vocabulary=32000),
     "switch-tiny": switch(layers=2, width=64, heads=4, sequence=64, experts=8),
     "mixtral-tiny": mixtral(layers=2, width=64, heads=4, kv_heads=2, mlp_width=88, sequence=64, experts=8),
+    "mixtral-31m": mixtral(layers=6, width=384, heads=6, kv_heads=2, mlp_width=512, sequence=256, experts=8),
     "mixtral-8x7b": mixtral(
         32, 4096, heads=32, kv_heads=8, mlp_width=14336, sequence=32768, experts=8, vocabulary=32000
     ),
