@@ -258,14 +258,31 @@ def all_to_all(
     send = list(send_sizes or [x.shape[0] // group.size] * group.size)
     receive = list(receive_sizes or [x.shape[0] // group.size] * group.size)
     out = x.new_empty(sum(receive), *x.shape[1:])
+    all_to_all_into(out, x.contiguous(), group, send, receive)
+    return out
+
+
+def all_to_all_into(
+    out: Tensor,
+    x: Tensor,
+    group: Group,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    async_op: bool = False,
+) -> Pending:
+    """`all_to_all` with a place for the result; both are contiguous. Leave x as it is until the result is there."""
+    if group.size == 1:
+        out.copy_(x)
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
-    _run(
-        lambda: dist.all_to_all_single(out, x.contiguous(), receive, send, group=group.pg, async_op=True),
+    send, receive = list(send_sizes), list(receive_sizes)
+    return _run(
+        lambda: dist.all_to_all_single(out, x, receive, send, group=group.pg, async_op=True),
         "all_to_all",
         group,
         (sum(send) - send[group.rank]) * row_bytes,
+        async_op,
+        finish=lambda: x,  # holds it until then
     )
-    return out
 
 
 def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ep_imbalance
 import ep_moe
+import ep_overlap
 import ep_tensor_parallel
 import pytest
 import torch
@@ -22,11 +23,12 @@ from ep_moe import (
     transposed,
     with_capacity,
 )
+from ep_overlap import OverlapOptions
 from ep_tensor_parallel import TensorOptions
 from ep_training import drain, load, observed
 from torch import Tensor
 
-from common.comm import Group, sizes_of
+from common.comm import Group, Pending, sizes_of
 from common.data.text import rank_slice
 from common.equality import KINDS, OPTIMIZERS, compare, follow
 from common.ledger import Ledger
@@ -249,6 +251,42 @@ def slices(rt: Runtime) -> bool:
 @pytest.mark.parametrize("world", [2, 3])
 def test_slices_of_experts_are_equal(world: int) -> None:
     assert all(spawn(slices, world))
+
+
+def overlapped(rt: Runtime) -> bool:
+    """More pieces than some experts have rows; and a single one."""
+    o = OverlapOptions(model="ep-mixtral", batch=7, sequence=6, steps=2, versions=("pieces",), pieces=3)
+    return ep_overlap.main(rt, o) and ep_overlap.main(rt, replace(o, model="ep-switch", pieces=1))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_in_pieces_it_is_equal(world: int) -> None:
+    assert all(spawn(overlapped, world))
+
+
+def test_journeys_leave_before_what_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two leave before the first is waited for, and the experts compute in between; backward as well."""
+    events: list[str] = []
+    leave, wait = ep_overlap.Journey.leave, Pending.wait
+    monkeypatch.setattr(ep_overlap.Journey, "leave", lambda *given: events.append("leave") or leave(*given))
+    monkeypatch.setattr(Pending, "wait", lambda *given: events.append("wait") or wait(*given))
+    c = config("ep-switch")
+    experts = Experts(c).double()
+    for p in experts.parameters():
+        torch.nn.init.normal_(p)
+    whole = ExpertExchange(experts, Group("ep", 0, 1, (0,)), 9)
+    x = torch.randn(20, c.width, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr(
+        experts, "forward", lambda *given: events.append("experts") or Experts.forward(experts, *given)
+    )
+    y = ep_overlap.OverlappedExchange(whole, 2)(x, torch.tensor([4, 0, 1, 5, 2, 2, 2, 2, 2]))
+    leaves = ["leave", "leave", "wait", "leave", "wait", "leave", "wait", "wait"]
+    assert [e for e in events if e != "experts"] == leaves
+    assert events[:5] == ["leave", "leave", "wait", "experts", "leave"]
+    torch.testing.assert_close(y, Experts.forward(experts, x, torch.tensor([4, 0, 1, 5, 2, 2, 2, 2, 2])))
+    events.clear()
+    y.sum().backward()
+    assert events == leaves
 
 
 def imbalance(rt: Runtime) -> bool:
