@@ -26,6 +26,7 @@ from ep_moe import (
 from ep_overlap import OverlapOptions
 from ep_tensor_parallel import TensorOptions
 from ep_training import drain, load, observed
+from sp_sequence_parallel import sequence_parallel, split_sequence
 from torch import Tensor
 
 from common.comm import Group, Pending, sizes_of
@@ -97,24 +98,26 @@ def test_equal_to_one_device(world: int) -> None:
             assert max(differences.values()) <= 1e-12, (case, differences)
 
 
-def with_data_parallel(rt: Runtime) -> dict[str, float]:
-    """dp=2 and ep=2: experts are summed over dp alone, everything else over both."""
-    o = options("ep-mixtral", {"micro_batches": 2})
-    alone = Group("one", 0, 1, (rt.rank,))
+def beside(rt: Runtime, axis: str) -> dict[str, float]:
+    """ep=2 and another axis of 2 that splits tokens: over that one an expert's gradient is summed."""
+    o, alone = options("ep-mixtral", {"micro_batches": 2}), Group("one", 0, 1, (rt.rank,))
     model = make_model(o, rt.device)
-    reference = follow(
-        model, "sgd", o.steps, training_step(Version(model), Batches(o, alone, rt.device), alone)
-    )
-    mesh, model = Mesh(rt.world, dp=2, ep=2), make_model(o, rt.device)
+    step = training_step(Version(model), Batches(o, alone, rt.device), alone)
+    reference = follow(model, "sgd", o.steps, step)
+    mesh, model = Mesh(rt.world, ep=2, **{axis: 2}), make_model(o, rt.device)
     expert_parallel(model, mesh.group("ep"))
     version = Version(model, finish=partial(sum_gradients, list(model.parameters()), mesh))
+    if axis == "sp":
+        sequence_parallel(model, mesh.group("sp"), "ulysses")
+        version.split = partial(split_sequence, group=mesh.group("sp"), order="contiguous")
     step = training_step(version, Batches(o, mesh.group("dp", "ep"), rt.device), rt.world)
     found = compare(reference, follow(model, "sgd", o.steps, step, mesh))
     return {kind: found[kind].value for kind in KINDS}
 
 
-def test_beside_data_parallelism() -> None:
-    for differences in spawn(with_data_parallel, 4):
+@pytest.mark.parametrize("axis", ["dp", "sp"])
+def test_beside_another_axis(axis: str) -> None:
+    for differences in spawn(beside, 4, axis):
         assert max(differences.values()) <= 1e-12, differences
 
 

@@ -351,6 +351,11 @@ def test_sequences_that_do_not_divide() -> None:
 def test_models_that_cannot_be_split() -> None:
     three = Group("sp", 1, 3, (0, 1, 2))
     model = make_model(options("sp-dropout"), torch.device("cpu"))
+    switch = make_model(options("switch-tiny"), torch.device("cpu"))
+    with pytest.raises(
+        UsageError, match=r"takes 1.25 times an even share: give a model with capacity_factor=None"
+    ):
+        sequence_parallel(switch, three)
     with pytest.raises(UsageError, match=r"cannot drop attention weights \(dropout 0.2\): give 0"):
         sequence_parallel(model, three)
     model = make_model(options("sp-gpt2-8"), torch.device("cpu"))

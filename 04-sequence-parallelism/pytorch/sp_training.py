@@ -50,8 +50,14 @@ class SequenceOptions(TrainingOptions):
 def replace_attention(model: Transformer, attend: Attend, group: Group) -> None:
     """Let every layer compute attention by `attend` over the ranks of `group`; from then on positions must be given.
 
-    Raises UsageError where attention weights are dropped: nobody holds them whole.
+    Raises UsageError where attention weights are dropped: nobody holds them whole. And where experts have a capacity:
+    it counts the tokens of whole sequences.
     """
+    if group.size > 1 and model.config.experts and model.config.capacity_factor is not None:
+        raise UsageError(
+            f"sequence parallelism cuts the sequences of which an expert takes {model.config.capacity_factor:g} times "
+            f"an even share: give a model with capacity_factor=None"
+        )
     for layer in model.layers:
         attention = cast(Layer, layer).attention
         if attention.weights_dropout.p > 0:
