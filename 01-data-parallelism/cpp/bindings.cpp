@@ -1,10 +1,9 @@
 // Python module dp_mpi: the data-parallel MLP on numpy arrays and an mpi4py communicator.
 #include <map>
 #include <memory>
-#include <variant>
 
 #include "dp_mpi.hpp"
-#include "fived/python.hpp"
+#include "fived/mlp_python.hpp"
 
 namespace {
 
@@ -40,7 +39,7 @@ class ModelOf final : public Model {
             throw std::invalid_argument("global_count is " + std::to_string(global_count) +
                                         ", micro_batches " + std::to_string(micro_batches) +
                                         "; each must be at least 1");
-        const Array<T> x_BI = converted(x);
+        const Array<T> x_BI = converted<T>(x);
         const MatrixView<const T> view = matrix(x_BI);
         const auto targets = readable(y);
         const py::gil_scoped_release waiting;
@@ -57,32 +56,15 @@ class ModelOf final : public Model {
         model_->step(adamw_);
     }
     py::dict values(bool gradients) override {
-        const std::span<T> flat = gradients ? all_gradients() : model_->mlp().weights();
-        py::dict named;
-        for (const Parameter& p : model_->mlp().parameters()) {
-            py::array_t<T> copy(p.size(), flat.data() + p.offset);
-            named[p.name.c_str()] = is_bias(p) ? copy : py::array_t<T>(copy.reshape({p.rows, p.columns}));
-        }
-        return named;
+        return named_arrays<T>(model_->mlp().parameters(),
+                               gradients ? all_gradients() : model_->mlp().weights());
     }
     void set_weights(const std::map<std::string, py::array>& weights) override {
+        const auto parameters = model_->mlp().parameters();
         for (const auto& [name, values] : weights)
-            if (std::ranges::find(model_->mlp().parameters(), name, &Parameter::name) ==
-                model_->mlp().parameters().end())
+            if (std::ranges::find(parameters, name, &Parameter::name) == parameters.end())
                 throw std::invalid_argument("the model has no parameter " + name);
-        for (const Parameter& p : model_->mlp().parameters()) {
-            const auto found = weights.find(p.name);
-            if (found == weights.end()) throw std::invalid_argument("no weights for " + p.name);
-            const Array<T> values = converted(found->second);
-            const bool fits = is_bias(p) ? values.ndim() == 1 && std::size_t(values.size()) == p.size()
-                                         : values.ndim() == 2 && values.shape(0) == py::ssize_t(p.rows) &&
-                                               values.shape(1) == py::ssize_t(p.columns);
-            if (!fits)
-                throw std::invalid_argument(p.name + " is " + std::to_string(p.rows) + " x " +
-                                            std::to_string(p.columns) + "; given are " +
-                                            std::to_string(values.size()) + " elements of another shape");
-            std::ranges::copy(readable(values), model_->mlp().weights().begin() + p.offset);
-        }
+        set_named<T>(parameters, weights, model_->mlp().weights());
     }
     std::size_t bytes_sent() const override { return model_->bytes_sent(); }
     double exposed_seconds() const override { return model_->exposed_seconds(); }
@@ -93,15 +75,6 @@ class ModelOf final : public Model {
         const py::gil_scoped_release waiting;
         return model_->gather_gradients();
     }
-    /// The numbers as T; TypeError when they cannot be (complex numbers, strings).
-    static Array<T> converted(const py::array& values) {
-        const Array<T> result = Array<T>::ensure(values);
-        if (!result)
-            throw py::type_error("an array of " + std::string(py::str(values.dtype())) +
-                                 " where floats are needed");
-        return result;
-    }
-    static bool is_bias(const Parameter& p) { return p.name.ends_with("bias"); }
 
     std::optional<Communicator> comm_;
     std::optional<DataParallelMlp<T>> model_;

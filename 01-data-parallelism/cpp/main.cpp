@@ -66,8 +66,9 @@ class Lesson : LessonBase<Settings> {
         for (const auto& [name, how] : s_.strategies()) versions.push_back({name, how, parallel(how)});
         Mlp<T>& mlp = versions.front().model.mlp();
         flop_ = mlp.flop_per_sample() * double(global_), parameters_ = mlp.weights().size();
-        say("dp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n", model_name().c_str(),
-            parameters_, s_.dtype.c_str(), world_.size(), global_, s_.text.name.c_str(), s_.megabytes());
+        say("dp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n",
+            s_.model_name().c_str(), parameters_, s_.dtype.c_str(), world_.size(), global_,
+            s_.text.name.c_str(), s_.megabytes());
         bool right = true;
         if (!s_.benchmark) right &= prove();
         for (Version<T>& version : versions) right &= count(version);
@@ -83,7 +84,7 @@ class Lesson : LessonBase<Settings> {
   private:
     DataParallelMlp<T> parallel(const Strategy& how) const { return {s_.sizes(), s_.seed, &world_, how}; }
     /// The part of `rank` of the batch of `step`.
-    Batch<T> part(int step, int rank) const {
+    MlpBatch<T> part(int step, int rank) const {
         return {s_, step, cut(global_, world_.size(), rank), cut(global_, world_.size(), rank + 1)};
     }
 
@@ -126,19 +127,19 @@ class Lesson : LessonBase<Settings> {
             return largest_difference<T>(world_, serial.mlp().parameters(), a, b);
         };
         for (int step = 0; step < s_.steps; ++step) {
-            const Batch<T> mine = part(step, world_.rank());
+            const MlpBatch<T> mine = part(step, world_.rank());
             const double our_loss = ours.loss_and_gradients(mine.x_BI, mine.y, global_, s_.micro_batches);
             double serial_loss = 0;
             if (compressed) {
                 for (int rank = 0; rank < world_.size(); ++rank) {
-                    const Batch<T> theirs = part(step, rank);
+                    const MlpBatch<T> theirs = part(step, rank);
                     serial_loss +=
                         serial.loss_and_gradients(theirs.x_BI, theirs.y, global_, s_.micro_batches);
                     topk.add(rank, serial.mlp().gradients());
                 }
                 topk.move_sum_to(serial.mlp().gradients());
             } else {
-                const Batch<T> all(s_, step, 0, global_);
+                const MlpBatch<T> all(s_, step, 0, global_);
                 serial_loss = serial.loss_and_gradients(all.x_BI, all.y, global_);
             }
             loss.include(largest_difference(world_, serial_loss, our_loss));
@@ -158,7 +159,7 @@ class Lesson : LessonBase<Settings> {
     /// What error feedback is for: the same training without it, on one batch over and over.
     void show_feedback() {
         const int every = 8, last = 40;
-        const Batch<T> mine = part(0, world_.rank());
+        const MlpBatch<T> mine = part(0, world_.rank());
         const Strategy whole, topk{.keep = s_.keep}, forgetful{.keep = s_.keep, .feedback = false};
         const std::string title = "topk" + share(s_.keep);
         say("\n%-26s", "loss of SGD at step");
@@ -184,7 +185,7 @@ class Lesson : LessonBase<Settings> {
         ring.ring = true;
         DataParallelMlp<T> model = parallel(ring);
         AdamW<T> adamw;
-        const Batch<T> mine = part(0, world_.rank());
+        const MlpBatch<T> mine = part(0, world_.rank());
         model.loss_and_gradients(mine.x_BI, mine.y, global_, s_.micro_batches);
         model.step(adamw);
         const int P = world_.size(), r = world_.rank();
@@ -196,7 +197,7 @@ class Lesson : LessonBase<Settings> {
     }
 
     void measure(std::vector<Version<T>>& versions) {
-        const Batch<T> mine = part(0, world_.rank());
+        const MlpBatch<T> mine = part(0, world_.rank());
         const int warm_up = 2;
         for (int step = -warm_up; step < s_.steps; ++step)
             for (Version<T>& v : versions) {
@@ -232,11 +233,6 @@ class Lesson : LessonBase<Settings> {
         }
     }
 
-    std::string model_name() const {
-        std::string name;
-        for (const int size : s_.sizes()) name += (name.empty() ? "" : "-") + std::to_string(size);
-        return name;
-    }
     static std::string share(double keep) {
         char text[16];
         std::snprintf(text, sizeof text, " %.3g", keep);
@@ -246,7 +242,7 @@ class Lesson : LessonBase<Settings> {
     Record record_of(const Version<T>& version, bool right) const {
         const std::string name = version.name == "all-reduce" ? "dp_mpi" : "dp_mpi-" + version.name;
         Record line = record("dp", name, right);
-        line.add("model", "mlp-" + model_name()).add("parameters", parameters_);
+        line.add("model", "mlp-" + s_.model_name()).add("parameters", parameters_);
         line.add("tokens_per_step", global_).add("flop_per_step", flop_);
         line.add("step_seconds", version.seconds).add("communication_seconds", median(version.exposed));
         line.add("bytes_counted", version.counted).add("bytes_formula", version.formula);

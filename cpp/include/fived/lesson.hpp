@@ -23,7 +23,7 @@
 namespace fived {
 
 /// What all command lines have. A lesson's own Settings add options(), prefer_benchmark(), what --benchmark starts from,
-/// and check(ranks), which throws UsageError for what cannot work.
+/// and check(ranks), or check(world) where ranks have to agree, which throws UsageError for what cannot work.
 struct LessonSettings {
     int steps = 5;
     std::uint64_t seed = 0;
@@ -116,7 +116,10 @@ int run_lesson(const char* name, int argc, char** argv, Body body, int threads =
     std::string problem;
     try {
         options.parse(argc, argv);
-        settings.check(world.size());
+        if constexpr (requires { settings.check(world); })
+            settings.check(world);
+        else
+            settings.check(world.size());
         if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
     } catch (const UsageError& error) {
         problem = error.what();
