@@ -44,12 +44,12 @@ double Pipeline<T>::loss_and_gradients(MatrixView<const T> x_BI, std::span<const
         else
             receive(i);
     }
-    const Timer waiting;
     for (Moving& message : leaving_) {
-        message.request.wait();
+        wait(message);
         buffers_.give(std::move(message.buffer));
     }
     leaving_.clear();
+    const Timer waiting;
     loss_ = comm_.all_reduce(loss_);
     blocked_seconds_ += waiting.seconds();
     return loss_;
@@ -103,34 +103,47 @@ typename Pipeline<T>::Buffer Pipeline<T>::read(const Instruction& i) {
     const auto message = schedule_.reads(i);
     if (!message) return {};
     auto found = arriving_.extract(*message);
-    const Timer waiting;
-    found.mapped().request.wait();
-    blocked_seconds_ += waiting.seconds();
+    wait(found.mapped());
     return std::move(found.mapped().buffer);
 }
 
 template <class T>
 void Pipeline<T>::send(const Instruction& i) {
-    Buffer buffer = std::move(made_.extract(i).mapped());
-    const std::span<T> data = message(i, buffer);
-    bytes_sent_ += data.size_bytes();
-    Request request = comm_.start_send(data, schedule_.peer(i));
-    leaving_.push_back({std::move(buffer), std::move(request)});
+    Moving& moving = leaving_.emplace_back(std::move(made_.extract(i).mapped()));
+    for (const std::span<T> piece : pieces(i, moving.buffer)) {
+        moving.pieces.push_back(comm_.start_send(piece, schedule_.peer(i)));
+        bytes_sent_ += piece.size_bytes();
+    }
 }
 
 template <class T>
 void Pipeline<T>::receive(const Instruction& i) {
     Moving& moving = arriving_[i];
     moving.buffer = buffers_.take();
-    moving.request = comm_.start_receive(message(i, moving.buffer), schedule_.peer(i));
+    for (const std::span<T> piece : pieces(i, moving.buffer))
+        moving.pieces.push_back(comm_.start_receive(piece, schedule_.peer(i)));
+}
+
+template <class T>
+void Pipeline<T>::wait(Moving& moving) {
+    const Timer waiting;
+    for (Request& piece : moving.pieces) piece.wait();
+    blocked_seconds_ += waiting.seconds();
+}
+
+template <class T>
+bool Pipeline<T>::test(Moving& moving) {
+    bool done = true;
+    for (Request& piece : moving.pieces) done &= piece.test();
+    return done;
 }
 
 /// MPI moves messages only inside its calls: without these, what is under way would wait for the next wait.
 template <class T>
 void Pipeline<T>::progress() {
-    for (auto& [receive, moving] : arriving_) moving.request.test();
+    for (auto& [receive, moving] : arriving_) test(moving);
     std::erase_if(leaving_, [&](Moving& moving) {
-        if (!moving.request.test()) return false;
+        if (!test(moving)) return false;
         buffers_.give(std::move(moving.buffer));
         return true;
     });
@@ -145,9 +158,13 @@ std::pair<std::size_t, std::size_t> Pipeline<T>::rows(int micro) const {
 
 /// The numbers of a message: rows x width where the two stages meet.
 template <class T>
-std::span<T> Pipeline<T>::message(const Instruction& i, const Buffer& buffer) const {
-    const int border = std::max(i.stage, i.other_end().stage);
-    return {buffer.get(), rows(i.micro).second * stages_.width(border)};
+std::vector<std::span<T>> Pipeline<T>::pieces(const Instruction& i, const Buffer& buffer) const {
+    const std::size_t width = stages_.width(std::max(i.stage, i.other_end().stage));
+    const std::span<T> whole(buffer.get(), rows(i.micro).second * width);
+    const std::size_t parts = (whole.size_bytes() + message_piece - 1) / message_piece;
+    std::vector<std::span<T>> pieces;
+    for (std::size_t part = 0; part < parts; ++part) pieces.push_back(piece(whole, parts, part));
+    return pieces;
 }
 
 template <class T>

@@ -23,6 +23,10 @@
 
 namespace fived {
 
+/// Bytes of a piece of a message: so few that MPI takes them at once. Longer ones wait until the receiver says where to
+/// put them, and then for the sender to be inside MPI again, some tens of kilobytes at a time; here both compute.
+inline std::size_t message_piece = 4000;
+
 /// A computation and when it ran, in seconds since loss_and_gradients was called.
 struct Event {
     Instruction instruction;
@@ -67,7 +71,7 @@ class Pipeline {
     using Buffer = typename Buffers<T>::Buffer;
     struct Moving {
         Buffer buffer;
-        Request request;  // none for what stays on the rank
+        std::vector<Request> pieces;  // none for what stays on the rank
     };
 
     std::vector<bool> mine() const;
@@ -79,8 +83,10 @@ class Pipeline {
     void send(const Instruction& i);
     void receive(const Instruction& i);
     Buffer read(const Instruction& i);
+    void wait(Moving& moving);
+    bool test(Moving& moving);
     void progress();
-    std::span<T> message(const Instruction& i, const Buffer& buffer) const;
+    std::vector<std::span<T>> pieces(const Instruction& i, const Buffer& buffer) const;
 
     const Communicator& comm_;
     Schedule schedule_;

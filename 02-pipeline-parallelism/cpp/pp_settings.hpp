@@ -24,7 +24,7 @@ struct Settings : MlpSettings {
     Settings() { batch = 53, layers = 9, hidden = 96, micro_batches = 8; }
     /// What --benchmark starts from: two stages of equal work, large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
-        steps = 5, batch = 2048, context = 48, hidden = 1024, layers = 8, micro_batches = 16;
+        steps = 3, batch = 4096, context = 48, hidden = 1024, layers = 8, micro_batches = 16;
         dtype = "float32", optimizer = "adamw";
     }
     Options options() {
