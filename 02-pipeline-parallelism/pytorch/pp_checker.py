@@ -29,6 +29,10 @@ def check(schedule: Schedule) -> None:
 
 def computations(schedule: Schedule) -> None:
     """Rule 1, as far as one rank can see: right numbers, right ranks, forward before backward."""
+    for i in itertools.chain(*schedule.lists):
+        inside = range(schedule.stages)
+        if i.stage not in inside or (i.op not in COMPUTE and other_end(i).stage not in inside):
+            raise ScheduleError(f"'{i}' is for a stage that is none; there are {schedule.stages}")
     for rank, instructions in enumerate(schedule.lists):
         at = {i: place for place, i in enumerate(instructions)}
         if len(at) < len(instructions):
@@ -45,7 +49,7 @@ def computations(schedule: Schedule) -> None:
             order = [places[op] for op in found]
             if order != sorted(order):  # type: ignore[type-var]
                 raise ScheduleError(
-                    f"rank {rank}, stage {stage}, micro-batch {m}: backward stands before forward"
+                    f"rank {rank}, stage {stage}, micro-batch {m}: not in the order {' '.join(found)}"
                 )
         if left := next((i for i in at if i.op in COMPUTE), None):
             raise ScheduleError(f"rank {rank} has '{left}', which is not its own")

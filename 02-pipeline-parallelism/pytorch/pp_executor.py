@@ -3,8 +3,8 @@
     for i in schedule.lists[rank]:     F  forward     B I W  backward     SX SG  send     RX RG  receive
 
 Between its forward and its backward a stage keeps of a micro-batch its input, and an edge into autograd's graph for its
-output; the output itself goes when it has left. Nobody waits for a send: a message that comes later shows that it was
-received (`settled`).
+output; the output itself goes when it has left. Nobody waits for a send before the end of the step: a message that
+comes later shows that it was received (`settled`).
 
 Messages to higher ranks go through one process group and those to lower ranks through another: a library may carry out
 the messages of a group in order, and the two directions must not wait for each other.
@@ -62,8 +62,12 @@ class Executor:
         """Forward and backward of all micro-batches; the sum of their losses, the same on all ranks along pp.
 
         parts: of each micro-batch. scale: what is back-propagated is the losses times this. begin(m): called before
-        each computation of micro-batch m.
+        each computation of micro-batch m. Raises ValueError where there are not as many parts as micro-batches.
         """
+        if len(parts) != self.schedule.micro_batches:
+            raise ValueError(
+                f"{len(parts)} parts for a schedule of {self.schedule.micro_batches} micro-batches"
+            )
         self.parts, self.scale = parts, scale
         self.total = torch.zeros((), dtype=self.dtype, device=parts[0][0].device)
         self.here: dict[Key, Tensor] = {}  # made on this rank, to be read or sent
@@ -89,6 +93,7 @@ class Executor:
     def compute(self, i: Instruction) -> None:
         """Run a computation and note when; the wait for what it reads is not part of it."""
         read = self.read(i)
+        self.end_of_kernels()
         start = time.perf_counter()
         if i.op == "F":
             self.forward(i.stage, i.micro, read)
@@ -100,9 +105,13 @@ class Executor:
                 self.backward(i.stage, i.micro, read)
         else:
             self.backward(i.stage, i.micro, read)
-        if self.total.is_cuda:
-            torch.cuda.synchronize()
+        self.end_of_kernels()
         self.events.append(Event(self.group.rank, i, start, time.perf_counter()))
+
+    def end_of_kernels(self) -> None:
+        """On a GPU wait for what was computed, and for no message: those posted early have their own streams."""
+        if self.total.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
     def forward(self, stage: int, m: int, x: Tensor | None) -> None:
         """x: of the stage before, None in the first."""
@@ -121,8 +130,8 @@ class Executor:
 
     def backward(self, stage: int, m: int, dy: Tensor | None) -> None:
         """dy: the gradient of the stage's output, None in the last, whose output is the loss."""
-        one = torch.ones((), dtype=self.dtype, device=self.total.device)
-        torch.autograd.backward([self.outputs.pop((stage, m))], [one if dy is None else dy])
+        dy = torch.ones_like(self.total) if dy is None else dy
+        torch.autograd.backward([self.outputs.pop((stage, m))], [dy])
         if stage > 0:
             gradient = self.inputs.pop((stage, m)).grad
             assert gradient is not None
@@ -133,7 +142,7 @@ class Executor:
         key = ("X" if i.op == "F" else "G", i.stage, i.micro)
         message = self.schedule.needs(i)
         if message is None:
-            return self.here.pop(key, None) if i.op != "W" else None
+            return None if i.op == "W" or self.schedule.reads(i) is None else self.here.pop(key)
         x, pending = self.arriving.pop(key)
         pending.wait()
         for send in self.settled.get(message, ()):

@@ -1,11 +1,14 @@
 """GPipe: all micro-batches forward, then all backward (Huang et al., arXiv:1811.06965).
 
-p = 4 ranks, M = 4 micro-batches; a digit is a forward, two letters in a row a backward (twice the time)
+    rank 0   0 1 2 3 . . . . . . . . . a a b b c c d d      p = 4 ranks, M = 4 micro-batches: a digit is a forward,
+    rank 1   . 0 1 2 3 . . . . . . a a b b c c d d . .      two letters a backward, which takes twice the time,
+    rank 2   . . 0 1 2 3 . . . a a b b c c d d . . . .      and a dot is bubble: nothing to do
+    rank 3   . . . 0 1 2 3 a a b b c c d d . . . . . .
 
-rank 0   0 1 2 3 . . . . . . . . . a a b b c c d d      bubble    (p-1) / (M + p-1) of the time
-rank 1   . 0 1 2 3 . . . . . . a a b b c c d d . .      holds     M micro-batches, whatever the rank
-rank 2   . . 0 1 2 3 . . . . a a b b c c d d . . .
-rank 3   . . . 0 1 2 3 a a b b c c d d . . . . . .      more micro-batches: less bubble, more memory
+    bubble   (p-1) / (M + p-1) of the time
+    holds    M micro-batches, whatever the rank
+
+More micro-batches: less bubble, more memory.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    """Equal to one device; what it waits and holds."""
     from pp_training import lesson  # with it comes torch, which the schedule does not need
 
     return lesson(rt, o, "gpipe")

@@ -1,17 +1,20 @@
 """Interleaved 1F1B: v chunks of layers a rank, so that the pipeline fills v times faster (arXiv:2104.04473).
 
-    p = 2 ranks, v = 2 chunks: rank 0 has stages 0 and 2, rank 1 has stages 1 and 3
+    p = 2 ranks, v = 2 chunks: rank 0 has stages 0 and 2, rank 1 has stages 1 and 3; M = 4, raised digits: second chunk
 
-    bubble   (p-1) / (v M + p-1) of the time: v times less than 1F1B's
-    holds    more: rank 0 runs 2(p-1) + (v-1)p forwards of chunks ahead, each 1/v of a stage
+    rank 0   0 1 ⁰ ¹ 2 . a a 3 b b ² a a ³ b b . c c . d d c c d d
+    rank 1   . 0 1 ⁰ a a ¹ b b 2 a a 3 b b ² c c ³ d d c c d d . .
+
+    bubble   (p-1) / (v M + p-1) of the time: 1F1B's waits, each of 1/v of the length; for M of at least p
+    holds    more: 2(p-1-r) + (v-1)p + 1 chunks on rank r, each 1/v of a stage; where p divides M
     sends    v times as many messages
 
-Micro-batches go in groups of p: a rank passes a group through its first chunk, then through the next, ...
+Micro-batches go in groups of p: a rank passes a group through its first chunk, then through the next, ... Where p does
+not divide M groups are longer; with fewer than p micro-batches there is one group, and a longer bubble.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,12 +28,17 @@ if TYPE_CHECKING:
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> Iterator[Instruction]:
     """What `rank` computes."""
-    groups = cut(range(micro_batches), max(1, micro_batches // ranks))
+    count = max(1, micro_batches // ranks)
+    groups = [
+        range(micro_batches)[g * micro_batches // count : (g + 1) * micro_batches // count]
+        for g in range(count)
+    ]
+    longest = max(map(len, groups))
     order = [(chunk, m) for group in groups for chunk in range(chunks) for m in group]
     forward = [Instruction("F", chunk * ranks + rank, m) for chunk, m in order]
     order = [(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
     backward = [Instruction("B", chunk * ranks + rank, m) for chunk, m in order]
-    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[0]), len(forward))
+    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * longest, len(forward))
     for i in range(len(forward) + ahead):
         if i < len(forward):
             yield forward[i]
@@ -38,14 +46,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> I
             yield backward[i - ahead]
 
 
-def cut(numbers: range, parts: int) -> list[range]:
-    """Consecutive parts, the longer ones first."""
-    ends = [-(-i * len(numbers) // parts) for i in range(parts + 1)]
-    return [numbers[a:b] for a, b in itertools.pairwise(ends)]
-
-
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    """Equal to one device; what it waits and holds, beside 1F1B."""
     from pp_training import lesson  # with it comes torch, which the schedule does not need
 
     return lesson(rt, o, "interleaved", "1f1b")

@@ -110,6 +110,8 @@ class TwoStages:
         """Compute, and note when."""
         start = time.perf_counter()
         result = compute(*given)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
         instruction = Instruction(op, self.group.rank, m)
         self.events.append(Event(self.group.rank, instruction, start, time.perf_counter()))
         return result
@@ -149,6 +151,10 @@ def main(rt: Runtime, o: PipelineOptions) -> bool:
     """Both versions equal to one device; what each waits."""
     if rt.world_size != 2:
         raise UsageError(f"two stages need 2 ranks, here are {rt.world_size}; pp_gpipe.py takes any number")
+    if o.checkpointing or o.balance != "layers":
+        raise UsageError(
+            "--checkpointing and --balance are for the schedules, pp_gpipe.py and those after it"
+        )
     o = replace(o, versions=o.versions or VERSIONS)
     comparison.check(rt, VERSIONS, o)
     check(rt, o)

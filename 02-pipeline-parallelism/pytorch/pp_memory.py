@@ -4,14 +4,15 @@
 
     gpipe         M                         the forward passes come first, all of them
     1f1b          min(M, p - r)             as many as are on their way to the last stage and back
-    interleaved   2(p-1-r) + (v-1)p + 1     of chunks with 1/v of the layers: more than 1f1b's
+    interleaved   2(p-1-r) + (v-1)p + 1     of chunks with 1/v of the layers, where p divides M: more than 1f1b's
     zb-h1         min(M, p)                 rank r puts r weight gradients off, so that all hold what rank 0 holds
-    zb-v          min(2M, 2p)               of chunks with half the layers: on every rank what 1f1b's rank 0 holds
+    zb-v          2p, for M >= 2p - 1       of chunks with half the layers: on every rank what 1f1b's rank 0 holds
 
     peak  =  held x K,  and what one computation needs for itself
 
 What waits for W, the inputs of the products and the gradients of their outputs, is about as much as K, so it counts as
-one. Checkpointing makes K the input of each layer, B S D numbers.
+one. Checkpointing makes K the input of each layer, B S D numbers; it does not make smaller what waits for W, so zb-h1
+and zb-v gain little from it. K is the mean over a rank's stages: zb-v's rank 0 has the head in one of its two.
 
     python pp_memory.py --nproc 4      torchrun --nproc_per_node=4 pp_memory.py      mpirun -np 4 python pp_memory.py
     python pp_memory.py --nproc 4 --checkpointing
@@ -60,7 +61,7 @@ def held_by_formula(name: str, rank: int, p: int, M: int, v: int) -> int | None:
         "gpipe": M,
         "1f1b": min(M, p - rank),
         "zb-h1": min(M, p),
-        "zb-v": 2 * p if 2 * p - 1 < M else None,
+        "zb-v": 2 * p if 2 * p - 1 <= M else None,
     }
     return of_kind[name]
 

@@ -7,6 +7,7 @@ p ranks, M micro-batches, v chunks a rank; bubbles where forward, I and W take t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,7 +34,7 @@ class Kind:
 
 
 def in_order(p: int, M: int, v: int) -> Fraction:
-    """Of the time M + p-1 micro-batches take, p-1 are waiting (Huang et al., arXiv:1811.06965)."""
+    """Of the time of v M + p-1 chunks p-1 are waiting (Huang et al., arXiv:1811.06965)."""
     return Fraction(p - 1, v * M + p - 1)
 
 
@@ -49,7 +50,16 @@ KINDS = {
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """A schedule that is proved right. chunks: of each rank, where the kind leaves it open."""
+    """A schedule that is proved right. chunks: of each rank, where the kind leaves it open.
+
+    Raises ValueError for a name that is none, and for sizes below 1.
+    """
+    if name not in KINDS:
+        raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(KINDS)}")
+    if min(ranks, micro_batches, chunks) < 1:
+        raise ValueError(
+            f"{ranks} ranks, {micro_batches} micro-batches, {chunks} chunks: each must be at least 1"
+        )
     kind = KINDS[name]
     generator = kind.generator if kind.chunks else partial(interleaved, chunks=chunks)
     computed = [tuple(generator(rank, ranks, micro_batches)) for rank in range(ranks)]
@@ -80,4 +90,8 @@ class PrintOptions:
 
 if __name__ == "__main__":
     o = tyro.cli(PrintOptions)
-    print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))
+    try:
+        print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

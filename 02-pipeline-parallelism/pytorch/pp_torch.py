@@ -159,6 +159,14 @@ def main(rt: Runtime, o: TorchOptions) -> bool:
         raise UsageError(
             f"--batch {o.batch}: torch wants equal micro-batches; {near} divides into {o.micro_batches}"
         )
+    M, n = o.micro_batches, rt.world_size
+    if n > M or M % (M // n):
+        raise UsageError(
+            f"--micro-batches {M}: torch wants at least as many as ranks, in groups of one length; "
+            f"{max(1, M // n) * n} would do"
+        )
+    if o.checkpointing or o.balance != "layers" or o.model_config().dropout:
+        raise UsageError("--checkpointing, --balance and dropout are not for torch's schedules")
     if rt.world_size == 1:
         raise UsageError("torch.distributed.pipelining needs a process group: start at least 2 ranks")
     theirs = tuple(THEIRS)

@@ -45,7 +45,7 @@ class PipelineOptions(TrainingOptions):
     chunks: int = 2
     """Stages of each rank in the interleaved schedule."""
     balance: Literal["layers", "cost"] = "layers"
-    """Stages of equally many layers, or of equal time: rank 0 measures layers, embeddings and head."""
+    """Stages of equally many layers, or of equal time, as rank 0 measures it for layers, embeddings and head."""
     checkpointing: bool = False
     """Keep the input of each layer alone, and compute the layer again for its backward pass."""
 
@@ -77,13 +77,19 @@ def check(rt: Runtime, o: PipelineOptions) -> None:
     """Refuse what cannot run, before any rank waits for another."""
     if o.chunks < 1:
         raise UsageError(f"--chunks {o.chunks}: a rank needs at least 1 stage")
+    c = o.model_config()
+    if c.positions == "learned" and o.sequence > c.sequence:
+        raise UsageError(
+            f"--sequence {o.sequence} is too long for {o.model}, which has {c.sequence} learned positions"
+        )
+    if o.batch < 1:
+        raise UsageError(f"--batch {o.batch}: at least 1 is needed")
     if not 1 <= o.micro_batches <= o.batch:
         raise UsageError(
             f"--batch {o.batch} cannot be cut into {o.micro_batches} micro-batches; give between 1 and {o.batch}"
         )
-    layers = o.model_config().layers
     chunks = [KINDS[name].chunks or o.chunks for name in o.versions if name in KINDS]
-    evenly(layers, rt.world_size * max(chunks, default=1))
+    evenly(c.layers, rt.world_size * max(chunks, default=1))
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
@@ -114,7 +120,9 @@ def lesson(rt: Runtime, o: PipelineOptions, *names: str) -> bool:
     check(rt, o)
     right = True
     if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp"))
+        report(
+            rt, replace(o, plot=None), benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp")
+        )
     else:
         plot, o = o.plot, replace(o, plot=None)
         right = prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="pp")

@@ -1,11 +1,16 @@
 """Zero bubble: the backward pass in two, so that half of it can fill the waits (Qi et al., arXiv:2401.10241).
 
-y = x w      I:  dx = dy w^T   the stage before waits for it       W:  dw = x^T dy   nobody waits before the step
+y = x w^T      I:  dx = dy w    the stage before waits for it      W:  dw = dy^T x    nobody waits before the step
 
-zb-h1    1F1B in which rank r puts W off by r micro-batches: all ranks hold p of them, as 1F1B's first does.
-         bubble  (p-1)(F + I - W) of time, a third of 1F1B's (p-1)(F + I + W) where the three take the same
-zb-v     two chunks a rank, in a V: rank 0 has the first stage and the last, so that backward begins where forward
-         ends. holds 2p half-size chunks, as 1F1B's first rank; no bubble where F = I = W and M >= 2p - 1
+zb-h1, p = 3    rank 0   0 1 2 . . a A 3 b B c C d D      a small letter is I, a capital one W
+                rank 1   . 0 1 . a 2 b A 3 c B d C D
+                rank 2   . . 0 a 1 b 2 c A 3 d B C D
+
+zb-h1   1F1B in which rank r puts W off by r micro-batches: all ranks hold p of them, as 1F1B's first does.
+        Waits (p-1)(F + I - W) of time, where W <= I: a third of 1F1B's (p-1)(F + I + W) where the three are equal.
+zb-v    two chunks a rank, in a V: rank 0 has the first stage and the last, so that backward begins where forward
+        ends. Holds 2p chunks of half the size, as much as 1F1B's first rank. Waits p-1 forwards of a chunk, while
+        the pipeline fills, where F = I = W and M >= 2p - 1.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what it waits and holds, beside the schedule before it."""
+    """Equal to one device; what both wait and hold, beside 1F1B."""
     from pp_training import lesson  # with it comes torch, which the schedule does not need
 
     return lesson(rt, o, "zb-h1", "zb-v", "1f1b")

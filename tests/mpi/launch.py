@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +119,15 @@ def refusal(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     return lines[0]
+
+
+def said_by(calls: Iterable[Callable[[], object]]) -> list[str]:
+    """The error that each call raises, with its type; empty where it raises none."""
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

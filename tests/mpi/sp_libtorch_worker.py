@@ -12,6 +12,7 @@ import sp_libtorch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mpi.launch import said_by
 from torch import Tensor
 
 ORDERS, KERNELS = ("contiguous", "zigzag"), ("library", "plain")
@@ -102,14 +103,7 @@ def refused(ranks: Any) -> list[str]:
             sp_libtorch.ring_attention(leaf, q, q, True, ranks).sum(), leaf, create_graph=True
         ),
     ]
-    said = []
-    for call in calls:
-        try:
-            call()
-            said.append("")
-        except (ValueError, RuntimeError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    return said_by(calls)
 
 
 def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tp_libtorch
+from mpi.launch import said_by
 from torch import Tensor, nn
 
 from common.models.configs import gpt2
@@ -138,14 +139,7 @@ def refused(ranks: Any) -> list[str]:
         lambda: tp_libtorch.column_parallel(row, [row], [row, row], ranks),
         twice,
     ]
-    said = []
-    for call in calls:
-        try:
-            call()
-            said.append("")
-        except (ValueError, RuntimeError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    return said_by(calls)
 
 
 def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
