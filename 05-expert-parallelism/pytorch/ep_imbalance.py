@@ -8,9 +8,9 @@
     rank 2            ####|                       ###.....|                    ................|     # computes
     rank 3            ####|                       ###.....|                    ................|     . waits
 
-The formula for the slowdown is n times the share of the busiest rank. Below it lies what the messages take, above it
-that larger products run a little faster a row. Memory follows the rows, too: the busiest rank keeps n times its even
-share of activations, which is where a capacity, or a balanced router, comes in.
+By formula the slowdown is n times the share of the busiest rank. Measured it is less: messages take as long in all
+cases, and larger products run a little faster a row. Memory follows the rows, too: the busiest rank keeps n times its
+even share of activations, which is where a capacity, or a balanced router, comes in.
 
     python ep_imbalance.py --nproc 2        torchrun --nproc_per_node=2 ep_imbalance.py
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_imbalance.py --dtype float32 --steps 7
