@@ -29,7 +29,7 @@ from common.training import Batches, Version, make_model, training_step
 CONFIGS["pp-gpt2"] = replace(gpt2(layers=8, width=16, heads=2, sequence=16), dropout=0.2)
 CONFIGS["pp-llama"] = llama(layers=9, width=16, heads=2, kv_heads=1, mlp_width=24, sequence=16)
 CONFIGS["pp-deep"] = gpt2(layers=16, width=16, heads=2, sequence=16)
-CONFIGS["pp-short"] = gpt2(layers=3, width=16, heads=2, sequence=16)
+CONFIGS["pp-short"] = gpt2(layers=3, width=16, heads=2, sequence=64)
 
 Case = tuple[str, str, dict[str, Any]]
 ALL: list[Case] = [
