@@ -5,5 +5,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
 folder=02-pipeline-parallelism/pytorch
 three_ways 2 "$folder" pp_manual
 three_ways "$ranks" "$folder" pp_gpipe pp_1f1b pp_interleaved pp_zero_bubble pp_memory pp_torch
-binaries pp_mpi
+binaries pp_mpi pp_libtorch
 printf '\nall of chapter 02 holds on %s ranks\n' "$ranks"

@@ -1,7 +1,7 @@
 // What dp_libtorch trains, in torch::nn: GPT-2 and the MLP. They know nothing of ranks. transformer.py and mlp.py in
 // common/models are the same models: the same names, the same initial weights for the same seed.
 //
-// B batch  S sequence  D width  V vocabulary (the 256 values of a byte)  H heads  K width of a head  I inputs
+// B batch  S sequence  I inputs
 #pragma once
 
 #include <torch/all.h>
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "fived/torch_training.hpp"
+#include "fived/torch_gpt2.hpp"
 
 namespace fived {
 
@@ -78,75 +78,17 @@ class ByteMlp final : public Model {
     torch::nn::ModuleList layers_;
 };
 
-struct AttentionImpl : torch::nn::Module {
-    AttentionImpl(int D, int H) : heads(H) {
-        for (const auto& [name, projection] :
-             {std::pair("q_proj", &q_proj), {"k_proj", &k_proj}, {"v_proj", &v_proj}, {"o_proj", &o_proj}})
-            *projection = register_module(name, torch::nn::Linear(D, D));
-    }
-    at::Tensor forward(const at::Tensor& x_BSD) {
-        const auto split = [&](torch::nn::Linear& projection) {
-            return projection(x_BSD).unflatten(-1, {heads, -1}).transpose(1, 2);  // BHSK
-        };
-        const at::Tensor y_BHSK = at::scaled_dot_product_attention(split(q_proj), split(k_proj),
-                                                                   split(v_proj), {}, 0, /*is_causal=*/true);
-        return o_proj(y_BHSK.transpose(1, 2).flatten(2));
-    }
-    int heads;
-    torch::nn::Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
-};
-TORCH_MODULE(Attention);
-
-struct GeluMlpImpl : torch::nn::Module {
-    explicit GeluMlpImpl(int D)
-        : up_proj(register_module("up_proj", torch::nn::Linear(D, 4 * D))),
-          down_proj(register_module("down_proj", torch::nn::Linear(4 * D, D))) {}
-    at::Tensor forward(const at::Tensor& x_BSD) { return down_proj(at::gelu(up_proj(x_BSD), "tanh")); }
-    torch::nn::Linear up_proj, down_proj;
-};
-TORCH_MODULE(GeluMlp);
-
-/// x + attention(norm(x)), then x + mlp(norm(x)).
-struct LayerImpl : torch::nn::Module {
-    LayerImpl(int D, int H)
-        : attention_norm(
-              register_module("attention_norm", torch::nn::LayerNorm(std::vector<std::int64_t>{D}))),
-          attention(register_module("attention", Attention(D, H))),
-          mlp_norm(register_module("mlp_norm", torch::nn::LayerNorm(std::vector<std::int64_t>{D}))),
-          mlp(register_module("mlp", GeluMlp(D))) {}
-    at::Tensor forward(at::Tensor x_BSD) {
-        x_BSD = x_BSD + attention(attention_norm(x_BSD));
-        return x_BSD + mlp(mlp_norm(x_BSD));
-    }
-    torch::nn::LayerNorm attention_norm;
-    Attention attention;
-    torch::nn::LayerNorm mlp_norm;
-    GeluMlp mlp;
-};
-TORCH_MODULE(Layer);
-
-/// The head is the embedding.
+/// The whole of it, its parts registered as this module's own: their names are the plain model's.
 class Gpt2 final : public Model {
   public:
     /// `sequence`: tokens of a sample.
     Gpt2(const Gpt2Shape& shape, int sequence, std::uint64_t seed, at::ScalarType dtype)
-        : shape_(shape), sequence_(sequence) {
-        const int D = shape.width;
-        register_module("embed_tokens", embed_tokens_ = torch::nn::Embedding(vocabulary, D));
-        register_module("embed_positions", embed_positions_ = torch::nn::Embedding(shape.longest, D));
-        for (int l = 0; l < shape.layers; ++l) layers_->push_back(Layer(D, shape.heads));
-        register_module("layers", layers_);
-        register_module("norm", norm_ = torch::nn::LayerNorm(std::vector<std::int64_t>{D}));
+        : shape_(shape), sequence_(sequence), model_(shape) {
+        for (const auto& part : model_->named_children()) register_module(part.key(), part.value());
         to(dtype);
-        const at::NoGradGuard no_grad;
-        for (auto& item : named_parameters())
-            item.value().copy_(initial_value(item.key(), item.value().sizes(), shape.layers, seed));
+        model_->initialise(seed);
     }
-    at::Tensor forward(const at::Tensor& tokens_BS) override {
-        at::Tensor x_BSD = embed_tokens_(tokens_BS) + embed_positions_(at::arange(tokens_BS.size(1)));
-        for (const auto& layer : *layers_) x_BSD = layer->as<Layer>()->forward(x_BSD);
-        return at::linear(norm_(x_BSD), embed_tokens_->weight);
-    }
+    at::Tensor forward(const at::Tensor& tokens_BS) override { return model_(tokens_BS); }
     std::pair<at::Tensor, at::Tensor> samples(const Text& text, std::uint64_t seed, int step,
                                               std::size_t begin, std::size_t end) const override {
         return lm_batch(text, seed, step, begin, end, sequence_);
@@ -157,9 +99,7 @@ class Gpt2 final : public Model {
   private:
     Gpt2Shape shape_;
     int sequence_;
-    torch::nn::Embedding embed_tokens_{nullptr}, embed_positions_{nullptr};
-    torch::nn::ModuleList layers_;
-    torch::nn::LayerNorm norm_{nullptr};
+    Gpt2Part model_;
 };
 
 }  // namespace fived

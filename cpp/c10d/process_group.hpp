@@ -2,13 +2,14 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace fived {
 
-/// All ranks of MPI_COMM_WORLD. Collective. MPI must run with MPI_THREAD_MULTIPLE. Throws std::invalid_argument as
-/// MpiBackend does.
+/// All ranks of MPI_COMM_WORLD; errors say `name`. Collective. MPI must run with MPI_THREAD_MULTIPLE. Throws
+/// std::invalid_argument as MpiBackend does.
 c10::intrusive_ptr<c10d::ProcessGroup> world_process_group(
-    std::chrono::milliseconds timeout = std::chrono::minutes(10));
+    const std::string& name = "world", std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace fived

@@ -175,6 +175,12 @@ function(fived_mpi_chapter name)
   endif()
 endfunction()
 
+# What runs a pipeline's schedule asks the generators of chapter 02 for it.
+function(fived_asks_for_schedules target)
+  target_compile_definitions(${target} PRIVATE FIVED_INTERPRETER="${Python_EXECUTABLE}"
+    FIVED_SCHEDULES="${FIVED_ROOT}/02-pipeline-parallelism/pytorch/pp_schedules.py")
+endfunction()
+
 # Runs an existing target as a test: fived_test_target(target RANKS 1 2 ARGUMENTS --steps 2).
 function(fived_test_target target)
   cmake_parse_arguments(PARSE_ARGV 1 test "" "" "RANKS;ARGUMENTS")

@@ -66,6 +66,20 @@ class Ranks final : public torch::CustomClassHolder {
         return start("all_gather", size() - 1, x,
                      [&]() -> Works { return {group_->all_gather_single(x, mine)}; });
     }
+    /// x to rank `to`: sends S of x. What goes to one rank arrives there in the order in which it was sent.
+    [[nodiscard]] Pending send(const at::Tensor& x, int to) const {
+        return start("send", size(), x, [&]() -> Works {
+            Tensors list{x};
+            return {group_->send(list, to, 0)};
+        });
+    }
+    /// x becomes what rank `from` sends next.
+    [[nodiscard]] Pending receive(const at::Tensor& x, int from) const {
+        return start("receive", 0, x, [&]() -> Works {
+            Tensors list{x};
+            return {group_->recv(list, from, 0)};
+        });
+    }
     /// x to rank `to` while `into` comes from rank `from`: both at once, so that no order can deadlock. Sends S of x.
     [[nodiscard]] Pending exchange(const at::Tensor& x, int to, const at::Tensor& into, int from,
                                    int tag) const {

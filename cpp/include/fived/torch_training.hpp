@@ -23,6 +23,7 @@ constexpr int vocabulary = 256;  // the values of a byte
 struct Gpt2Shape {
     int layers, width, heads;
     int longest;  // learned positions
+    int vocabulary = fived::vocabulary;
 
     /// Operations of a token's forward and backward pass, 2 a multiply-add; attention as if its masked half counted.
     double flop_per_token(int sequence) const {
@@ -37,7 +38,8 @@ struct TorchTrainingSettings : TrainingSettings {
 
     at::ScalarType type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
     Gpt2Shape shape() const {
-        return model == "gpt2-10m" ? Gpt2Shape{6, 384, 6, 256} : Gpt2Shape{2, 64, 4, 64};
+        if (model == "gpt2-10m") return {6, 384, 6, 256};
+        return model == "gpt2-deep" ? Gpt2Shape{16, 32, 2, 64} : Gpt2Shape{2, 64, 4, 64};
     }
     void check_sequence() const {
         if (sequence > shape().longest)

@@ -1,0 +1,34 @@
+// The command line of pp_libtorch.
+#pragma once
+
+#include "fived/schedule_settings.hpp"
+#include "fived/torch_training.hpp"
+
+namespace fived {
+
+struct Settings : TorchTrainingSettings, ScheduleSettings {
+    Settings() { model = "gpt2-deep", batch = 11, micro_batches = 8; }
+    /// What --benchmark starts from: large enough that a step is mostly arithmetic.
+    void prefer_benchmark() {
+        model = "gpt2-10m", dtype = "float32", optimizer = "adamw";
+        steps = 7, batch = 8, sequence = 64, micro_batches = 8;
+    }
+    Options options() {
+        Options options("Pipeline parallelism on LibTorch and MPI. Run it under mpirun.");
+        options.add("model", model, {"gpt2-tiny", "gpt2-deep", "gpt2-10m"}, "what to train on bytes of text");
+        options.add("sequence", sequence, 1, "tokens of a sample");
+        add_to(options, "samples a step; all pass every stage", "parts in which they pass",
+               " of each schedule");
+        add_schedule_to(options);
+        return options;
+    }
+    /// Throws UsageError for what cannot work. Collective.
+    void check(const Communicator& world) {
+        make_schedules(world, batch, micro_batches, shape().layers);
+        load();
+        check_sequence();
+    }
+    double tokens() const { return double(batch) * sequence; }
+};
+
+}  // namespace fived

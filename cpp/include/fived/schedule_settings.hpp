@@ -1,0 +1,116 @@
+// The options of the binaries that run a pipeline's schedule, and the schedules that follow: Python's, or one from a file.
+//
+// fived_asks_for_schedules(target) in CMake says which Python, and where its generators are.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fived/mpi.hpp"
+#include "fived/options.hpp"
+#include "fived/schedule.hpp"
+
+namespace fived {
+
+struct ScheduleSettings {
+    int chunks = 2;
+    std::string schedule = "all", list;
+    std::vector<std::pair<std::string, Schedule>> schedules;  // by name, once make_schedules() was called
+
+    void add_schedule_to(Options& options) {
+        options.add("schedule", schedule, {"all", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
+                    "what ranks do when, as pp_schedules.py generates it; all: those with layers enough");
+        options.add("chunks", chunks, 1, "stages of each rank in the interleaved schedule");
+        options.add("list", list, "a file with the list of each rank instead, a line a rank");
+    }
+    /// Rank 0 alone reads the lists. Collective. Throws UsageError for what cannot work, the same on all ranks.
+    void make_schedules(const Communicator& world, int batch, int micro_batches, int layers) {
+        const int ranks = world.size();
+        if (!list.empty()) {
+            const std::string name = std::filesystem::path(list).filename().string();
+            const Schedule read = checked(name, of_rank_0(world, [&] { return read_file(); }), ranks);
+            check_parts(batch, read.micro_batches);
+            check_layers(name, read, layers);
+            schedules.emplace_back(name, read);
+            return;
+        }
+        check_parts(batch, micro_batches);
+        for (const std::string name : {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}) {
+            if (schedule != "all" && schedule != name) continue;
+            const std::string text = of_rank_0(world, [&] { return ask_python(name, ranks, micro_batches); });
+            const Schedule made = checked(name, text, ranks);
+            if (schedule == "all" && name != "gpipe" && made.stages() > layers) continue;
+            check_layers(name, made, layers);
+            schedules.emplace_back(name, made);
+        }
+    }
+
+  private:
+    static void check_parts(int batch, int parts) {
+        if (parts > batch)
+            throw UsageError("--batch " + std::to_string(batch) + " cannot be cut into " +
+                             std::to_string(parts) + " micro-batches; --batch " + std::to_string(parts) +
+                             " can");
+    }
+    static void check_layers(const std::string& name, const Schedule& s, int layers) {
+        if (s.stages() > layers)
+            throw UsageError(std::to_string(layers) + " layers are too few for the " +
+                             std::to_string(s.stages()) + " stages of " + name + " on " +
+                             std::to_string(s.ranks()) + " rank(s)");
+    }
+    static Schedule checked(const std::string& name, const std::string& text, int ranks) {
+        Schedule found;
+        try {
+            found = read_schedule(text);
+        } catch (const UsageError& error) {
+            throw UsageError(name + ": " + error.what());
+        }
+        if (found.ranks() != ranks)
+            throw UsageError(name + " is for " + std::to_string(found.ranks()) + " rank(s); there are " +
+                             std::to_string(ranks));
+        return found;
+    }
+    std::string read_file() const {
+        std::ifstream stream(list, std::ios::binary);
+        if (!stream || std::filesystem::is_directory(list))
+            throw UsageError("no such file: " + list + " (--list takes what pp_schedules.py prints)");
+        return {std::istreambuf_iterator<char>(stream), {}};
+    }
+    std::string ask_python(const std::string& name, int ranks, int micro_batches) const {
+        const std::string command = std::string("'" FIVED_INTERPRETER "' '" FIVED_SCHEDULES "' --schedule ") +
+                                    name + " --ranks " + std::to_string(ranks) + " --micro-batches " +
+                                    std::to_string(micro_batches) + " --chunks " + std::to_string(chunks);
+        std::FILE* pipe = popen((command + " </dev/null 2>/dev/null").c_str(), "r");
+        std::string text;
+        char part[4096];
+        while (const std::size_t n = pipe ? std::fread(part, 1, sizeof part, pipe) : 0) text.append(part, n);
+        if (!pipe || pclose(pipe) != 0)
+            throw UsageError("Python gave no list: " + command + " fails; --list FILE takes one from a file");
+        return text;
+    }
+    /// What rank 0 reads, on all ranks; its UsageError, too.
+    template <class Read>
+    static std::string of_rank_0(const Communicator& world, Read read) {
+        std::string answer;
+        if (world.rank() == 0) try {
+                answer = "+" + read();
+            } catch (const UsageError& error) {
+                answer = std::string("-") + error.what();
+            }
+        std::uint64_t length = answer.size();
+        world.broadcast(std::span(&length, 1));
+        answer.resize(length);
+        world.broadcast(std::as_writable_bytes(std::span(answer)));
+        if (answer[0] == '-') throw UsageError(answer.substr(1));
+        return answer.substr(1);
+    }
+};
+
+}  // namespace fived

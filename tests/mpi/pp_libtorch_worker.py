@@ -1,0 +1,129 @@
+"""The module pp_libtorch against the plain Transformer, on every size of group up to the ranks of one mpirun.
+
+python pp_libtorch_worker.py RESULT, under mpirun; rank 0 writes what the ranks of each group found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pp_libtorch
+import torch
+import torch.distributed as dist
+from pp_schedules import make_schedule
+from torch import Tensor
+
+from common.equality import OPTIMIZERS
+from common.models.configs import gpt2
+from common.models.transformer import Transformer, cross_entropy_sum
+
+CONFIG = gpt2(layers=8, width=16, heads=2, sequence=8, vocabulary=40)
+BATCH, SEQUENCE, STEPS, MICRO_BATCHES = 7, 6, 2, 4
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (2, BATCH, SEQUENCE)
+    return tuple(torch.randint(CONFIG.vocabulary, shape, generator=generator))  # type: ignore[return-value]
+
+
+class Apart:
+    """The largest difference of each kind."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def include(self, kind: str, expected: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+        """max |a - b| / max |a| of each tensor that we have; on the model's scale where it is zero up to rounding."""
+        model = max(x.abs().max() for x in expected.values())
+        for name, b in ours.items():
+            a, size = expected[name], expected[name].abs().max()
+            value = ((a - b).abs().max() / (size if size > 1e-12 * model else model)).item()
+            self.found[kind] = max(self.found.get(kind, 0.0), value if value == value else float("inf"))
+
+
+def trained(name: str, optimizer: str, up: Any, down: Any) -> dict[str, Any]:
+    """How far two steps by a schedule are from two of the plain model, and what was sent."""
+    plain = Transformer(CONFIG, 0, torch.float64)
+    schedule = make_schedule(name, up.size, MICRO_BATCHES)
+    pipe = pp_libtorch.Pipeline(dict(plain.named_parameters()), CONFIG.heads, str(schedule), up, down)
+    mine = pipe.parameters()
+    optimizers = [OPTIMIZERS[optimizer](list(p)) for p in (plain.parameters(), mine.values())]
+    apart = Apart()
+    for step in range(STEPS):
+        for each in optimizers:
+            each.zero_grad()
+        tokens, targets = batch(step)
+        loss = cross_entropy_sum(plain(tokens), targets)[0] / targets.numel()
+        loss.backward()
+        sizes = [BATCH // MICRO_BATCHES] * (MICRO_BATCHES - 1)
+        sizes.append(BATCH - sum(sizes))
+        parts = list(zip(tokens.split(sizes), targets.split(sizes), strict=True))
+        ours = pipe.run(parts, 1 / targets.numel()) / targets.numel()
+        apart.include("loss", {"": loss.detach()}, {"": ours})
+        gradients = ({n: p.grad for n, p in of.items()} for of in (dict(plain.named_parameters()), mine))
+        apart.include("gradient", *gradients)  # type: ignore[arg-type]
+        for each in optimizers:
+            each.step()
+    weights = ({n: p.detach() for n, p in of.items()} for of in (dict(plain.named_parameters()), mine))
+    apart.include("weight", *weights)
+    return {
+        "apart": apart.found,
+        "names": sorted(mine),
+        "bytes": [sum(n for _, n, _ in pipe.take_messages()) / up.size, STEPS * formula(schedule.owner, up)],
+    }
+
+
+def formula(owner: tuple[int, ...], ranks: Any) -> float:
+    """Bytes this rank sends in a step."""
+    sides = sum(ranks.rank in (a, b) for a, b in itertools.pairwise(owner) if a != b)
+    tied = owner[0] != owner[-1] and ranks.rank in (owner[0], owner[-1])
+    numbers = sides * BATCH * SEQUENCE * CONFIG.width + tied * CONFIG.vocabulary * CONFIG.width
+    return 8 * (numbers + 2 * (ranks.size - 1) / ranks.size)
+
+
+def refused(ranks: Any) -> list[str]:
+    """What is said of what does not fit, before any message."""
+    whole = dict(Transformer(CONFIG).named_parameters())
+    n = ranks.size
+    some = {name: p for name, p in whole.items() if name != "norm.bias"}
+    text = str(make_schedule("1f1b", n, 2))
+
+    def run() -> None:
+        pp_libtorch.Pipeline(whole, 2, text, ranks, ranks).run([], 1.0)
+
+    calls = [
+        lambda: pp_libtorch.Pipeline(whole, 2, str(make_schedule("1f1b", n + 1, 2)), ranks, ranks),
+        lambda: pp_libtorch.Pipeline(whole, 2, str(make_schedule("interleaved", n, 2, 9)), ranks, ranks),
+        lambda: pp_libtorch.Pipeline(whole, 3, text, ranks, ranks),
+        lambda: pp_libtorch.Pipeline(some, 2, text, ranks, ranks) if ranks.rank == n - 1 else run(),
+        run,
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """All of it on the ranks of one group, and a second one for the way down."""
+    ranks = dist.get_process_group_ranks(group) if group else []
+    down = dist.new_group(ranks, use_local_synchronization=True) if group else None
+    ways = pp_libtorch.Ranks(group), pp_libtorch.Ranks(down)
+    return {
+        "trained": {f"{s}, {o}": trained(s, o, *ways) for s in SCHEDULES for o in OPTIMIZERS},
+        "refused": refused(ways[0]),
+    }
+
+
+if __name__ == "__main__":
+    from mpi.worker import on_groups, write
+
+    write(on_groups(outcomes))

@@ -1,0 +1,181 @@
+"""pp_libtorch: the Python module against the plain Transformer, on gloo and on MPI; the lists it takes; the program."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi.launch import mpirun, need_binary, need_module, on_gloo, on_mpi, run
+from pp_checker import ScheduleError, check
+from pp_schedules import KINDS, make_schedule
+
+from common.benchmarks.measures import problem
+from common.data.text import lm_batch, load_text
+from common.equality import OPTIMIZERS
+from common.models.transformer import Transformer, config
+
+
+@pytest.fixture(scope="module")
+def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    return on_mpi("pp_libtorch", tmp_path_factory)
+
+
+def equal(found: list[dict[str, Any]]) -> None:
+    """Every rank's outcomes, of every schedule and optimizer."""
+    from mpi.pp_libtorch_worker import CONFIG
+
+    whole = dict(Transformer(CONFIG).named_parameters())
+    for case in found[0]["trained"]:
+        of_ranks = [rank["trained"][case] for rank in found]
+        for one in of_ranks:
+            assert max(one["apart"].values()) < 1e-12, (case, one["apart"])
+            counted, formula = one["bytes"]
+            assert counted == pytest.approx(formula, rel=1e-12), case
+        held = [name for one in of_ranks for name in one["names"]]
+        assert set(held) == set(whole)
+        tied = len(found) > 1 and not case.startswith("zb-v")
+        assert {name for name in held if held.count(name) > 1} == ({"embed_tokens.weight"} if tied else set())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_module_equals_one_device_on_gloo(ranks: int) -> None:
+    equal(on_gloo("pp_libtorch", ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_module_equals_one_device_on_mpi(ranks: int, found_on_mpi: dict[int, Any]) -> None:
+    equal(found_on_mpi[ranks])
+
+
+def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
+    for n, found in found_on_mpi.items():
+        for rank, of_rank in enumerate(found):
+            run_without = "0 micro-batches for a schedule of 2"
+            assert of_rank["refused"] == [
+                f"the schedule is for {n + 1} rank(s); there are {n}",
+                f"8 layers are too few for {9 * n} stages",
+                "width 16 does not divide into 3 heads",
+                "no parameter norm.bias among the 131 given" if rank == n - 1 else run_without,
+                run_without,
+            ]
+
+
+# The lists
+
+
+def test_its_checks_find_what_those_of_python_find() -> None:
+    need_module("pp_libtorch")
+    import pp_libtorch
+
+    chosen, wrong = random.Random(0), 0
+    for name in KINDS:
+        schedule = make_schedule(name, 3, 4)
+        pp_libtorch.check(str(schedule))
+        for _ in range(100):
+            lists = [list(instructions) for instructions in schedule.lists]
+            one = chosen.choice(lists)
+            a, b = chosen.randrange(len(one)), chosen.randrange(len(one))
+            match chosen.choice(["swap", "drop", "repeat", "move"]):
+                case "swap":
+                    one[a], one[b] = one[b], one[a]
+                case "drop":
+                    del one[a]
+                case "repeat":
+                    one.insert(b, one[a])
+                case "move":
+                    chosen.choice(lists).insert(0, one.pop(a))
+            changed = replace(schedule, lists=tuple(map(tuple, lists)))
+            try:
+                check(changed)
+                pp_libtorch.check(str(changed))
+            except ScheduleError:
+                wrong += 1
+                with pytest.raises(pp_libtorch.UsageError):
+                    pp_libtorch.check(str(changed))
+    assert 300 < wrong < 500
+
+
+# The program
+
+
+def losses(optimizer: str) -> list[float]:
+    """Of two steps of the plain model in Python."""
+    model, found = Transformer(config("gpt2-deep"), 0, torch.float64), []
+    chosen = OPTIMIZERS[optimizer](list(model.parameters()))
+    for step in range(2):
+        tokens, targets = lm_batch(load_text(None).train, 0, step, 5, 12, 0, 5)
+        chosen.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
+        loss.backward()
+        chosen.step()
+        found.append(loss.item())
+    return found
+
+
+def test_gpt2_trains_as_in_python(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--batch", "5", "--micro-batches", "3", "--sequence", "12", "--steps", "2", "--json", record]
+    done = mpirun(3, need_binary("pp_libtorch"), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Proved: training in stages on 3 rank(s) equals training on one." in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
+    for words, optimizer in zip(lines, OPTIMIZERS, strict=True):
+        assert [float(word) for word in words[4:]] == pytest.approx(losses(optimizer), abs=1e-9)
+    records = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [r["implementation"] for r in records] == [f"pp_libtorch-{name}" for name in KINDS]
+    plain = Transformer(config("gpt2-deep"))
+    for values in records:
+        assert not problem(values)
+        assert (values["strategy"], values["language"], values["ranks"]) == ("pp", "libtorch", 3)
+        assert (values["tokens_per_step"], values["parameters"]) == (60, plain.parameter_count())
+        assert values["equal"] is True
+        assert 0 < values["largest_difference"] < 1e-12
+        assert values["flop_per_step"] == pytest.approx(60 * plain.flops_per_token(12))
+        name = values["implementation"].removeprefix("pp_libtorch-")
+        borders = {"interleaved": 5, "zb-v": 4}.get(name, 2)
+        numbers = 2 * borders * 60 * 32 + (name != "zb-v") * 2 * 256 * 32 + 2 * 2
+        assert values["bytes_counted"] == values["bytes_formula"] == pytest.approx(8 * numbers / 3)
+
+
+def test_benchmark_of_a_list_writes_what_it_timed(tmp_path: Path) -> None:
+    record, file = tmp_path / "record.json", tmp_path / "mine"
+    file.write_text(f"{make_schedule('zb-h1', 2, 3)}\n")
+    arguments = ["--benchmark", "--model", "gpt2-tiny", "--steps", "3", "--list", file, "--json", record]
+    done = mpirun(2, need_binary("pp_libtorch"), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "times as fast as one rank alone" in done.stdout
+    values = json.loads(record.read_text())
+    assert not problem(values)
+    assert (values["implementation"], values["equal"]) == ("pp_libtorch-mine", None)
+    assert len(values["step_seconds"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "bert"], "--model is bert; it is one of gpt2-tiny, gpt2-deep, gpt2-10m"),
+        (["--batch", "4"], "--batch 4 cannot be cut into 8 micro-batches; --batch 8 can"),
+        (["--schedule", "interleaved", "--chunks", "17"], "16 layers are too few for the 17 stages of"),
+        (["--list", "no/such/file"], "no such file: no/such/file (--list takes what pp_schedules.py prints)"),
+        (["--list", __file__], "test_pp_libtorch.py: '"),
+        (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = run([str(need_binary("pp_libtorch")), *arguments])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"pp_libtorch: {message}")
+
+
+def test_python_that_gives_no_list_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tyro.py").write_text("raise SystemExit(3)")
+    done = run([str(need_binary("pp_libtorch"))], environment={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("pp_libtorch: Python gave no list: ")
+    assert done.stderr.endswith("; --list FILE takes one from a file\n")
