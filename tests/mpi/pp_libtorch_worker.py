@@ -20,7 +20,7 @@ from common.models.transformer import Transformer, cross_entropy_sum
 
 CONFIG = gpt2(layers=8, width=16, heads=2, sequence=8, vocabulary=40)
 BATCH, SEQUENCE, STEPS, MICRO_BATCHES = 7, 6, 2, 4
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+CASES = (("gpipe", "sgd"), ("1f1b", "adamw"), ("zb-h1", "sgd"), ("zb-v", "adamw"))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -112,18 +112,23 @@ def refused(ranks: Any) -> list[str]:
     return said
 
 
-def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """All of it on the ranks of one group, and a second one for the way down."""
-    ranks = dist.get_process_group_ranks(group) if group else []
-    down = dist.new_group(ranks, use_local_synchronization=True) if group else None
-    ways = pp_libtorch.Ranks(group), pp_libtorch.Ranks(down)
+def outcomes(up: dist.ProcessGroup | None, down: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """All of it on the ranks of two groups; the second, left out, is made here, for which `up` must be the world."""
+    if up and not down:
+        down = dist.new_group(dist.get_process_group_ranks(up))
+    ways = pp_libtorch.Ranks(up), pp_libtorch.Ranks(down)
     return {
-        "trained": {f"{s}, {o}": trained(s, o, *ways) for s in SCHEDULES for o in OPTIMIZERS},
+        "trained": {name: trained(name, optimizer, *ways) for name, optimizer in CASES},
         "refused": refused(ways[0]),
     }
 
 
 if __name__ == "__main__":
-    from mpi.worker import on_groups, write
+    from mpi.worker import WORLD, on_first_ranks, write
 
-    write(on_groups(outcomes))
+    from common.runtime import runtime
+
+    with runtime():
+        sizes = range(1, WORLD.size + 1)
+        ways = {n: [dist.new_group(list(range(n))) for _ in range(2)] for n in sizes if n > 1}
+        write(on_first_ranks(sizes, lambda n: outcomes(*ways.get(n, [None]))))
