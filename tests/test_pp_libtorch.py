@@ -66,6 +66,20 @@ def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
             ]
 
 
+def test_gradients_of_matrices_wait_for_w() -> None:
+    need_module("pp_libtorch")
+    import pp_libtorch
+    from mpi.pp_libtorch_worker import CONFIG, batch
+
+    whole, one, late = dict(Transformer(CONFIG).named_parameters()), pp_libtorch.Ranks(None), set()
+    pipe = pp_libtorch.Pipeline(whole, CONFIG.heads, "F 0 0;I 0 0;W 0 0", one, one)
+    for name, p in pipe.parameters().items():  # called by I for each, with a gradient or without
+        p.register_post_accumulate_grad_hook(lambda p, name=name: late.add(name) if p.grad is None else None)
+    pipe.run([batch(0)], 1.0)
+    assert all(p.grad is not None for p in pipe.parameters().values())
+    assert late == {name for name in whole if name.endswith("proj.weight")}
+
+
 # The lists
 
 

@@ -213,7 +213,7 @@ inline Schedule read_schedule(const std::string& text) {
             const Instruction i = detail::read_instruction(item);
             s.lists.back().push_back(i);
             if (i.op == Op::F) owner.emplace(i.stage, s.ranks() - 1);
-            s.micro_batches = std::max(s.micro_batches, i.micro + 1);
+            if (i.computes()) s.micro_batches = std::max(s.micro_batches, i.micro + 1);
         }
     }
     if (owner.empty()) throw UsageError("a list without a forward computes nothing");
