@@ -173,8 +173,11 @@ def test_benchmark_of_a_list_writes_what_it_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "4"], "--batch 4 cannot be cut into 8 micro-batches; --batch 8 can"),
-        (["--schedule", "interleaved", "--chunks", "17"], "16 layers are too few for the 17 stages of"),
+        (["--batch", "4"], "--batch 4 cannot be cut into 8 micro-batches; give between 1 and 4"),
+        (
+            ["--schedule", "interleaved", "--chunks", "17"],
+            "16 layers of gpt2-deep are too few for the 17 stages of",
+        ),
         (["--list", "no/such/file"], "no such file: no/such/file (--list takes what pp_schedules.py prints)"),
         (["--list", __file__], "test_pp_libtorch.py: '"),
     ],

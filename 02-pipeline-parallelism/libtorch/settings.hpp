@@ -24,7 +24,8 @@ struct Settings : TorchTrainingSettings, ScheduleSettings {
     }
     /// Throws UsageError for what cannot work. Collective.
     void check(const Communicator& world) {
-        make_schedules(world, batch, micro_batches, shape().layers);
+        const int layers = shape().layers;
+        make_schedules(world, batch, micro_batches, layers, std::to_string(layers) + " layers of " + model);
         load();
         check_sequence();
     }

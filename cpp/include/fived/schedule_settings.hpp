@@ -26,45 +26,44 @@ struct ScheduleSettings {
 
     void add_schedule_to(Options& options) {
         options.add("schedule", schedule, {"all", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
-                    "what ranks do when, as pp_schedules.py generates it; all: those with layers enough");
+                    "what ranks do when, as pp_schedules.py generates it");
         options.add("chunks", chunks, 1, "stages of each rank in the interleaved schedule");
         options.add("list", list, "a file with the list of each rank instead, a line a rank");
     }
-    /// Rank 0 alone reads the lists. Collective. Throws UsageError for what cannot work, the same on all ranks.
-    void make_schedules(const Communicator& world, int batch, int micro_batches, int layers) {
+    /// Rank 0 alone reads the lists. `layers_are`: "--layers 9", say. Collective. Throws UsageError for what cannot work, the
+    /// same on all ranks.
+    void make_schedules(const Communicator& world, int batch, int micro_batches, int layers,
+                        const std::string& layers_are) {
         const int ranks = world.size();
-        if (!list.empty()) {
-            const std::string name = std::filesystem::path(list).filename().string();
-            const Schedule read = checked(name, of_rank_0(world, [&] { return read_file(); }), ranks);
-            check_parts(batch, read.micro_batches);
-            check_layers(name, read, layers);
-            schedules.emplace_back(name, read);
-            return;
-        }
-        check_parts(batch, micro_batches);
-        for (const std::string name : {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}) {
-            if (schedule != "all" && schedule != name) continue;
-            const std::string text = of_rank_0(world, [&] { return ask_python(name, ranks, micro_batches); });
-            const Schedule made = checked(name, text, ranks);
-            if (schedule == "all" && name != "gpipe" && made.stages() > layers) continue;
-            check_layers(name, made, layers);
-            schedules.emplace_back(name, made);
+        const auto check_parts = [&](int parts) {
+            if (parts > batch)
+                throw UsageError("--batch " + std::to_string(batch) + " cannot be cut into " +
+                                 std::to_string(parts) + " micro-batches; give between 1 and " +
+                                 std::to_string(batch));
+        };
+        const auto check_layers = [&](const std::string& name, std::int64_t stages) {
+            if (stages > layers)
+                throw UsageError(layers_are + " are too few for the " + std::to_string(stages) +
+                                 " stages of " + name + " on " + std::to_string(ranks) +
+                                 " rank(s); at least " + std::to_string(stages));
+        };
+        std::vector<std::string> names{schedule};
+        if (schedule == "all") names = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"};
+        if (!list.empty()) names = {std::filesystem::path(list).filename().string()};
+        if (list.empty()) check_parts(micro_batches);
+        for (const std::string& name : names) {
+            // before Python makes a long list for nothing
+            if (name == "interleaved") check_layers(name, std::int64_t{chunks} * ranks);
+            const std::string text = of_rank_0(
+                world, [&] { return list.empty() ? ask_python(name, ranks, micro_batches) : read_file(); });
+            const Schedule found = checked(name, text, ranks);
+            check_layers(name, found.stages());
+            check_parts(found.micro_batches);
+            schedules.emplace_back(name, found);
         }
     }
 
   private:
-    static void check_parts(int batch, int parts) {
-        if (parts > batch)
-            throw UsageError("--batch " + std::to_string(batch) + " cannot be cut into " +
-                             std::to_string(parts) + " micro-batches; --batch " + std::to_string(parts) +
-                             " can");
-    }
-    static void check_layers(const std::string& name, const Schedule& s, int layers) {
-        if (s.stages() > layers)
-            throw UsageError(std::to_string(layers) + " layers are too few for the " +
-                             std::to_string(s.stages()) + " stages of " + name + " on " +
-                             std::to_string(s.ranks()) + " rank(s)");
-    }
     static Schedule checked(const std::string& name, const std::string& text, int ranks) {
         Schedule found;
         try {
