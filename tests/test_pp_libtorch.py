@@ -56,12 +56,12 @@ def test_the_module_equals_one_device_on_mpi(ranks: int, found_on_mpi: dict[int,
 def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
     for n, found in found_on_mpi.items():
         for rank, of_rank in enumerate(found):
-            run_without = "0 micro-batches for a schedule of 2"
+            run_without = "ValueError: 0 micro-batches for a schedule of 2"
             assert of_rank["refused"] == [
-                f"the schedule is for {n + 1} rank(s); there are {n}",
-                f"8 layers are too few for {9 * n} stages",
-                "width 16 does not divide into 3 heads",
-                "no parameter norm.bias among the 131 given" if rank == n - 1 else run_without,
+                f"ValueError: the schedule is for {n + 1} rank(s); there are {n}",
+                f"ValueError: 8 layers are too few for {9 * n} stages",
+                "ValueError: width 16 does not divide into 3 heads",
+                "ValueError: no parameter norm.bias among the 131 given" if rank == n - 1 else run_without,
                 run_without,
             ]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pp_libtorch
 import torch
 import torch.distributed as dist
+from mpi.launch import said_by
 from pp_schedules import make_schedule
 from torch import Tensor
 
@@ -102,14 +103,7 @@ def refused(ranks: Any) -> list[str]:
         lambda: pp_libtorch.Pipeline(some, 2, text, ranks, ranks) if ranks.rank == n - 1 else run(),
         run,
     ]
-    said = []
-    for call in calls:
-        try:
-            call()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    return said_by(calls)
 
 
 def outcomes(up: dist.ProcessGroup | None, down: dist.ProcessGroup | None = None) -> dict[str, Any]:
