@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -12,7 +13,7 @@ import sp_sequence_parallel
 import torch
 from sp_basic import attention_bytes as gather_bytes
 from sp_block import KERNELS, merge_
-from sp_memory import MemoryOptions, activation_bytes, attention_peak, largest, saved
+from sp_memory import MemoryOptions, activation_bytes, attention_peak, largest, model_peak, saved
 from sp_ring_attention import RingOptions, ring_attention, work
 from sp_sequence_parallel import ORDERS, sequence_parallel
 from sp_split import Order, places, split_sequence
@@ -297,22 +298,25 @@ def test_messages_travel_while_blocks_are_multiplied() -> None:
         assert " ".join(events) == forward + "| " + backward.strip()
 
 
-def peaks(rt: Runtime) -> dict[tuple[str, int, int], int]:
-    """Peak bytes of ring attention on n ranks: 1024 tokens in all, and 256 on each rank."""
+def peaks(rt: Runtime) -> dict[tuple[object, str, int, int], int]:
+    """Peak bytes of a model and of one attention, by a ring of n ranks: 1024 tokens in all, and 256 on each rank."""
     found, o = {}, MemoryOptions(shape=(1024, 32, 64), dtype="float32")
-    for n in (2, 4):
+    for n in (1, 2, 4):
         group = Mesh(rt.world, dp=rt.world_size // n, sp=n).group("sp")
-        for name in ("ring", "zigzag"):
+        for peak, name in itertools.product((model_peak, attention_peak), ("ring", "zigzag")):
             for s in {1024 // n, 256}:
-                found[name, n, s] = largest(attention_peak(name, o, s, group, rt), rt)
+                found[peak.__name__, name, n, s] = largest(peak(name, o, s, group, rt), rt)
     return found
 
 
 def test_peak_of_the_ring_falls_with_ranks_and_does_not_grow_with_them() -> None:
+    """The model's from one device on; that of one attention from 2 ranks on, which have what travels as well."""
     found = spawn(peaks, 4)[0]
-    for name in ("ring", "zigzag"):
-        assert 4 * found[name, 4, 256] == pytest.approx(2 * found[name, 2, 512], rel=0.05)
-        assert found[name, 4, 256] == pytest.approx(found[name, 2, 256], rel=0.05)
+    for name, (what, n) in itertools.product(
+        ("ring", "zigzag"), (("model_peak", 1), ("model_peak", 2), ("attention_peak", 2))
+    ):
+        assert 4 * found[what, name, 4, 256] == pytest.approx(n * found[what, name, n, 1024 // n], rel=0.05)
+        assert found[what, name, 4, 256] == pytest.approx(found[what, name, n, 256], rel=0.05)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

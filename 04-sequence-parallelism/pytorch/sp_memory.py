@@ -1,4 +1,4 @@
-"""What a rank holds of a long sequence: the activations of a model by formula and measured, and attention's peak.
+"""What a rank holds of a long sequence: the activations of a model by formula and measured, and the peaks.
 
     kept for the backward pass, numbers (GPT-2, t = B s tokens of a rank, T = B S of all)
 
@@ -7,9 +7,10 @@
       allgather    + 2 (T - t) D + s (r+1) s k and v of all ranks; and the mask
     the ends       t (2 D + 2 + V)           and 8 bytes a token, target and position
 
-So everything falls as 1 / n but what is gathered. To the peak of attention, forward and backward, a ring adds two
-blocks of keys and values and two of their gradients, whatever n: with the sequence fixed the peak falls as 1 / n from
-n = 2 on, with a rank's tokens fixed it does not grow.
+So everything falls as 1 / n but what is gathered, and so does the peak of a forward and backward pass of the model:
+with the sequence fixed it falls as 1 / n, with a rank's tokens fixed it does not grow. To the peak of one attention
+alone a ring adds two blocks of keys and values and two of their gradients, whatever n, but not for n = 1: there it
+falls as 1 / n from n = 2 on. In the model it passes unseen below the activations of all layers.
 
     python sp_memory.py --nproc 8      torchrun --nproc_per_node=8 sp_memory.py      mpirun -np 8 python sp_memory.py
 
@@ -19,7 +20,7 @@ B batch  S sequence  s a rank's tokens  D width  F width of the MLP  H heads  V 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
@@ -28,6 +29,7 @@ from rich.table import Table
 from sp_sequence_parallel import ORDERS, Attention, attends, sequence_parallel
 from sp_split import check_length, longest_sequence, split_sequence
 from sp_training import SequenceOptions, make_batches
+from torch import Tensor, nn
 
 from common import comm, comparison
 from common.comm import Group
@@ -54,6 +56,8 @@ class MemoryOptions(SequenceOptions):
     """Which versions to run."""
     shape: tuple[int, int, int] = (1024, 16, 64)
     """Tokens, heads and width of a head: the attention whose peak is measured."""
+    long_model: str = "llama-tiny"
+    """The model whose peak is measured with as many tokens."""
 
 
 def activation_bytes(name: str, o: SequenceOptions, group: Group) -> int:
@@ -69,17 +73,34 @@ def activation_bytes(name: str, o: SequenceOptions, group: Group) -> int:
     return (numbers + 1) * size + 8 * (2 * t + s)
 
 
-def saved(name: Attention, o: SequenceOptions, group: Group, rt: Runtime) -> int:
-    """Bytes that autograd keeps of a forward pass on this rank."""
+def loss_of(
+    name: Attention, o: SequenceOptions, group: Group, rt: Runtime
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model and the forward pass of this rank's piece of the whole batch."""
     model = make_model(o, rt.device)
     sequence_parallel(model, group, name, o.kernel)
     ((tokens_BS, targets_BS),) = make_batches(o, group, rt.device).parts(0)
     piece = split_sequence(tokens_BS, targets_BS, group, ORDERS[name], longest_sequence(model.config))
     tokens_Bs, positions_s, targets_Bs = piece
-    return saved_bytes(lambda: cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)[0], model)
+    return model, lambda: cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)[0]
 
 
-def attention_peak(name: Attention, o: SequenceOptions, tokens: int, group: Group, rt: Runtime) -> int:
+def saved(name: Attention, o: SequenceOptions, group: Group, rt: Runtime) -> int:
+    """Bytes that autograd keeps of a forward pass on this rank."""
+    model, loss = loss_of(name, o, group, rt)
+    return saved_bytes(loss, model)
+
+
+def model_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
+    """The most bytes at once of a forward and backward pass, `tokens` on this rank, beside weights and gradients."""
+    o = replace(o, model=o.long_model, batch=1, sequence=tokens * group.size)
+    model, loss = loss_of(name, o, group, rt)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return peak_allocated(lambda: loss().backward(), rt.device.type)
+
+
+def attention_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
     """The most bytes at once of attention forward and backward, `tokens` on this rank, beside q, k, v and do."""
     shape, dtype = (1, o.shape[1], tokens, o.shape[2]), DTYPES[o.dtype]
     q, k, v = (torch.ones(shape, dtype=dtype, device=rt.device, requires_grad=True) for _ in range(3))
@@ -131,19 +152,28 @@ def kept(rt: Runtime, o: MemoryOptions, groups: Groups, lengths: Sequence[int]) 
     return table, lines, exact
 
 
-def peaks(rt: Runtime, o: MemoryOptions, groups: Groups) -> tuple[Table, bool]:
-    """The most bytes at once, and whether the ring's fall as 1/n and stay with a rank's tokens, within 5 %."""
-    title = f"peak of attention: {o.shape[1]} heads of {o.shape[2]}, {o.dtype}, the most of any rank"
-    table = make_table(title, "ranks", f"{o.shape[0]} tokens in all", "times ranks", "as many on each rank")
+def peaks(
+    o: MemoryOptions,
+    groups: Groups,
+    title: str,
+    length: int,
+    heads: int,
+    peak: Callable[..., int],
+    since: int,
+) -> tuple[Table, bool]:
+    """The most bytes at once, and whether the ring's fall as 1/n and stay with a rank's tokens, within 5 %.
+
+    peak(name, tokens of a rank, group). since: the number of ranks from which on it must hold.
+    """
+    table = make_table(title, "ranks", f"{length} tokens in all", "times ranks", "as many on each rank")
     first: dict[str, tuple[int, int]] = {}
     flat = True
     for name, n in itertools.product(names(o), groups):
-        if name == "ulysses" and o.shape[1] % n:
+        if name == "ulysses" and heads % n:
             continue
-        tokens = o.shape[0] // n, o.shape[0] // rt.world_size
-        split, fixed = (largest(attention_peak(name, o, t, groups[n], rt), rt) for t in tokens)
+        split, fixed = (peak(name, tokens, groups[n]) for tokens in (length // n, length // max(groups)))
         table.add_row(name, str(n), show_bytes(split), show_bytes(n * split), show_bytes(fixed))
-        if n > 1 and name in ("ring", "zigzag"):
+        if n >= since and name in ("ring", "zigzag"):
             at_first = first.setdefault(name, (n * split, fixed))
             flat &= all(abs(a / b - 1) <= 0.05 for a, b in zip((n * split, fixed), at_first, strict=True))
     return table, flat
@@ -163,23 +193,41 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     for name in names(o):
         for length in lengths:
             check_length(length, ORDERS[name], rt.world_size, longest)
-        check_length(o.shape[0], ORDERS[name], rt.world_size)
+        check_length(o.shape[0], ORDERS[name], rt.world_size, longest_sequence(config(o.long_model)))
     sizes = [n for n in range(1, rt.world_size + 1) if rt.world_size % n == 0]
     meshes = {n: Mesh(rt.world, dp=rt.world_size // n, sp=n, timeout=rt.timeout) for n in sizes}
     groups = {n: mesh.group("sp") for n, mesh in meshes.items()}
     kept_table, lines, exact = kept(rt, o, groups, lengths)
-    peak_table, flat = peaks(rt, o, groups)
+    heads, head_width = o.shape[1:]
+    model_table, model_falls = peaks(
+        o,
+        groups,
+        f"peak of a forward and backward pass: {o.long_model}, {o.dtype}, a sample, the most of any rank",
+        o.shape[0],
+        config(o.long_model).heads,
+        lambda name, tokens, group: largest(model_peak(name, o, tokens, group, rt), rt),
+        since=1,
+    )
+    attention_table, attention_falls = peaks(
+        o,
+        groups,
+        f"peak of one attention: {heads} heads of {head_width}, {o.dtype}, the most of any rank",
+        o.shape[0],
+        heads,
+        lambda name, tokens, group: largest(attention_peak(name, o, tokens, group, rt), rt),
+        since=2,
+    )
     if o.plot and rt.rank == 0:
         with figure(o.plot, width=7.4, height=4.2) as (axes,):
             title = "kept on a rank for the backward pass"
             memory_lines(axes, lines, against="tokens of a sequence", title=title)
     out = console(rt)
-    out.print(kept_table, peak_table)
+    out.print(kept_table, model_table, attention_table)
     out.print(f"bytes kept {'=' if exact else 'are NOT those of the'} formula, wherever there is one")
-    out.print(
-        f"the ring's peak {'falls' if flat else 'does NOT fall'} as 1/ranks from 2 ranks on, within 5 %"
-    )
-    return exact and flat
+    falls = {True: "falls", False: "does NOT fall"}
+    out.print(f"with a ring the model's peak {falls[model_falls]} as 1/ranks, within 5 %")
+    out.print(f"the peak of one attention {falls[attention_falls]} as 1/ranks from 2 ranks on, within 5 %")
+    return exact and model_falls and attention_falls
 
 
 if __name__ == "__main__":
