@@ -247,3 +247,25 @@ def test_who_does_a_collective_best_is_a_plot_with_the_copy_as_limit(tmp_path: P
     assert [line.get_ydata().tolist() for line in axes.lines] == [[1, 1], [1, 1], [2, 2]]
     page = report.write(records, tmp_path).read_text()
     assert page.count("<svg ") == 2
+
+
+def test_the_page_of_schedules(tmp_path: Path) -> None:
+    """Simulated above measured in the same colours, and the bubble in a table."""
+    rows = {"rank 0": [[0.0, 0.1, "F", "0"], [0.3, 0.6, "B", "0"]], "rank 1": [[0.1, 0.2, "F", "0"]]}
+    shares = {"formula": None, "simulated": 0.25, "with measured times": 0.26, "measured": 0.275}
+    given = {"model": "gpt2-tiny", "dtype": "float64", "backend": "gloo", "ranks": 2, "micro_batches": 4}
+    lines = {"ours, simulated": rows, "ours, measured": {**rows, "rank 1": [[0.2, 0.3, "B", "0"]]}}
+    record = {"schedule": "ours", **given, "bubble": shares, "timelines": lines, **KEPT}
+    assert measures.problem(record) == ""
+    assert measures.problem({key: value for key, value in record.items() if key != "bubble"})
+    (drawn,) = plots.of_schedules([record], "pipes")
+    assert drawn.name == "pipes-timeline-ours-2"
+    axes = Figure().subplots(2)
+    drawn.draw(tuple(axes))
+    assert [one.get_title() for one in axes] == list(lines)
+    first, second = ([text.get_text() for text in one.get_legend().get_texts()] for one in axes)
+    assert first == second == ["F", "B"]
+    page = report.write([record], tmp_path).read_text()
+    assert page.count("<svg ") == 1
+    for shown in ("25.0%", "26.0%", "27.5%", "–"):
+        assert shown in page

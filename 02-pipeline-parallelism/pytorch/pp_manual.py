@@ -30,10 +30,11 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from pp_bubble import draw, measure
 from pp_schedule import Instruction, Op
 from pp_simulator import Event
 from pp_stages import cut_model, evenly
-from pp_training import PipelineOptions, check, draw, make_batches, measure
+from pp_training import PipelineOptions, check, make_batches
 from pp_training import run_bytes as pipeline_run_bytes
 from pp_training import step_bytes as pipeline_bytes
 from rich.table import Table
@@ -126,14 +127,14 @@ def positions(tokens_BS: Tensor) -> Tensor:
     return torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
 
 
-def make(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> TwoStages:
+def make(name: str, model: Transformer, rt: Runtime) -> TwoStages:
     """In one piece or in micro-batches."""
     return TwoStages(model, rt, one_piece=name == "one piece")
 
 
 def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
     """The training step's view of it."""
-    two = make(name, model, rt, o)
+    two = make(name, model, rt)
     return Version(model, run=two.run, finish=two.finish)
 
 
@@ -163,7 +164,8 @@ def main(rt: Runtime, o: PipelineOptions) -> bool:
         report(rt, o, benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp"))
     else:
         right = prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="pp")
-    lines = {name: measure(partial(make, name), rt, o) for name in o.versions}
+    batches = make_batches(o, rt.world, rt.device)
+    lines = {name: measure(partial(make, name, rt=rt), rt, o, batches) for name in o.versions}
     table = Table("version", title="share of the time that is bubble", title_justify="left")
     for column in ("formula", "measured"):
         table.add_column(column, justify="right")

@@ -1,35 +1,28 @@
-"""What the lessons of chapter 02 share: options, the model under a schedule, its bytes and its bubble."""
+"""What the lessons of chapter 02 share: options, the model under a schedule, its bytes."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from pp_checker import held
+from pp_bubble import waits
 from pp_pipeline import Pipeline
-from pp_schedule import COMPUTE, Instruction
-from pp_schedules import KINDS, bubble, make_schedule
-from pp_simulator import Event, Timeline, simulate
+from pp_schedules import KINDS, make_schedule
 from pp_stages import by_cost, evenly, measured_costs
-from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from common import comm, comparison
 from common.comm import Group
-from common.comparison import benchmark, one_rank, prove, report
-from common.lesson import DTYPES, console
+from common.comparison import benchmark, prove, report
+from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.runtime import Runtime, UsageError
-from common.training import Batches, TrainingOptions, Version, make_model, training_step
-from common.utils.visualizer import Interval, figure, timeline
+from common.training import Batches, TrainingOptions, Version
 
 
 @dataclass
@@ -118,108 +111,13 @@ def lesson(rt: Runtime, o: PipelineOptions, *names: str) -> bool:
     o = replace(o, versions=o.versions or names)
     comparison.check(rt, names, o)
     check(rt, o)
-    right = True
+    right, beside = True, replace(o, plot=None)  # the picture is of the waits
     if o.benchmark:
-        report(
-            rt, replace(o, plot=None), benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp")
-        )
+        report(rt, beside, benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp"))
     else:
-        plot, o = o.plot, replace(o, plot=None)
-        right = prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="pp")
-        o = replace(o, plot=plot)
-    waits(rt, o)
-    return right
-
-
-class Runs(Protocol):
-    """What Pipeline offers, and the two stages of pp_manual.py."""
-
-    @property
-    def events(self) -> list[Event]:
-        """What this rank computed in the last run, and when."""
-
-    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses."""
-
-    def finish(self) -> None:
-        """After the backward passes."""
-
-
-def waits(rt: Runtime, o: PipelineOptions) -> None:
-    """The bubble of each schedule, four times, and what ranks hold; with --plot the last one's timelines."""
-    table = Table(
-        title=f"{rt.world_size} ranks, {o.micro_batches} micro-batches: share of the time that is bubble"
-    )
-    table.title_justify = "left"
-    for column in (
-        "schedule",
-        "formula",
-        "simulated",
-        "with measured times",
-        "measured",
-        "chunks held by rank",
-    ):
-        table.add_column(column, justify="right" if column != "schedule" else "left")
-    for name in o.versions:
-        schedule = make_schedule(name, rt.world_size, o.micro_batches, o.chunks)
-        measured = measure(partial(make_pipeline, name), rt, o)
-        equal, expected = simulate(schedule), simulate(schedule, durations(measured).__getitem__)
-        formula = bubble(name, rt.world_size, o.micro_batches, o.chunks)
-        table.add_row(
-            name,
-            f"{float(formula):.1%}" if formula is not None else "-",
-            *(f"{float(line.bubble):.1%}" for line in (equal, expected, measured)),
-            " ".join(str(held(schedule, rank)) for rank in range(schedule.ranks)),
+        right = prove(
+            rt, beside, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="pp"
         )
-    console(rt).print(table)
-    if o.plot and rt.rank == 0:
-        draw(o.plot, {f"{name}, simulated": expected, f"{name}, measured": measured})
-
-
-def measure(make: Callable[..., Runs], rt: Runtime, o: PipelineOptions, rounds: int = 3) -> Timeline:
-    """The timeline of a training step, of `rounds` the shortest, after one to warm up. All ranks on one host."""
-    runs = make(model := make_model(o, rt.device), rt, o)
-    batches = make_batches(o, rt.world, rt.device)
-    step = training_step(Version(model, run=runs.run, finish=runs.finish), batches, one_rank(rt))
-    lines = []
-    for t in range(rounds + 1):
-        comm.barrier(rt.world)
-        step(t)
-        everyones = comm.everyones(runs.events, rt.world)
-        lines.append(Timeline(rt.world_size, tuple(event for events in everyones for event in events)))
-    return min(lines[1:], key=lambda line: line.length)
-
-
-def durations(measured: Timeline) -> Mapping[Instruction, float]:
-    """What each computation took, the median over the micro-batches."""
-    took: dict[tuple[str, int], list[float]] = {}
-    for e in measured.events:
-        took.setdefault((e.instruction.op, e.instruction.stage), []).append(float(e.end - e.start))
-    medians = {key: statistics.median(values) for key, values in took.items()}
-    return {e.instruction: medians[e.instruction.op, e.instruction.stage] for e in measured.events}
-
-
-def draw(path: Path, lines: Mapping[str, Timeline]) -> None:
-    """Timelines, one above the other."""
-    ranks = max(line.ranks for line in lines.values())
-    with figure(path, rows=len(lines), width=9.0, height=len(lines) * (1.1 + 0.3 * ranks)) as axes:
-        for ax, (name, line) in zip(axes, lines.items(), strict=True):
-            title = f"{name}: {float(line.bubble):.1%} bubble"
-            kinds = [
-                k for k in COMPUTE if any(e.instruction.op == k for one in lines.values() for e in one.events)
-            ]
-            timeline(ax, rows(line), unit="ms", scale=1e3, kinds=kinds, title=title)
-
-
-def rows(line: Timeline) -> dict[str, list[Interval]]:
-    """What the visualizer draws: micro-batches as labels."""
-    begin = min(e.start for e in line.events)
-    return {
-        f"rank {rank}": [interval(e, begin) for e in line.events if e.rank == rank]
-        for rank in range(line.ranks)
-    }
-
-
-def interval(e: Event, begin: float | Fraction) -> Interval:
-    """One computation."""
-    return Interval(float(e.start - begin), float(e.end - begin), e.instruction.op, str(e.instruction.micro))
+    schedules = [make_schedule(name, rt.world_size, o.micro_batches, o.chunks) for name in o.versions]
+    waits(rt, o, schedules, partial(make_pipeline, rt=rt, o=o), make_batches(o, rt.world, rt.device))
+    return right

@@ -29,6 +29,9 @@ BANDWIDTH = (
 )
 
 
+SCHEDULE = ("schedule", "model", "dtype", "backend", "ranks", "micro_batches", "bubble", "timelines")
+
+
 @dataclass(frozen=True)
 class Timing:
     """The steps that one implementation took on one number of ranks. None: not measured."""
@@ -98,10 +101,10 @@ class Timing:
 
 
 def problem(record: Any) -> str:
-    """What keeps a record from being a Timing or a bandwidth; empty when nothing does."""
+    """What keeps a record from being a Timing, a bandwidth or a schedule; empty when nothing does."""
     if not isinstance(record, dict):
         return "is not an object"
-    if "step_seconds" not in record and all(key in record for key in BANDWIDTH):
+    if "step_seconds" not in record and any(record.keys() >= set(keys) for keys in (BANDWIDTH, SCHEDULE)):
         return ""
     for key in (*TEXTS, "ranks", "step_seconds"):
         if key not in record:

@@ -30,11 +30,13 @@ class Plot:
     draw: Callable[[tuple[Axes, ...]], None]
     columns: int = 1
     height: float = 3.4
+    rows: int = 1
 
     def save(self, folder: Path) -> str:
         """Draw it into `folder`, as PNG and as SVG; the SVG as it stands in a page."""
         png, svg = folder / f"{self.name}.png", folder / f"{self.name}.svg"
-        with visualizer.figure(png, svg, columns=self.columns, width=5.8, height=self.height) as axes:
+        shape = {"columns": self.columns, "rows": self.rows}
+        with visualizer.figure(png, svg, **shape, width=5.8, height=self.height) as axes:
             self.draw(axes)
         return inline(svg.read_text(), self.name, self.caption)
 
@@ -153,6 +155,26 @@ def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
 
 def _bandwidth(series: Series, copy: Mapping[int, float] | None, axes: tuple[Axes, ...]) -> None:
     visualizer.bandwidth_lines(axes[0], series, limit=("memory copy", copy) if copy else None)
+
+
+def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
+    """The simulated and the measured timeline of each pipeline schedule, one above the other."""
+    plots = []
+    for r in records:
+        lines = {
+            title: {rank: [visualizer.Interval(*item) for item in row] for rank, row in rows.items()}
+            for title, rows in r["timelines"].items()
+        }
+        plots.append(
+            Plot(
+                f"{prefix}-timeline-{r['schedule']}-{r['ranks']}",
+                f"A step of {r['schedule']}: {r['ranks']} ranks, {r['micro_batches']} micro-batches, {r['model']}.",
+                partial(visualizer.timelines, lines=lines, unit="ms", scale=1e3, kinds=("F", "B", "I", "W")),
+                height=len(lines) * (1.0 + 0.25 * r["ranks"]),
+                rows=len(lines),
+            )
+        )
+    return plots
 
 
 def picture(timings: Sequence[Timing], path: Path) -> None:

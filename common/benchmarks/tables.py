@@ -220,6 +220,22 @@ def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def bubbles(records: Sequence[Mapping[str, Any]]) -> Table:
+    """The share of all ranks' time in which they compute nothing, of each pipeline schedule."""
+    shares = ("formula", "simulated", "with measured times", "measured")
+    heads = ("schedule", "model", ">ranks", ">micro-batches", *(f">{share}" for share in shares))
+    table = Table("Bubble", heads)
+    table.note = (
+        "Formula and simulated: where a forward and each half of a backward take the same time. With measured times: "
+        "simulated with what each computation took. Measured: messages and the executor's own work beside that."
+    )
+    for r in records:
+        numbers = [text(r["bubble"][share], "{:.1%}") for share in shares]
+        cells = [r["schedule"], r["model"], str(r["ranks"]), str(r["micro_batches"]), *numbers]
+        table.rows.append(Row(cells, (r["command"],)))
+    return table
+
+
 def failures(records: Sequence[Mapping[str, Any]]) -> Table:
     """Each case that failed, with the last line that it wrote."""
     table = Table("Failed", ("case", ">ranks", "scaling", ">after (s)", "last error line"))

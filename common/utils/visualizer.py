@@ -320,6 +320,21 @@ def timeline(
     _legend_above(axes, kinds, title)
 
 
+def timelines(
+    axes: Sequence[Axes],
+    lines: Mapping[str, Mapping[str, Sequence[Interval]]],
+    *,
+    unit: str = "s",
+    scale: float = 1.0,
+    kinds: Sequence[str] = (),
+) -> None:
+    """Several of them in the same colours: title -> row -> intervals. Of `kinds` those that occur in one of them."""
+    occur = {i.kind for rows in lines.values() for row in rows.values() for i in row}
+    for one, (title, rows) in zip(axes, lines.items(), strict=True):
+        used = [kind for kind in kinds if kind in occur]
+        timeline(one, rows, unit=unit, scale=scale, kinds=used, title=title)
+
+
 def bytes_text(size: float) -> str:
     """A size in binary units, as short as can be: 4 KiB."""
     power = min(4, int(math.log2(size) // 10)) if size >= 1 else 0
