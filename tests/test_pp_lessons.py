@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pp_manual
@@ -95,4 +96,12 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert "proved: equal to one device within 1e-12, bytes counted = formula" in done.stdout
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert not any(map(problem, records))
-    assert [r["implementation"] for r in records] == ["zb-v", "zb-h1"]
+    assert [r.get("implementation", r.get("schedule")) for r in records] == ["zb-v", "zb-h1"] * 2
+    for r in records[2:]:  # after the times what they waited, and when what was computed
+        formula, simulated, *others = r["bubble"].values()
+        assert formula == pytest.approx(simulated)
+        assert all(0 < share < 1 for share in others)
+        for rows in r["timelines"].values():
+            computed = [(op, micro) for row in rows.values() for _, _, op, micro in row]
+            stages = 2 if r["schedule"] == "zb-h1" else 4
+            assert Counter(computed) == {(op, str(m)): stages for op in "FIW" for m in range(8)}
