@@ -3,5 +3,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
 
 folder=05-expert-parallelism/pytorch
-three_ways "$ranks" "$folder" ep_switch_router ep_moe ep_load_balance ep_imbalance ep_tensor_parallel ep_overlap
+three_ways "$ranks" "$folder" ep_switch_router ep_moe ep_load_balance ep_imbalance ep_layer ep_tensor_parallel ep_overlap
 printf '\nall of chapter 05 holds on %s ranks\n' "$ranks"

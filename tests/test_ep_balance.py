@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ep_layer
 import ep_load_balance
 import pytest
 import torch
+from ep_layer import LayerOptions, make_layer
 from ep_load_balance import Balance, BalanceLesson, BalanceOptions, balance_loss, imbalance, one_device, train
 from ep_training import drain, load, observed
+from mpi.launch import refusal
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -146,6 +149,21 @@ def lesson(rt: Runtime, folder: Path) -> bool:
 def test_the_lesson_proves_and_draws(tmp_path: Path) -> None:
     assert all(spawn(lesson, 2, tmp_path))
     assert (tmp_path / "loads.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_layer_with_even_load(n: int) -> None:
+    """The lesson proves results and bytes; 3 ranks have 3, 3 and 2 experts. Every expert gets as many rows."""
+    o = LayerOptions(tokens=48, width=32, steps=1)
+    assert all(spawn(ep_layer.main, n, o))
+    layer, seen = make_layer(o, torch.device("cpu")), list[Tensor]()
+    layer.compute = lambda rows_RD, counts_E: seen.append(counts_E) or rows_RD  # type: ignore[func-returns-value]
+    layer(torch.randn(1, 48, 32, dtype=torch.float64))
+    assert seen[0].tolist() == [12] * 8
+
+
+def test_a_load_that_cannot_be_even_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(ep_layer.main, LayerOptions, capsys, "--tokens", "50").endswith(": 48 would do")
 
 
 def test_the_loss_is_added_once() -> None:

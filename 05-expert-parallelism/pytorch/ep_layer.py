@@ -1,0 +1,218 @@
+"""One layer of experts: what ranks gain where the load is even, and what sorting the tokens costs.
+
+    one device     route  sort         experts, k T rows                        put back, weigh, sum
+    n ranks        route  sort  send   experts, k T / n rows each   send back   put back, weigh, sum
+
+A router that was not trained for it piles tokens on a few experts, and the busiest rank sets the pace: see
+ep_imbalance.py. Here the choices are replaced by ones that fall on all experts alike; scores and weights stay. What the
+messages leave of n is then the speed-up over one rank, which has all experts and the whole batch.
+
+Sorting is the layer without its experts (rows go in and come out as they are), less the router: the permutation, its
+inverse and the weighted sum, forward and backward. It moves 2 k T D numbers each way where the experts compute
+6 k T D F operations forward: the wider they are, the less it is.
+
+    OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_layer.py --dtype float32        python ep_layer.py --nproc 2
+
+T tokens of all ranks  D width  F width of an expert  E experts  k experts a token  n ranks
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from ep_moe import ExpertExchange, check_split, share_experts
+from ep_training import ExpertOptions
+from rich.table import Table
+from torch import Tensor
+
+from common import comm
+from common.comm import Group, sizes_of
+from common.equality import TOLERANCE
+from common.ledger import Ledger
+from common.lesson import DTYPES, console, run, write_records
+from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.mesh import Mesh
+from common.models.moe import MoE, Router, Routing
+from common.runtime import Runtime, UsageError
+
+
+@dataclass
+class LayerOptions(ExpertOptions):
+    """The layer that is timed."""
+
+    model: str = "mixtral-31m"
+    """Whose experts: their number, kind, and their width relative to D."""
+    steps: int = 5
+    """Rounds of timing."""
+    tokens: int = 4096
+    """Of all ranks together."""
+    width: int = 512
+    """D."""
+
+
+class Even(Router):
+    """Token t's choices are experts k t, k t + 1, ... in turn; their weights are those of their scores."""
+
+    def forward(self, x_BSD: Tensor) -> Routing:
+        """Route every token."""
+        routing: Routing = super().forward(x_BSD)
+        shape, E = routing.experts_BSK.shape, routing.scores_BSE.shape[-1]
+        experts_BSK = torch.arange(shape.numel(), device=x_BSD.device).view(shape) % E
+        weights_BSK = routing.scores_BSE.gather(-1, experts_BSK)
+        if self.kind != "softmax":
+            weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
+        return replace(routing, experts_BSK=experts_BSK, weights_BSK=weights_BSK)
+
+
+def make_layer(o: LayerOptions, device: torch.device) -> MoE:
+    """The whole layer, the same on all ranks."""
+    c = o.model_config()
+    c = replace(c, width=o.width, mlp_width=o.width * c.mlp_width // c.width, heads=1, kv_heads=1)
+    layer = MoE(c)
+    layer.router = Even(c)
+    layer = layer.to(device, DTYPES[o.dtype])
+    generator = torch.Generator().manual_seed(o.seed)
+    for p in layer.parameters():
+        p.data = (0.02 * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
+    return layer
+
+
+def forward_and_backward(layer: Callable[[Tensor], Tensor], x_1SD: Tensor) -> tuple[Tensor, Tensor]:
+    """The result for x, and the gradient of half the sum of its squares with respect to x."""
+    x_1SD.grad = None
+    y_1SD = layer(x_1SD)
+    y_1SD.backward(y_1SD.detach())
+    assert x_1SD.grad is not None
+    return y_1SD.detach(), x_1SD.grad
+
+
+def route_alone(layer: MoE, x_1SD: Tensor) -> None:
+    """The router, forward and backward."""
+    weights_1SK = layer.router(x_1SD).weights_BSK
+    weights_1SK.backward(torch.ones_like(weights_1SK))
+
+
+def check_even(o: LayerOptions, n: int) -> None:
+    """Raises UsageError where the load would not be even."""
+    E = o.model_config().experts
+    check_split(E, n)
+    if min(o.width, o.steps) < 1 or o.tokens < 1 or o.tokens % (n * E):
+        near = max(1, round(o.tokens / (n * E))) * n * E
+        raise UsageError(
+            f"--tokens {o.tokens} --width {o.width} --steps {o.steps}: each must be at least 1, and the tokens a "
+            f"multiple of {n} rank(s) times {E} experts, so that the load is even: {near} would do"
+        )
+
+
+def layer_bytes(o: LayerOptions, group: Group) -> int:
+    """Bytes this rank sends forward and backward: its rows for others, and those of others back; the counts."""
+    c, n = o.model_config(), group.size
+    e = sizes_of(c.experts, n)[group.rank]
+    rows_of_expert = o.tokens // n * c.experts_per_token // c.experts  # from each rank
+    rows = rows_of_expert * (c.experts - e + (n - 1) * e)
+    return 2 * rows * o.width * DTYPES[o.dtype].itemsize + 8 * (c.experts - e)
+
+
+def main(rt: Runtime, o: LayerOptions) -> bool:
+    """Times of an even layer on one rank and on all, and of its parts; results proved equal."""
+    n, dtype = rt.world_size, DTYPES[o.dtype]
+    check_even(o, n)
+    group = Mesh(rt.world, ep=n).group("ep")
+    generator = torch.Generator().manual_seed(o.seed + 1)
+    whole_1TD = torch.randn(1, o.tokens, o.width, generator=generator, dtype=torch.float64).to(
+        rt.device, dtype
+    )
+    mine_1tD = whole_1TD.chunk(n, 1)[rt.rank].clone().requires_grad_()
+    whole_1TD.requires_grad_()
+    alone, split, unchanged = (make_layer(o, rt.device) for _ in range(3))
+    unchanged.compute = lambda rows_RD, counts_E: rows_RD
+    share_experts(split.experts, group)
+    split.compute = ExpertExchange(split.experts, group, o.model_config().experts)
+
+    with Ledger() as ledger:
+        found = forward_and_backward(split, mine_1tD)
+    expected = [x_1TD.chunk(n, 1)[rt.rank] for x_1TD in forward_and_backward(alone, whole_1TD)]
+    apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, found, strict=True))
+    right = apart <= TOLERANCE[dtype] and ledger.bytes() == layer_bytes(o, group)
+    right = all(comm.everyones(right, rt.world))
+
+    def on_one(work: Callable[[], object]) -> Callable[[], object]:
+        return work if rt.rank == 0 else lambda: None
+
+    measured = in_turn(
+        {
+            "one rank": on_one(partial(forward_and_backward, alone, whole_1TD)),
+            "all ranks": partial(forward_and_backward, split, mine_1tD),
+            "one rank without experts": on_one(partial(forward_and_backward, unchanged, whole_1TD)),
+            "one rank, router alone": on_one(partial(route_alone, alone, whole_1TD)),
+        },
+        o.steps,
+        rt.world,
+        device=rt.device.type,
+    )
+    show(rt, o, measured)
+    made = records(rt, o, measured, alone, right, apart)
+    if rt.rank == 0:
+        write_records(o.json, [r.as_json() for r in made])
+    out = console(rt)
+    proved = f"proved: equal to one device within {TOLERANCE[dtype]:.0e}, bytes counted = formula"
+    out.print(proved if right else f"results or bytes DIFFER: {apart:.1e}")
+    return right
+
+
+def show(rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured]) -> None:
+    """The times, the speed-up and the price of sorting: medians of the rounds' ratios."""
+    E, n, out = o.model_config().experts, rt.world_size, console(rt)
+    title = f"a layer of {E} experts, {o.tokens} tokens of {o.width} numbers, {o.dtype}, even load"
+    table = Table("forward and backward", title=title, title_justify="left")
+    for column in ("ms (median)", "spread", "ms blocked"):
+        table.add_column(column, justify="right")
+    for name, m in measured.items():
+        blocked = f"{1e3 * statistics.median(m.blocked):.1f}"
+        table.add_row(name, f"{m.median * 1e3:.1f}", f"{m.spread:.0%}", blocked)
+    out.print(table)
+    rounds = list(zip(*(m.seconds for m in measured.values()), strict=True))
+    gained = statistics.median(one / everyone for one, everyone, _, _ in rounds)
+    sorting = statistics.median((without - router) / one for one, _, without, router in rounds)
+    out.print(
+        f"{n} rank(s): {gained:.2f} times as fast as one; sorting takes {sorting:.1%} of one rank's time"
+    )
+
+
+def records(
+    rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured], layer: MoE, equal: bool, apart: float
+) -> list[BenchmarkRecord]:
+    """Of one rank and of all; `apart` is the largest difference of the latter."""
+    parameters, memory = sum(p.numel() for p in layer.parameters()), peak_memory(rt.world)
+    of = {1: measured["one rank"], rt.world_size: measured["all ranks"]}
+    return [
+        BenchmarkRecord(
+            strategy="ep",
+            implementation="ep_layer",
+            language="pytorch",
+            ranks=n,
+            backend=rt.backend,
+            dtype=o.dtype,
+            model=f"a layer of {o.model} with {o.width} numbers a token",
+            parameters=parameters,
+            tokens_per_step=o.tokens,
+            flop_per_step=6 * o.tokens * layer.active_weights(),
+            step_seconds=m.seconds,
+            communication_seconds=statistics.median(m.blocked),
+            bytes_counted=statistics.median(m.sent),
+            bytes_formula=float(layer_bytes(o, rt.world) if n > 1 else 0),
+            peak_memory_bytes=memory,
+            scaling=o.scaling,
+            equal=equal,
+            largest_difference=apart,
+        )
+        for n, m in of.items()
+    ]
+
+
+if __name__ == "__main__":
+    run(main, LayerOptions)
