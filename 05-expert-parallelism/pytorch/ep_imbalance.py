@@ -50,7 +50,7 @@ class ImbalanceOptions(ExpertOptions):
     """Rounds of timing."""
     rows: int = 2048
     """Rows of each rank: its tokens times the experts of each."""
-    width: int = 256
+    width: int = 512
     """D; an expert is as many times wider as in --model."""
 
 
