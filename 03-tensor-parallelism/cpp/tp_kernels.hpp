@@ -111,18 +111,4 @@ void add_with_bias(MatrixView<const T> x_ND, MatrixView<const T> z_ND, std::span
         for (std::size_t d = 0; d < bias_D.size(); ++d) y_ND(n, d) = x_ND(n, d) + z_ND(n, d) + bias_D[d];
 }
 
-template <class T>
-void add_bias(MatrixView<T> z_ND, std::span<const T> bias_D) {
-    for (std::size_t n = 0; n < z_ND.rows; ++n)
-        for (std::size_t d = 0; d < bias_D.size(); ++d) z_ND(n, d) += bias_D[d];
-}
-
-/// The sum over the rows, which is the gradient of a bias.
-template <class T>
-void sum_of_rows(MatrixView<const T> dy_ND, std::span<T> dbias_D) {
-    std::ranges::fill(dbias_D, T(0));
-    for (std::size_t n = 0; n < dy_ND.rows; ++n)
-        for (std::size_t d = 0; d < dbias_D.size(); ++d) dbias_D[d] += dy_ND(n, d);
-}
-
 }  // namespace fived

@@ -8,6 +8,7 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -237,6 +238,15 @@ class Communicator {
                              type<T>(), handle_),
               "MPI_Allgatherv");
     }
+    /// Sends rank q the elements `to[q]` of `data` and puts those from rank q at `from[q]` of `arriving`.
+    template <class T>
+    void all_to_all(std::span<const T> data, std::span<const Range> to, std::span<T> arriving,
+                    std::span<const Range> from) const {
+        const Lengths sent = lengths(data.size(), to), received = lengths(arriving.size(), from);
+        check(MPI_Alltoallv(data.data(), sent.counts.data(), sent.offsets.data(), type<T>(), arriving.data(),
+                            received.counts.data(), received.offsets.data(), type<T>(), handle_),
+              "MPI_Alltoallv");
+    }
     /// In place: every rank ends with what `root` has.
     template <class T>
     void broadcast(std::span<T> data, int root = 0) const {
@@ -287,6 +297,23 @@ class Communicator {
         if (n > max_message)
             fail(call,
                  std::to_string(n) + " elements in one message; at most " + std::to_string(max_message));
+    }
+    struct Lengths {
+        std::vector<int> counts, offsets;
+    };
+    Lengths lengths(std::size_t n, std::span<const Range> ranges) const {
+        if (ranges.size() != std::size_t(size_))
+            fail("MPI_Alltoallv",
+                 std::to_string(ranges.size()) + " pieces for " + std::to_string(size_) + " ranks");
+        Lengths found;
+        for (const Range& range : ranges) {
+            if (range.end() > std::min(n, std::size_t{INT_MAX}))
+                fail("MPI_Alltoallv", "a piece ends at element " + std::to_string(range.end()) + " of " +
+                                          std::to_string(n) + "; it may hold " + std::to_string(INT_MAX));
+            found.counts.push_back(static_cast<int>(range.length));
+            found.offsets.push_back(static_cast<int>(range.begin));
+        }
+        return found;
     }
     Request make(const char* call, MPI_Datatype type, long expected) const {
         Request request;

@@ -11,6 +11,18 @@ constexpr std::size_t cut(std::size_t n, std::size_t pieces, std::size_t i) {
     return n / pieces * i + n % pieces * i / pieces;
 }
 
+/// Where a piece begins and how long it is; pieces differ by one at the most.
+struct Range {
+    std::size_t begin = 0, length = 0;
+
+    std::size_t end() const { return begin + length; }
+};
+
+inline Range range(std::size_t n, int pieces, int i) {
+    const std::size_t begin = cut(n, pieces, i);
+    return {begin, cut(n, pieces, i + 1) - begin};
+}
+
 /// Piece `i` of `pieces` of a buffer.
 template <class T>
 std::span<T> piece(std::span<T> data, std::size_t pieces, std::size_t i) {

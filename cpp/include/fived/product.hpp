@@ -1,4 +1,4 @@
-// What products of cut matrices share: their sizes and where a piece begins.
+// What products of cut matrices share: their sizes.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,5 @@ struct Shape {
 
     double flop() const { return 2.0 * double(M) * double(K) * double(J); }
 };
-
-/// Where a piece begins and how long it is; pieces differ by one at the most.
-struct Range {
-    std::size_t begin = 0, length = 0;
-
-    std::size_t end() const { return begin + length; }
-};
-
-inline Range range(std::size_t n, int pieces, int i) {
-    const std::size_t begin = cut(n, pieces, i);
-    return {begin, cut(n, pieces, i + 1) - begin};
-}
 
 }  // namespace fived
