@@ -1,0 +1,219 @@
+"""One mixture of experts, these spread along ep in three languages: equal to one device, and to one another.
+
+    pytorch        ep_moe.py: the exchange of rows instead of the experts of common/models/moe.py
+    ep_libtorch    the same in C++ on LibTorch's autograd and a c10d process group
+    ep_mpi         own forward and backward pass on MPI and BLAS, no torch
+
+All hold the same experts, take the same tokens of this rank and drop none. The loss is half the squared distance to a
+fixed y_BSD, over the number of tokens of all ranks. dx, which a layer before would get, is compared with the gradients.
+Messages carry the same bytes; where the others send the rows for all experts of a rank at once, ep_mpi sends those for
+one expert after the other, so that they land sorted.
+
+    mpirun -np 2 python ep_languages.py
+    mpirun -np 3 python ep_languages.py --model switch-tiny
+    OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_languages.py --benchmark --model mixtral-31m --dtype float32
+
+B batch  S sequence  D width  E experts  n ranks
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import torch
+from ep_moe import check_split, expert_parallel
+from ep_training import ExpertOptions, load
+from torch import Tensor
+
+from common import comm, languages, ledger, random
+from common.comm import Group, sizes_of
+from common.comparison import check, one_rank, report
+from common.data.text import rank_slice
+from common.equality import Followed, whole
+from common.languages import InLibTorch, InNumpy, InTorch, Part
+from common.lesson import DTYPES, run
+from common.measure import BenchmarkRecord, in_turn, peak_memory
+from common.mesh import Mesh
+from common.models.moe import MoE
+from common.models.transformer import Transformer
+from common.placement import Shard, place, sum_gradients
+from common.runtime import Runtime, UsageError
+from common.training import TrainingOptions
+
+LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi"}
+
+
+@dataclass
+class LanguageOptions(ExpertOptions):
+    """Shape of the mixture and of x."""
+
+    versions: tuple[str, ...] = tuple(LANGUAGES)
+    """Which versions to run."""
+    micro_batches: int = 1
+    """One: gradients are not accumulated here."""
+
+
+def plain_model(o: TrainingOptions) -> Transformer:
+    """One layer of the model, dropless."""
+    return Transformer(replace(o.model_config(), layers=1, capacity_factor=None), o.seed, DTYPES[o.dtype])
+
+
+def mixture(model: Transformer) -> MoE:
+    """Its experts and their router."""
+    moe = model.layers[0].mlp
+    assert isinstance(moe, MoE)
+    return moe
+
+
+class Lesson:
+    """The mixture in every language, its samples, and its bytes by formula."""
+
+    def __init__(self, rt: Runtime, o: TrainingOptions) -> None:
+        self.rt, self.o, self.mesh = rt, o, Mesh(rt.world, ep=rt.world_size)
+        self.group, self.plain = self.mesh.group("ep"), mixture(plain_model(o))
+        shape = (o.batch, o.sequence, o.model_config().width)
+        made = (
+            random.normals(o.seed, random.stream_of(name), math.prod(shape)).reshape(shape) for name in "xy"
+        )
+        self.x_BSD, self.y_BSD = (torch.from_numpy(values).to(DTYPES[o.dtype]) for values in made)
+        self.choices: list[Tensor] = []  # of every sample, in each step of the last reference
+
+    def make(self, name: str, optimizer: str) -> Part:
+        """The mixture in a language; "one device" is the plain one."""
+        c, o, model = self.o.model_config(), self.o, plain_model(self.o)
+        moe = mixture(model)
+        named = dict(moe.named_parameters())
+        if name == "one device":
+            self.choices = []
+            moe.observe = lambda routing: self.choices.append(routing.experts_BSK)
+            return InTorch(moe, named, optimizer)
+        if name == "ep_mpi":
+            import ep_mpi
+            from mpi4py import MPI
+
+            sizes = (c.width, c.mlp_width, c.experts, c.experts_per_token)
+            ranks = MPI.COMM_WORLD if self.rt.world_size > 1 else None
+            layer = ep_mpi.Layer(*sizes, ranks, o.seed, o.dtype, c.mlp, c.router)
+            return InNumpy(layer, named, optimizer)
+        if name == "ep_libtorch":
+            import ep_libtorch
+
+            ranks = ep_libtorch.Ranks(self.rt.world.pg)
+            mine = ep_libtorch.split(named, ranks)
+            call = partial(ep_libtorch.mixture, mine=mine, k=c.experts_per_token, router=c.router, ranks=ranks)
+            return InLibTorch(ranks, call, mine, optimizer, partial(ep_libtorch.sum_gradients, mine, ranks))
+        expert_parallel(model, self.group)
+        named = dict(moe.named_parameters())
+        return InTorch(moe, named, optimizer, partial(sum_gradients, list(named.values()), self.mesh))
+
+    def step(self, part: Part, group: Group) -> tuple[float, Tensor]:
+        """(loss, dx of this rank's samples) of a forward and backward pass; the loss is that of these samples."""
+        lo, hi = rank_slice(self.o.batch, group.rank, group.size)
+        tokens = self.o.batch * self.o.sequence
+        away_BSD = part.forward(self.x_BSD[lo:hi]) - self.y_BSD[lo:hi]
+        return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
+
+    def train(self, name: str, optimizer: str) -> tuple[Followed, Fraction, Fraction]:
+        """What the steps leave, the mean bytes of a rank, and those by formula."""
+        alone = name == "one device"
+        group = one_rank(self.rt) if alone else self.group
+
+        def step(part: Part) -> tuple[float, Tensor]:
+            loss, dx = self.step(part, group)
+            total = torch.tensor(loss, dtype=torch.float64)
+            lies = torch.empty(0)
+            if group.size > 1:
+                place(lies, "ep", Shard(0, tuple(sizes_of(self.o.batch, group.size))))
+            with ledger.uncounted():
+                comm.all_reduce(total, group)
+            return total.item(), whole(dx, lies, self.mesh)
+
+        mesh = Mesh(group, ep=1) if alone else self.mesh
+        part, plain = self.make(name, optimizer), dict(self.plain.named_parameters())
+        found, sent = languages.follow(part, plain, mesh, "ep", self.o.steps, step)
+        formula = sum((self.formula(experts_BSK) for experts_BSK in self.choices), Fraction(0))
+        return found, sum(comm.everyones(sent, group), Fraction(0)) / group.size, formula
+
+    def formula(self, experts_BSK: Tensor) -> Fraction:
+        """Mean bytes of a rank in a step where all samples choose these experts."""
+        c, n, size = self.o.model_config(), self.group.size, DTYPES[self.o.dtype].itemsize
+        away = 0
+        for rank, mine in enumerate(experts_BSK.split(sizes_of(self.o.batch, n))):
+            of_ranks = load(mine, c.experts).split(sizes_of(c.experts, n))
+            away += sum(int(rows.sum()) for r, rows in enumerate(of_ranks) if r != rank)
+        counts, router = 8 * c.experts * (n - 1), 2 * (n - 1) * self.plain.router.weight.numel() * size
+        return Fraction(4 * away * c.width * size + counts + router, n)
+
+    def benchmark(self, o: TrainingOptions) -> list[BenchmarkRecord]:
+        """Forward, backward and AdamW of every version in turn; `o.steps` rounds after two to warm up."""
+
+        def case(name: str) -> Callable[[], object]:
+            part = self.make(name, "adamw")
+
+            def whole_step() -> None:
+                self.step(part, self.group)
+                part.update()
+
+            return whole_step
+
+        cases = {name: case(name) for name in o.versions}
+        self.step(self.make("one device", "adamw"), one_rank(self.rt))  # what the first step's tokens choose
+        formula = float(self.formula(self.choices[0]))
+        measured = in_turn(cases, o.steps, self.rt.world)
+        tokens, numbers = o.batch * o.sequence, sum(p.numel() for p in self.plain.parameters())
+        return [
+            BenchmarkRecord(
+                strategy="ep",
+                implementation=f"{name}-mixture" if name == "pytorch" else name,
+                language=LANGUAGES[name],
+                ranks=self.rt.world_size,
+                backend="mpi" if name == "ep_mpi" else self.rt.backend,
+                dtype=o.dtype,
+                model=f"mixture of {o.model}",
+                parameters=numbers,
+                tokens_per_step=tokens,
+                flop_per_step=tokens * 6 * self.plain.active_weights(),
+                step_seconds=m.seconds,
+                communication_seconds=statistics.median(m.blocked) if name == "pytorch" else None,
+                bytes_counted=None,
+                bytes_formula=formula,
+                peak_memory_bytes=peak_memory(self.rt.world),
+                scaling="strong",
+            )
+            for name, m in measured.items()
+        ]
+
+
+def prepare(rt: Runtime, o: LanguageOptions) -> None:
+    """Refuse what cannot run; give every library of this rank one thread."""
+    check(rt, tuple(LANGUAGES), o)
+    c, n = o.model_config(), rt.world_size
+    check_split(c.experts, n)
+    if o.batch < n or o.micro_batches != 1:
+        raise UsageError(
+            f"--batch {o.batch} --micro-batches {o.micro_batches}: each of {n} ranks takes samples, once; give at "
+            f"least --batch {n}, and --micro-batches 1"
+        )
+    if c.router == "sigmoid" or c.shared_experts or c.bias != (c.mlp == "gelu"):
+        raise UsageError(f"--model {o.model}: the languages share mixtral's mixture and switch's")
+    languages.check_modules(rt, "ep_languages.py", [name for name in o.versions if name != "pytorch"])
+
+
+def main(rt: Runtime, o: LanguageOptions) -> bool:
+    """Prove, or with --benchmark time."""
+    prepare(rt, o)
+    lesson = Lesson(rt, o)
+    if o.benchmark:
+        report(rt, o, lesson.benchmark(o))
+        return True
+    title = f"a mixture on {rt.world_size} rank(s) against one device: {o.model}, {o.dtype}"
+    return languages.prove(rt, o, lesson.mesh, lesson.train, lesson.benchmark, title)
+
+
+if __name__ == "__main__":
+    run(main, LanguageOptions)
