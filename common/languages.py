@@ -57,7 +57,7 @@ class InTorch:
     def __init__(
         self,
         call: Callable[[Tensor], Tensor],
-        named: dict[str, Tensor],
+        named: Mapping[str, Tensor],
         optimizer: str,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
@@ -134,7 +134,9 @@ class InNumpy:
     def pieces(self) -> dict[str, tuple[Tensor, Tensor]]:
         """By name."""
         weights, gradients = self.layer.weights(), self.layer.gradients()
-        return {name: (torch.from_numpy(weights[name]), torch.from_numpy(gradients[name])) for name in weights}
+        return {
+            name: (torch.from_numpy(weights[name]), torch.from_numpy(gradients[name])) for name in weights
+        }
 
     def sent(self) -> Fraction:
         """Bytes."""

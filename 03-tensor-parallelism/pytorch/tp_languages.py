@@ -14,27 +14,24 @@ with the gradients.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import torch
-from rich.table import Table
 from torch import Tensor
-from tp_layers import LANGUAGES, LanguageOptions, Split, make, plain_layer
+from tp_layers import LANGUAGES, LanguageOptions, make, plain_layer
 from tp_megatron import check_split
 
 from common import random
 from common.comparison import check, report
-from common.equality import OPTIMIZERS, TOLERANCE, Followed, compare, whole, worst_of_world
-from common.lesson import DTYPES, console, run
+from common.equality import Followed
+from common.languages import Part, check_modules, follow, prove
+from common.lesson import DTYPES, run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.mesh import Mesh
-from common.placement import Shard, gradient_norm, place
-from common.proof import Proof
 from common.runtime import Runtime, UsageError
 
 VERSIONS = tuple(LANGUAGES)
@@ -48,40 +45,20 @@ def samples(o: LanguageOptions) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def step(split: Split, x_BSD: Tensor, y_BSD: Tensor) -> tuple[float, Tensor]:
+def step(part: Part, x_BSD: Tensor, y_BSD: Tensor) -> tuple[float, Tensor]:
     """(loss, dx) of a forward and backward pass."""
     tokens = y_BSD.shape[0] * y_BSD.shape[1]
-    away_BSD = split.forward(x_BSD) - y_BSD
-    return away_BSD.square().sum().item() / 2 / tokens, split.backward(away_BSD / tokens)
+    away_BSD = part.forward(x_BSD) - y_BSD
+    return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
 
 
-def train(name: str, rt: Runtime, o: LanguageOptions, optimizer: str) -> tuple[Followed, Fraction]:
-    """What the steps leave, gathered, and the bytes this rank sent."""
-    mesh = Mesh(rt.world, tp=rt.world_size)
-    plain = dict(plain_layer(o).named_parameters())
-    split, found, sent = make(name, rt, o, optimizer), Followed(), Fraction(0)
+def train(rt: Runtime, o: LanguageOptions, name: str, optimizer: str) -> tuple[Followed, Fraction, Fraction]:
+    """What the steps leave, gathered, the bytes this rank sent, and those by formula."""
     x_BSD, y_BSD = samples(o)
-
-    def lying(name: str, value: Tensor) -> Tensor:
-        """The piece, and how it lies: along the dimension in which it is shorter than the plain parameter."""
-        cut = [dim for dim in range(value.ndim) if value.shape[dim] != plain[name].shape[dim]]
-        value = value.clone()
-        if cut:
-            place(value, "tp", Shard(cut[0]))
-        return value
-
-    for _ in range(o.steps):
-        loss, dx = step(split, x_BSD, y_BSD)
-        sent += split.sent()
-        pieces = {name: (lying(name, p), g) for name, (p, g) in split.pieces().items()}
-        for p, g in pieces.values():
-            p.grad = g
-        found.losses.append(loss)
-        found.gradients.append({name: whole(g, p, mesh) for name, (p, g) in pieces.items()} | {"dx": dx})
-        found.norms.append(gradient_norm((p for p, _ in pieces.values()), mesh).item())
-        split.update()
-    found.weights = {name: whole(p, lying(name, p), mesh) for name, (p, _) in split.pieces().items()}
-    return found, sent
+    plain, mesh = dict(plain_layer(o).named_parameters()), Mesh(rt.world, tp=rt.world_size)
+    part = make(name, rt, o, optimizer)
+    found, sent = follow(part, plain, mesh, "tp", o.steps, lambda part: step(part, x_BSD, y_BSD))
+    return found, sent, o.steps * step_bytes(rt, o)
 
 
 def step_bytes(rt: Runtime, o: LanguageOptions) -> Fraction:
@@ -90,46 +67,16 @@ def step_bytes(rt: Runtime, o: LanguageOptions) -> Fraction:
     return Fraction(4 * 2 * (n - 1) * numbers * DTYPES[o.dtype].itemsize, n)
 
 
-def prove(rt: Runtime, o: LanguageOptions) -> bool:
-    """Every version against one device, and against every other."""
-    mesh, proof = Mesh(rt.world, tp=rt.world_size), Proof(DTYPES[o.dtype])
-    table = Table(title="largest relative difference between two versions", title_justify="left")
-    for column in ("versions", "", "optimizer", "difference"):
-        table.add_column(column, justify="right" if column == "difference" else "left")
-    largest = 0.0
-    for optimizer in OPTIMIZERS:
-        reference, _ = train("one device", rt, o, optimizer)
-        runs = {name: train(name, rt, o, optimizer) for name in o.versions}
-        for name, (found, sent) in runs.items():
-            differences = worst_of_world(compare(reference, found), mesh)
-            proof.add(name, optimizer, differences, sent, o.steps * step_bytes(rt, o))
-        for a, b in itertools.combinations(o.versions, 2):
-            kinds = worst_of_world(compare(runs[a][0], runs[b][0]), mesh).values()
-            value = max(d.value for d in kinds)
-            table.add_row(a, b, optimizer, f"{value:.1e}")
-            largest = max(largest, value)
-    out, limit = console(rt), 100 * TOLERANCE[DTYPES[o.dtype]]
-    out.print(
-        proof.tables(f"a layer on {rt.world_size} rank(s) against one device: {o.model}, {o.dtype}"), table
-    )
-    records = benchmark(rt, replace(o, steps=5))
-    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
-    out.print(proof.sentence())
-    agree = "agree with one another within" if largest <= limit else "do NOT agree with one another within"
-    out.print(f"the languages {agree} {limit:.0e}")
-    return proof.holds and largest <= limit
-
-
 def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
     """Forward, backward and AdamW of every version in turn; `o.steps` rounds after two to warm up."""
     x_BSD, y_BSD = samples(o)
 
     def case(name: str) -> Callable[[], object]:
-        split = make(name, rt, o, "adamw")
+        part = make(name, rt, o, "adamw")
 
         def whole_step() -> None:
-            step(split, x_BSD, y_BSD)
-            split.update()
+            step(part, x_BSD, y_BSD)
+            part.update()
 
         return whole_step
 
@@ -169,28 +116,18 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
         raise UsageError(
             f"--model {o.model}: the three languages share GPT-2's layer, its MLP divided by {n} ranks"
         )
-    how = f"mpirun -np {n} python tp_languages.py"
-    if n > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
-        raise UsageError(f"tp_mpi needs MPI between its {n} ranks; start them with {how}")
-    if rt.device.type != "cpu":
-        raise UsageError("tp_mpi computes on CPUs: give --device cpu")
-    try:
-        import tp_libtorch  # noqa: F401
-        import tp_mpi  # noqa: F401
-        from fived import blas
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
-    torch.set_num_threads(1)
-    blas.set_threads(1)
+    check_modules(rt, "tp_languages.py", ("tp_mpi", "tp_libtorch"))
 
 
 def main(rt: Runtime, o: LanguageOptions) -> bool:
     """Prove, or with --benchmark time."""
     prepare(rt, o)
-    if not o.benchmark:
-        return prove(rt, o)
-    report(rt, o, benchmark(rt, o))
-    return True
+    if o.benchmark:
+        report(rt, o, benchmark(rt, o))
+        return True
+    mesh = Mesh(rt.world, tp=rt.world_size)
+    title = f"a layer on {rt.world_size} rank(s) against one device: {o.model}, {o.dtype}"
+    return prove(rt, o, mesh, partial(train, rt, o), partial(benchmark, rt), title)
 
 
 if __name__ == "__main__":

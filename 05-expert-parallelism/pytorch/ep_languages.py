@@ -30,9 +30,9 @@ from ep_moe import check_split, expert_parallel
 from ep_training import ExpertOptions, load
 from torch import Tensor
 
-from common import comm, languages, ledger, random
-from common.comm import Group, sizes_of
-from common.comparison import check, one_rank, report
+from common import comm, languages, random
+from common.comm import sizes_of
+from common.comparison import check, report
 from common.data.text import rank_slice
 from common.equality import Followed, whole
 from common.languages import InLibTorch, InNumpy, InTorch, Part
@@ -81,6 +81,7 @@ class Lesson:
             random.normals(o.seed, random.stream_of(name), math.prod(shape)).reshape(shape) for name in "xy"
         )
         self.x_BSD, self.y_BSD = (torch.from_numpy(values).to(DTYPES[o.dtype]) for values in made)
+        self.slices = [rank_slice(o.batch, rank, rt.world_size) for rank in range(rt.world_size)]
         self.choices: list[Tensor] = []  # of every sample, in each step of the last reference
 
     def make(self, name: str, optimizer: str) -> Part:
@@ -105,46 +106,53 @@ class Lesson:
 
             ranks = ep_libtorch.Ranks(self.rt.world.pg)
             mine = ep_libtorch.split(named, ranks)
-            call = partial(ep_libtorch.mixture, mine=mine, k=c.experts_per_token, router=c.router, ranks=ranks)
+            call = partial(
+                ep_libtorch.mixture, mine=mine, k=c.experts_per_token, router=c.router, ranks=ranks
+            )
             return InLibTorch(ranks, call, mine, optimizer, partial(ep_libtorch.sum_gradients, mine, ranks))
         expert_parallel(model, self.group)
         named = dict(moe.named_parameters())
         return InTorch(moe, named, optimizer, partial(sum_gradients, list(named.values()), self.mesh))
 
-    def step(self, part: Part, group: Group) -> tuple[float, Tensor]:
-        """(loss, dx of this rank's samples) of a forward and backward pass; the loss is that of these samples."""
-        lo, hi = rank_slice(self.o.batch, group.rank, group.size)
+    def step(self, part: Part, alone: bool = False) -> tuple[float, Tensor]:
+        """(loss, dx) of a forward and backward pass, of this rank's samples or `alone` of all."""
+        lo, hi = (0, self.o.batch) if alone else self.slices[self.group.rank]
         tokens = self.o.batch * self.o.sequence
         away_BSD = part.forward(self.x_BSD[lo:hi]) - self.y_BSD[lo:hi]
         return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
 
+    def whole_step(self, part: Part) -> None:
+        """Forward, backward, update."""
+        self.step(part)
+        part.update()
+
     def train(self, name: str, optimizer: str) -> tuple[Followed, Fraction, Fraction]:
         """What the steps leave, the mean bytes of a rank, and those by formula."""
         alone = name == "one device"
-        group = one_rank(self.rt) if alone else self.group
+        lies = torch.empty(0)
+        if not alone and self.group.size > 1:
+            place(lies, "ep", Shard(0, tuple(hi - lo for lo, hi in self.slices)))
 
         def step(part: Part) -> tuple[float, Tensor]:
-            loss, dx = self.step(part, group)
-            total = torch.tensor(loss, dtype=torch.float64)
-            lies = torch.empty(0)
-            if group.size > 1:
-                place(lies, "ep", Shard(0, tuple(sizes_of(self.o.batch, group.size))))
-            with ledger.uncounted():
-                comm.all_reduce(total, group)
-            return total.item(), whole(dx, lies, self.mesh)
+            loss, dx = self.step(part, alone)
+            total = sum([loss] if alone else comm.everyones(loss, self.group))
+            return total, whole(dx, lies, self.mesh)
 
-        mesh = Mesh(group, ep=1) if alone else self.mesh
         part, plain = self.make(name, optimizer), dict(self.plain.named_parameters())
-        found, sent = languages.follow(part, plain, mesh, "ep", self.o.steps, step)
+        found, sent = languages.follow(part, plain, self.mesh, "ep", self.o.steps, step)
         formula = sum((self.formula(experts_BSK) for experts_BSK in self.choices), Fraction(0))
-        return found, sum(comm.everyones(sent, group), Fraction(0)) / group.size, formula
+        return found, self.mean(sent), formula
+
+    def mean(self, sent: Fraction) -> Fraction:
+        """Over the ranks."""
+        return sum(comm.everyones(sent, self.group), Fraction(0)) / self.group.size
 
     def formula(self, experts_BSK: Tensor) -> Fraction:
         """Mean bytes of a rank in a step where all samples choose these experts."""
         c, n, size = self.o.model_config(), self.group.size, DTYPES[self.o.dtype].itemsize
         away = 0
-        for rank, mine in enumerate(experts_BSK.split(sizes_of(self.o.batch, n))):
-            of_ranks = load(mine, c.experts).split(sizes_of(c.experts, n))
+        for rank, (lo, hi) in enumerate(self.slices):
+            of_ranks = load(experts_BSK[lo:hi], c.experts).split(sizes_of(c.experts, n))
             away += sum(int(rows.sum()) for r, rows in enumerate(of_ranks) if r != rank)
         counts, router = 8 * c.experts * (n - 1), 2 * (n - 1) * self.plain.router.weight.numel() * size
         return Fraction(4 * away * c.width * size + counts + router, n)
@@ -152,18 +160,14 @@ class Lesson:
     def benchmark(self, o: TrainingOptions) -> list[BenchmarkRecord]:
         """Forward, backward and AdamW of every version in turn; `o.steps` rounds after two to warm up."""
 
-        def case(name: str) -> Callable[[], object]:
+        self.step(self.make("one device", "adamw"), alone=True)
+        formula, sent = float(self.formula(self.choices[0])), {}
+        cases: dict[str, Callable[[], object]] = {}
+        for name in o.versions:
             part = self.make(name, "adamw")
-
-            def whole_step() -> None:
-                self.step(part, self.group)
-                part.update()
-
-            return whole_step
-
-        cases = {name: case(name) for name in o.versions}
-        self.step(self.make("one device", "adamw"), one_rank(self.rt))  # what the first step's tokens choose
-        formula = float(self.formula(self.choices[0]))
+            self.step(part)  # training moves the choices: bytes are those of the first weights
+            sent[name] = float(self.mean(part.sent()))
+            cases[name] = partial(self.whole_step, part)
         measured = in_turn(cases, o.steps, self.rt.world)
         tokens, numbers = o.batch * o.sequence, sum(p.numel() for p in self.plain.parameters())
         return [
@@ -180,7 +184,7 @@ class Lesson:
                 flop_per_step=tokens * 6 * self.plain.active_weights(),
                 step_seconds=m.seconds,
                 communication_seconds=statistics.median(m.blocked) if name == "pytorch" else None,
-                bytes_counted=None,
+                bytes_counted=sent[name],
                 bytes_formula=formula,
                 peak_memory_bytes=peak_memory(self.rt.world),
                 scaling="strong",
