@@ -1,4 +1,4 @@
-"""Lessons of chapters 03 and 04 as they are started: under mpirun, with their sentence at the end and their records."""
+"""Lessons of chapters 03 to 05 as they are started: under mpirun, with their sentence at the end and their records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mpi.launch import mpirun, need_module
 from common.benchmarks.measures import problem
 
 ROOT = Path(__file__).resolve().parents[1]
-TP, SP = ROOT / "03-tensor-parallelism/pytorch", ROOT / "04-sequence-parallelism/pytorch"
+TP, SP, EP = (
+    ROOT / chapter / "pytorch"
+    for chapter in ("03-tensor-parallelism", "04-sequence-parallelism", "05-expert-parallelism")
+)
 SMALL = ["--steps", "1", "--batch", "2"]
 
 
@@ -40,13 +43,20 @@ SMALL = ["--steps", "1", "--batch", "2"]
             ["attention, pytorch", "attention, sp_libtorch", "attention, sp_mpi"],
             "o, dq, dk and dv equal one device's within 1e-12, bytes counted = formula",
         ),
+        (
+            EP / "ep_languages.py",
+            3,
+            ["--steps", "1", "--batch", "4", "--sequence", "8", "--versions", "pytorch", "ep_mpi"],
+            ["pytorch-mixture", "ep_mpi"],
+            "the languages agree with one another within 1e-10",
+        ),
     ],
-    ids=["tp_megatron", "tp_languages", "sp_languages"],
+    ids=["tp_megatron", "tp_languages", "sp_languages", "ep_languages"],
 )
 def test_lesson_under_mpirun(
     lesson: Path, ranks: int, options: list[str], implementations: list[str], sentence: str, tmp_path: Path
 ) -> None:
-    for module in ("tp_mpi", "tp_libtorch", "sp_mpi", "sp_libtorch"):
+    for module in ("tp_mpi", "tp_libtorch", "sp_mpi", "sp_libtorch", "ep_mpi"):
         need_module(module)
     file = tmp_path / "records.jsonl"
     done = mpirun(ranks, sys.executable, lesson, *options, "--json", file)
