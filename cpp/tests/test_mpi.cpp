@@ -27,6 +27,28 @@ void test_all_gather(const Communicator& world, std::size_t n) {
     CHECK(gathered == expected);
 }
 
+/// Rank r sends (r + 2q) % 3 times 100 r + q to rank q, and keeps the rest of its buffer.
+void test_all_to_all(const Communicator& world) {
+    const auto count = [](int from, int to) { return std::size_t(from + 2 * to) % 3; };
+    const int P = world.size(), r = world.rank();
+    std::vector<Range> to, from;
+    std::vector<int> data, expected{-1}, got;
+    for (int q = 0; q < P; ++q) {
+        to.push_back({data.size(), count(r, q)}), from.push_back({expected.size(), count(q, r)});
+        data.insert(data.end(), count(r, q), 100 * r + q);
+        expected.insert(expected.end(), count(q, r), 100 * q + r);
+    }
+    got.assign(expected.size(), -1);
+    world.all_to_all(std::span<const int>(data), to, std::span(got), from);
+    CHECK(got == expected);
+    to[0].length = data.size() + 1;
+    const auto again = [&] { world.all_to_all(std::span<const int>(data), to, std::span(got), from); };
+    CHECK(contains(message_of(again), "a piece ends at element " + std::to_string(data.size() + 1) + " of " +
+                                          std::to_string(data.size())));
+    to.resize(P + 1);
+    CHECK(contains(message_of(again), std::to_string(P + 1) + " pieces for " + std::to_string(P) + " ranks"));
+}
+
 void test_messages_in_pieces(const Communicator& world) {
     const std::size_t usual = max_message;
     max_message = 3;  // as if 3 elements were 2^31
@@ -118,6 +140,7 @@ int main(int argc, char** argv) {
     test_cut();
     test_messages_in_pieces(world);
     for (const std::size_t n : {0, 1, 2, 3, 5, 64, 40001}) test_all_gather(world, n);
+    test_all_to_all(world);
     test_split_and_dup(world);
     test_requests(world);
     test_errors(world);

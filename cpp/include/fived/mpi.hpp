@@ -238,7 +238,8 @@ class Communicator {
                              type<T>(), handle_),
               "MPI_Allgatherv");
     }
-    /// Sends rank q the elements `to[q]` of `data` and puts those from rank q at `from[q]` of `arriving`.
+    /// Sends rank q the elements `to[q]` of `data` and puts those from rank q at `from[q]` of `arriving`. Raises MpiError
+    /// for pieces beyond their buffer, or beyond 2^31 - 1 elements, where MPI 3 ends.
     template <class T>
     void all_to_all(std::span<const T> data, std::span<const Range> to, std::span<T> arriving,
                     std::span<const Range> from) const {
@@ -309,7 +310,8 @@ class Communicator {
         for (const Range& range : ranges) {
             if (range.end() > std::min(n, std::size_t{INT_MAX}))
                 fail("MPI_Alltoallv", "a piece ends at element " + std::to_string(range.end()) + " of " +
-                                          std::to_string(n) + "; it may hold " + std::to_string(INT_MAX));
+                                          std::to_string(n) + "; at most " + std::to_string(INT_MAX) +
+                                          " are possible");
             found.counts.push_back(static_cast<int>(range.length));
             found.offsets.push_back(static_cast<int>(range.begin));
         }
