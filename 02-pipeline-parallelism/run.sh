@@ -6,4 +6,5 @@ folder=02-pipeline-parallelism/pytorch
 three_ways 2 "$folder" pp_manual
 three_ways "$ranks" "$folder" pp_gpipe pp_1f1b pp_interleaved pp_zero_bubble pp_memory pp_torch
 binaries pp_mpi pp_libtorch
+with_modules "pp_mpi pp_libtorch" "$ranks" "$folder/pp_languages.py"
 printf '\nall of chapter 02 holds on %s ranks\n' "$ranks"

@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pp_languages
 import pp_manual
 import pp_memory
 import pp_torch
 import pytest
-from mpi.launch import mpirun
+from mpi.launch import mpirun, need_module, refusal
 from pp_checker import held
+from pp_languages import LanguageOptions
 from pp_memory import VERSIONS, MemoryOptions, held_by_formula
 from pp_schedules import make_schedule
 from pp_torch import TorchOptions
@@ -105,3 +107,33 @@ def test_under_mpirun(tmp_path: Path) -> None:
             computed = [(op, micro) for row in rows.values() for _, _, op, micro in row]
             stages = 2 if r["schedule"] == "zb-h1" else 4
             assert Counter(computed) == {(op, str(m)): stages for op in "FIW" for m in range(8)}
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "zb-v")])
+def test_languages_agree(ranks: int, schedule: str, tmp_path: Path) -> None:
+    need_module("pp_mpi")
+    need_module("pp_libtorch")
+    file = tmp_path / "records.jsonl"
+    options = ["--steps", "1", "--sequence", "4", "--batch", "5", "--micro-batches", "4"]
+    options += ["--schedule", schedule, "--json", str(file)]
+    done = mpirun(ranks, sys.executable, CHAPTER / "pp_languages.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("proved: equal to one device within 1e-12, bytes counted = formula") == 2
+    assert done.stdout.count("the languages agree with one another within 1e-10") == 2
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert not any(map(problem, records))
+    assert [r["language"] for r in records] == ["pytorch", "libtorch", "pytorch", "cpp-mpi"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--schedule", "1f2b"], "choose from gpipe, 1f1b, interleaved, zb-h1, zb-v"),
+        (["--model", "llama-deep"], "no other --model"),
+        (["--hidden", "0"], "each must be at least 1"),
+        (["--layers", "0"], "0 layers cannot be cut"),
+        (["--versions", "pp_rust"], "'pp_rust' is unknown"),
+    ],
+)
+def test_languages_refuse(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(pp_languages.main, LanguageOptions, capsys, *options)
