@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common import lesson
-from common.runtime import Runtime
+from common.comm import Group
+from common.runtime import Runtime, UsageError
 from common.spawn import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +121,15 @@ def refusal(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     return lines[0]
+
+
+def refused(main: Callable[[Runtime, Any], Any], ranks: int, options: Any) -> str:
+    """What rank 0 of `ranks` says of bad options. The others do not exist: it must say so before any message."""
+    world = Group("world", 0, ranks, tuple(range(ranks)))
+    with pytest.raises(UsageError) as error:
+        main(Runtime(0, ranks, 0, ranks, "none", torch.device("cpu"), "gloo", 60.0, world), options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def said_by(calls: Iterable[Callable[[], object]]) -> list[str]:
