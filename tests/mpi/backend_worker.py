@@ -241,7 +241,7 @@ def what_gloo_lacks(setting: str) -> dict[str, Any]:
     return results
 
 
-def errors(setting: str) -> dict[str, str]:
+def mismatched(setting: str) -> dict[str, str]:
     """Calls that do not match; each breaks its own group."""
     rank = WORLD.rank
     results = {}
@@ -251,14 +251,28 @@ def errors(setting: str) -> dict[str, str]:
     g = make(setting, seconds=2)
     mine = (lambda: dist.all_reduce(torch.ones(4), group=g)) if rank else lambda: dist.barrier(g)
     results["calls"] = raised(mine)
-    g = make(setting, seconds=2)
-    # at the same time: the first rank hears nothing from the second, and the last does not come
-    recv = dist.irecv(torch.ones(1), 1, group=g) if rank == 0 else None
-    results["late"] = raised(lambda: dist.barrier(g)) if rank != N - 1 else ""
-    results["recv"] = raised(recv.wait) if recv else ""
-    WORLD.Barrier()
     results["type"] = raised(lambda: dist.all_reduce(torch.ones(1, dtype=torch.complex64), dist.ReduceOp.MAX))
     return results
+
+
+def timed_out() -> dict[str, dict[str, str]]:
+    """In all settings at the same time, the first rank hears nothing from the second, and the last does not come."""
+    late, recv = {}, {}
+    for setting in SETTINGS:
+        g = make(setting, seconds=2)
+        if WORLD.rank == 0:
+            recv[setting] = dist.irecv(torch.ones(1), 1, group=g)
+        if WORLD.rank != N - 1:
+            late[setting] = dist.barrier(g, async_op=True)
+    found = {
+        setting: {
+            name: raised(calls[setting].wait) if setting in calls else ""
+            for name, calls in {"late": late, "recv": recv}.items()
+        }
+        for setting in SETTINGS
+    }
+    WORLD.Barrier()
+    return found
 
 
 def everything(ranks: int, examples: int) -> dict[str, Any]:
@@ -277,8 +291,9 @@ def everything(ranks: int, examples: int) -> dict[str, Any]:
     found = {
         "property": property_test(groups, examples),
         "beyond": {setting: what_gloo_lacks(setting) for setting in SETTINGS},
-        "errors": {setting: WORLD.allgather(errors(setting)) for setting in SETTINGS},
     }
+    late = timed_out()
+    found["errors"] = {s: WORLD.allgather(mismatched(s) | late[s]) for s in SETTINGS}
     dist.destroy_process_group()
     return found
 
