@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from common.equality import KINDS, Difference
+from common.runtime import Runtime
+from common.spawn import spawn
 
 Found = dict[str, dict[str, Difference]]  # optimizer, kind
 
@@ -24,3 +26,22 @@ def worst_of(ranks: list[Found]) -> Found:
         }
         for optimizer in ranks[0]
     }
+
+
+def _visit_each(rt: Runtime, visit: Callable[[Runtime, str], Found], names: list[str]) -> dict[str, Found]:
+    return {name: visit(rt, name) for name in names}
+
+
+def visit_all(visit: Callable[[Runtime, str], Found], names: Iterable[str]) -> dict[str, Found]:
+    """What `visit(rt, name)` finds of each exhibit, the largest of 2 ranks, which start once for all."""
+    ranks = spawn(_visit_each, 2, visit, list(names), timeout=120)
+    return {name: worst_of([found[name] for found in ranks]) for name in ranks[0]}
+
+
+def is_right(name: str, worst: Found) -> bool:
+    """Prints an exhibit; whether it is one of those called right, which are equal to one device."""
+    show(name, worst)
+    right = name.startswith("right")
+    if right:
+        assert max(d.value for found in worst.values() for d in found.values()) <= 1e-12
+    return right
