@@ -29,7 +29,6 @@ struct Settings : TorchTrainingSettings, ScheduleSettings {
         load();
         check_sequence();
     }
-    double tokens() const { return double(batch) * sequence; }
 };
 
 }  // namespace fived

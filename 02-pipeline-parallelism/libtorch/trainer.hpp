@@ -2,13 +2,13 @@
 #pragma once
 
 #include <cmath>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "fived/parameters.hpp"
 #include "pp_libtorch.hpp"
 #include "settings.hpp"
 
@@ -62,7 +62,7 @@ class Trainer {
     }
     void update() { optimizer_->step(); }
     /// This rank's.
-    const std::map<std::string, at::Tensor>& parameters() const { return parameters_; }
+    const Parameters& parameters() const { return parameters_; }
     std::vector<Message> take_messages() { return pipeline_->take_messages(); }
 
   private:
@@ -76,7 +76,7 @@ class Trainer {
     int micro_batches_ = 1;
     Gpt2Part whole_{nullptr};
     std::optional<Pipeline> pipeline_;
-    std::map<std::string, at::Tensor> parameters_;
+    Parameters parameters_;
     std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 

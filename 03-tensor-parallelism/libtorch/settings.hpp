@@ -52,7 +52,6 @@ struct Settings : TorchTrainingSettings {
                              std::to_string(batch) + "; at most " + std::to_string(batch));
         check_sequence();
     }
-    double tokens() const { return double(batch) * sequence; }
 };
 
 }  // namespace fived

@@ -242,14 +242,6 @@ std::pair<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits_BSv
     return {at::where(counted_N, loss_N, 0).sum(), counted_N.sum()};
 }
 
-const at::Tensor& find(const Parameters& parameters, const std::string& name) {
-    const auto found = parameters.find(name);
-    if (found == parameters.end())
-        throw std::invalid_argument("no parameter " + name + " among the " +
-                                    std::to_string(parameters.size()) + " given");
-    return found->second;
-}
-
 at::Tensor norm(const at::Tensor& x_BSD, const Parameters& parameters, const std::string& prefix) {
     return at::layer_norm(x_BSD, {x_BSD.size(-1)}, find(parameters, prefix + "weight"),
                           find(parameters, prefix + "bias"), 1e-5);

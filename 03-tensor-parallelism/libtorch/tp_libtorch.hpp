@@ -18,16 +18,13 @@
 // B batch  S sequence  D width  V vocabulary  N = B S tokens  F features; small letters: what a rank has of them
 #pragma once
 
-#include <map>
 #include <string>
 #include <utility>
 
+#include "fived/parameters.hpp"
 #include "fived/ranks.hpp"
 
 namespace fived {
-
-/// By name, as in common/models/transformer.py: "attention.q_proj.weight", ...
-using Parameters = std::map<std::string, at::Tensor>;
 
 /// The dimension along which the parameter of that name is cut; -1 when all ranks hold the whole. Weights are [out, in]:
 /// columns of the equations are rows of the tensor.
@@ -68,9 +65,6 @@ std::pair<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits_BSv
 /// with `prefix`. Throws std::invalid_argument where `heads` do not divide by the ranks, or a parameter is missing.
 at::Tensor layer(const at::Tensor& x_BSD, const Parameters& mine, const std::string& prefix, int heads,
                  const RanksPtr& ranks);
-
-/// The parameter of that name. Throws std::invalid_argument when there is none.
-const at::Tensor& find(const Parameters& parameters, const std::string& name);
 
 /// LayerNorm with the weight and bias under `prefix`.
 at::Tensor norm(const at::Tensor& x_BSD, const Parameters& parameters, const std::string& prefix);

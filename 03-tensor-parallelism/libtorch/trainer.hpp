@@ -37,6 +37,14 @@ class Trainer {
         }
         return loss;
     }
+    /// Of this rank's gradients; what is whole on all ranks counts on the first.
+    double squares() const {
+        double sum = 0;
+        for (const auto& [name, tensor] : mine_)
+            if (split_dimension(name) >= 0 || ranks_->rank() == 0)
+                sum += tensor.grad().to(at::kDouble).square().sum().item<double>();
+        return sum;
+    }
     void update() { optimizer_->step(); }
     const Parameters& parameters() const { return mine_; }
     std::vector<Message> take_messages() { return ranks_->take_messages(); }

@@ -41,6 +41,9 @@ struct TorchTrainingSettings : TrainingSettings {
         if (model == "gpt2-10m") return {6, 384, 6, 256};
         return model == "gpt2-deep" ? Gpt2Shape{16, 32, 2, 64} : Gpt2Shape{2, 64, 4, 64};
     }
+    double tokens() const { return double(batch) * sequence; }
+    /// Operations of a step.
+    double flop() const { return tokens() * shape().flop_per_token(sequence); }
     void check_sequence() const {
         if (sequence > shape().longest)
             throw UsageError("--sequence " + std::to_string(sequence) + " is too long for " + model +
