@@ -66,6 +66,15 @@ class Ranks final : public torch::CustomClassHolder {
         return start("all_gather", size() - 1, x,
                      [&]() -> Works { return {group_->all_gather_single(x, mine)}; });
     }
+    /// Rows of x go to the ranks, send[r] of them to rank r, and into `into` come receive[r] of rank r. Sends what is for others.
+    [[nodiscard]] Pending all_to_all(at::Tensor into, at::Tensor x, std::vector<std::int64_t> receive,
+                                     std::vector<std::int64_t> send) const {
+        Pending pending = start("all_to_all", size(), x, [&]() -> Works {
+            return {group_->all_to_all_single(into, x, receive, send)};
+        });
+        pending.message.n_bytes -= size() * send[rank()] * x.stride(0) * std::int64_t(x.element_size());
+        return pending;
+    }
     /// x to rank `to`: sends S of x. What goes to one rank arrives there in the order in which it was sent.
     [[nodiscard]] Pending send(const at::Tensor& x, int to) const {
         return start("send", size(), x, [&]() -> Works {

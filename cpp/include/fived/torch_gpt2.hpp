@@ -52,37 +52,47 @@ struct AttentionImpl : torch::nn::Module {
 };
 TORCH_MODULE(Attention);
 
-struct GeluMlpImpl : torch::nn::Module {
-    explicit GeluMlpImpl(int D)
+/// What a layer has beside attention: x_BSD to [B, S, D].
+struct FeedForward : torch::nn::Module {
+    virtual at::Tensor forward(const at::Tensor& x_BSD) = 0;
+};
+using MakeFeedForward = std::function<std::shared_ptr<FeedForward>(int D)>;
+
+struct GeluMlp : FeedForward {
+    explicit GeluMlp(int D)
         : up_proj(register_module("up_proj", Linear(D, 4 * D))),
           down_proj(register_module("down_proj", Linear(4 * D, D))) {}
-    at::Tensor forward(const at::Tensor& x_BSD) { return down_proj(at::gelu(up_proj(x_BSD), "tanh")); }
+    at::Tensor forward(const at::Tensor& x_BSD) override {
+        return down_proj(at::gelu(up_proj(x_BSD), "tanh"));
+    }
     Linear up_proj, down_proj;
 };
-TORCH_MODULE(GeluMlp);
+inline std::shared_ptr<FeedForward> gelu_mlp(int D) {
+    return std::make_shared<GeluMlp>(D);
+}
 
 /// x + attention(norm(x)), then x + mlp(norm(x)).
 struct LayerImpl : torch::nn::Module {
-    LayerImpl(int D, int H)
+    LayerImpl(int D, int H, const MakeFeedForward& make_mlp)
         : attention_norm(register_module("attention_norm", layer_norm(D))),
           attention(register_module("attention", Attention(D, H))),
           mlp_norm(register_module("mlp_norm", layer_norm(D))),
-          mlp(register_module("mlp", GeluMlp(D))) {}
+          mlp(register_module("mlp", make_mlp(D))) {}
     at::Tensor forward(at::Tensor x_BSD) {
         x_BSD = x_BSD + attention(attention_norm(x_BSD));
-        return x_BSD + mlp(mlp_norm(x_BSD));
+        return x_BSD + mlp->forward(mlp_norm(x_BSD));
     }
     torch::nn::LayerNorm attention_norm;
     Attention attention;
     torch::nn::LayerNorm mlp_norm;
-    GeluMlp mlp;
+    std::shared_ptr<FeedForward> mlp;
 };
 TORCH_MODULE(Layer);
 
 /// Layers [begin, end), the embeddings before the first layer, the head after the last, which is the embedding used twice.
 /// tokens_BS or x_BSD goes in, x_BSD or logits_BSV comes out. Names are those in the whole model.
 struct Gpt2PartImpl : torch::nn::Module {
-    Gpt2PartImpl(const Gpt2Shape& shape, int begin, int end)
+    Gpt2PartImpl(const Gpt2Shape& shape, int begin, int end, const MakeFeedForward& make_mlp = gelu_mlp)
         : first(begin == 0), last(end == shape.layers), shape_(shape) {
         const int D = shape.width;
         if (first || last)
@@ -91,10 +101,11 @@ struct Gpt2PartImpl : torch::nn::Module {
             embed_positions_ = register_module("embed_positions", torch::nn::Embedding(shape.longest, D));
         const auto numbered = register_module("layers", std::make_shared<torch::nn::Module>());
         for (int l = begin; l < end; ++l)
-            layers_.push_back(numbered->register_module(std::to_string(l), Layer(D, shape.heads)));
+            layers_.push_back(numbered->register_module(std::to_string(l), Layer(D, shape.heads, make_mlp)));
         if (last) norm_ = register_module("norm", layer_norm(D));
     }
-    explicit Gpt2PartImpl(const Gpt2Shape& shape) : Gpt2PartImpl(shape, 0, shape.layers) {}
+    explicit Gpt2PartImpl(const Gpt2Shape& shape, const MakeFeedForward& make_mlp = gelu_mlp)
+        : Gpt2PartImpl(shape, 0, shape.layers, make_mlp) {}
 
     at::Tensor forward(at::Tensor x) {
         if (first) x = embed_tokens(x) + embed_positions_(at::arange(x.size(1), x.options()));
