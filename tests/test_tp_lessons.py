@@ -46,8 +46,8 @@ SMALL = ["--steps", "1", "--batch", "2"]
         (
             EP / "ep_languages.py",
             3,
-            ["--steps", "1", "--batch", "4", "--sequence", "8", "--versions", "pytorch", "ep_mpi"],
-            ["pytorch-mixture", "ep_mpi"],
+            ["--steps", "1", "--batch", "4", "--sequence", "8"],
+            ["pytorch-mixture", "ep_libtorch", "ep_mpi"],
             "the languages agree with one another within 1e-10",
         ),
     ],
@@ -56,7 +56,7 @@ SMALL = ["--steps", "1", "--batch", "2"]
 def test_lesson_under_mpirun(
     lesson: Path, ranks: int, options: list[str], implementations: list[str], sentence: str, tmp_path: Path
 ) -> None:
-    for module in ("tp_mpi", "tp_libtorch", "sp_mpi", "sp_libtorch", "ep_mpi"):
+    for module in ("tp_mpi", "tp_libtorch", "sp_mpi", "sp_libtorch", "ep_mpi", "ep_libtorch"):
         need_module(module)
     file = tmp_path / "records.jsonl"
     done = mpirun(ranks, sys.executable, lesson, *options, "--json", file)

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from ep_moe import check_split, expert_parallel
@@ -37,7 +36,7 @@ from common.comparison import check, report
 from common.data.text import rank_slice
 from common.equality import Followed, whole
 from common.languages import InLibTorch, InNumpy, InTorch, Part
-from common.lesson import DTYPES, console, run
+from common.lesson import DTYPES, run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.mesh import Mesh
 from common.models.moe import MoE
@@ -47,15 +46,14 @@ from common.runtime import Runtime, UsageError
 from common.training import TrainingOptions
 
 LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi"}
-BUILT = tuple(name for name in LANGUAGES if name == "pytorch" or find_spec(name))
 
 
 @dataclass
 class LanguageOptions(ExpertOptions):
     """Shape of the mixture and of x."""
 
-    versions: tuple[str, ...] = BUILT
-    """Which versions to run; by default those that are built."""
+    versions: tuple[str, ...] = tuple(LANGUAGES)
+    """Which versions to run."""
     micro_batches: int = 1
     """One: gradients are not accumulated here."""
 
@@ -213,8 +211,6 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
 def main(rt: Runtime, o: LanguageOptions) -> bool:
     """Prove, or with --benchmark time."""
     prepare(rt, o)
-    if absent := [name for name in LANGUAGES if name not in BUILT]:
-        console(rt).print(f"left out: {', '.join(absent)} is not built; run make setup")
     lesson = Lesson(rt, o)
     if o.benchmark:
         report(rt, o, lesson.benchmark(o))
