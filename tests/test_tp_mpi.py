@@ -126,7 +126,7 @@ def test_weights_are_set_and_bad_ones_refused():
     weights = {name: w + 1 for name, w in layer.weights().items()}
     layer.set_weights(weights)
     assert all(np.array_equal(w, weights[name]) for name, w in layer.weights().items())
-    with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight is 12 x 8; given is another shape"):
+    with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight is \(8, 12\); needed is \(12, 8\)"):
         layer.set_weights(weights | {"mlp.up_proj.weight": np.ones((8, 12))})
     with pytest.raises(ValueError, match="the layer has 16 parameters; given are 17"):
         layer.set_weights(weights | {"gate": np.ones(3)})

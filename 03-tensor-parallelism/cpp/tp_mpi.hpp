@@ -43,10 +43,17 @@ struct LayerShape {
 struct Shard : Parameter {
     std::size_t whole_rows, whole_columns, first_row = 0, first_column = 0;
     bool is_vector() const { return !name.ends_with("proj.weight"); }
+    std::vector<std::size_t> shape() const { return shape(rows, columns); }
+    std::vector<std::size_t> whole_shape() const { return shape(whole_rows, whole_columns); }
     bool split() const { return rows < whole_rows || columns < whole_columns; }
     /// Of element i of this part, the place in the whole parameter.
     std::size_t place(std::size_t i) const {
         return (first_row + i / columns) * whole_columns + first_column + i % columns;
+    }
+
+  private:
+    std::vector<std::size_t> shape(std::size_t m, std::size_t n) const {
+        return is_vector() ? std::vector{m} : std::vector{m, n};
     }
 };
 

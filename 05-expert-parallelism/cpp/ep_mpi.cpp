@@ -39,11 +39,8 @@ void ExpertParallelLayer<T>::add_parameter(const std::string& name, std::vector<
         parameters_.empty() ? 0 : parameters_.back().offset + parameters_.back().size();
     const bool of_experts = name.starts_with("experts.");
     const std::size_t rows = shape.size() == 3 ? shape[0] * shape[1] : shape[0], columns = shape.back();
-    const std::size_t one = rows / shape[0] * columns;  // expert's numbers
-    parameters_.push_back({{name, offset, rows, columns},
-                           std::move(shape),
-                           of_experts ? mine_.begin * one : 0,
-                           shape_.experts * one});
+    const std::size_t first_place = of_experts ? mine_.begin * rows / shape[0] * columns : 0;
+    parameters_.push_back({{name, offset, rows, columns}, std::move(shape), shape_.experts, first_place});
 }
 
 /// As GPT-2 and common/models/transformer.py: weights N(0, 0.02^2), smaller by sqrt 2 into the residual stream of one
@@ -55,7 +52,7 @@ void ExpertParallelLayer<T>::initialise(std::uint64_t seed) {
         const std::uint64_t stream = stream_of("layers.0.mlp." + p.name);
         const double deviation = p.name.ends_with("down_proj.weight") ? 0.02 / std::sqrt(2.0) : 0.02;
         for (std::size_t i = 0; i < p.size(); ++i)
-            weights_[p.offset + i] = T(normal(seed, stream, p.place + i) * deviation);
+            weights_[p.offset + i] = T(normal(seed, stream, p.place(i)) * deviation);
     }
 }
 
@@ -234,12 +231,12 @@ double ExpertParallelLayer<T>::gradient_norm() const {
 template <class T>
 MatrixView<T> ExpertParallelLayer<T>::matrix(std::vector<T>& flat, const std::string& name, std::size_t i) {
     const auto p = std::ranges::find(parameters_, "experts." + name + ".weight", &StackedParameter::name);
-    return {flat.data() + p->offset + i * p->shape[1] * p->shape[2], p->shape[1], p->shape[2]};
+    return {flat.data() + p->offset + i * p->sizes[1] * p->sizes[2], p->sizes[1], p->sizes[2]};
 }
 template <class T>
 std::span<T> ExpertParallelLayer<T>::vector(std::vector<T>& flat, const std::string& name, std::size_t i) {
     const auto p = std::ranges::find(parameters_, "experts." + name + ".bias", &StackedParameter::name);
-    return {flat.data() + p->offset + i * p->shape[1], p->shape[1]};
+    return {flat.data() + p->offset + i * p->sizes[1], p->sizes[1]};
 }
 
 template class ExpertParallelLayer<float>;

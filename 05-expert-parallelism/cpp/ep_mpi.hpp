@@ -51,10 +51,19 @@ inline Range experts_of(std::size_t E, int P, int r) {
     return {E / P * r + std::min<std::size_t>(r, E % P), E / P + (std::size_t(r) < E % P)};
 }
 
-/// A parameter of the layer, or of its experts with those stacked on dimension 0: this rank holds `shape` of it.
+/// A parameter of the layer, or of its experts with those stacked on dimension 0; here is this rank's part.
 struct StackedParameter : Parameter {
-    std::vector<std::size_t> shape;
-    std::size_t place, whole;  // of this part in the whole parameter, and numbers of that
+    std::vector<std::size_t> sizes;
+    std::size_t whole_length, first_place;  // of dimension 0 of the whole; there this part begins
+
+    const std::vector<std::size_t>& shape() const { return sizes; }
+    std::vector<std::size_t> whole_shape() const {
+        std::vector<std::size_t> whole = sizes;
+        whole[0] = whole_length;
+        return whole;
+    }
+    /// Of element i of this part, the place in the whole parameter.
+    std::size_t place(std::size_t i) const { return first_place + i; }
 };
 
 /// A mixture of experts on all ranks of `comm`; serial when comm is null. The weights are those of layers.0.mlp of a

@@ -190,7 +190,7 @@ class Lesson : LessonBase<Settings> {
         std::vector<Parameter> named;
         for (std::size_t n = 0; n < ours.parameters().size(); ++n) {
             const StackedParameter& part = ours.parameters()[n];
-            const auto here = whole.subspan(serial.parameters()[n].offset + part.place, part.size());
+            const auto here = whole.subspan(serial.parameters()[n].offset + part.place(0), part.size());
             expected.insert(expected.end(), here.begin(), here.end());
             named.push_back(part);
         }
