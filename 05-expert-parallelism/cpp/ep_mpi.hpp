@@ -36,9 +36,10 @@ namespace fived {
 
 struct MoEShape {
     std::size_t width = 1, mlp_width = 1, experts = 1, experts_per_token = 1;
-    bool swiglu = true;  // without biases, as Mixtral; else GELU with biases, as Switch
-    bool renormalised =
-        true;  // weights: softmax over the chosen experts, as Mixtral; else over all, as Switch
+    /// SwiGLU without biases, as Mixtral; else GELU with biases, as Switch.
+    bool swiglu = true;
+    /// Weights are the softmax over the chosen experts, as Mixtral; else over all, as Switch.
+    bool renormalised = true;
 
     std::size_t expert_parameters() const {
         return swiglu ? 3 * width * mlp_width : 2 * width * mlp_width + width + mlp_width;
