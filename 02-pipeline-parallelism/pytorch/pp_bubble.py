@@ -84,7 +84,7 @@ def waits(
             *("-" if share is None else f"{float(share):.1%}" for share in shares.values()),
             " ".join(str(held(schedule, rank)) for rank in range(schedule.ranks)),
         )
-        lines = {f"{name}, simulated": expected, f"{name}, measured": measured}
+        lines = {f"{name}, simulated with measured times": expected, f"{name}, measured": measured}
         records.append(
             {
                 "schedule": name,

@@ -5,7 +5,7 @@
     rank 0 has tokens a b and experts 0 1, rank 1 tokens c d and experts 2 3; k = 2
 
               rows by expert   all-to-all, by sender   transposed, by expert   experts, then the way back
-    rank 0    a0 b1 | a2 b3    a0 b1 | c1 d0           a0 d0 | b1 c1           ... weighted and summed: y_a y_b
+    rank 0    a0 b1 | a2 b3    a0 b1 | d0 c1           a0 d0 | b1 c1           ... weighted and summed: y_a y_b
     rank 1    d0 c1 | c2 d3    a2 b3 | c2 d3           a2 c2 | b3 d3           ... weighted and summed: y_c y_d
 
 For all but the experts "ep" is one more axis along which tokens are split: dense gradients are summed over it. An
