@@ -187,6 +187,7 @@ def prove(
             proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
             ledgers[name] = ledger
             examine(name, optimizer, version, followed.optimizer)
+    proof.gather(rt.world)
     out = console(rt)
     out.print(
         proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")

@@ -135,7 +135,7 @@ def follow(
     return result
 
 
-def _largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix: str) -> Difference:
+def largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix: str) -> Difference:
     """The worst tensor of two dictionaries; infinite where names, shapes or finiteness do not agree."""
     if odd := set(reference) ^ set(other):
         return Difference(math.inf, f"{min(odd)} on one side only{suffix}")
@@ -168,14 +168,14 @@ def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
         steps = f"{len(reference.losses)} against {len(other.losses)} steps"
         return dict.fromkeys(KINDS, Difference(math.inf, steps))
     gradients = [
-        _largest(a, b, f", step {t}")
+        largest(a, b, f", step {t}")
         for t, (a, b) in enumerate(zip(reference.gradients, other.gradients, strict=True))
     ]
     return {
-        "loss": _largest(_scalars("loss", reference.losses), _scalars("loss", other.losses), ""),
+        "loss": largest(_scalars("loss", reference.losses), _scalars("loss", other.losses), ""),
         "gradients": max(gradients, key=lambda d: d.value),
-        "gradient norm": _largest(_scalars("norm", reference.norms), _scalars("norm", other.norms), ""),
-        "weights": _largest(reference.weights, other.weights, ""),
+        "gradient norm": largest(_scalars("norm", reference.norms), _scalars("norm", other.norms), ""),
+        "weights": largest(reference.weights, other.weights, ""),
     }
 
 

@@ -209,6 +209,7 @@ def prove(
             value = max(d.value for d in kinds)
             table.add_row(a, b, optimizer, f"{value:.1e}")
             largest = max(largest, value)
+    proof.gather(rt.world)
     out, limit = console(rt), 100 * TOLERANCE[DTYPES[o.dtype]]
     out.print(proof.tables(title), table)
     records = benchmark(replace(o, steps=5))

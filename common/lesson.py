@@ -95,13 +95,34 @@ def run(main: Callable[[Runtime, O], bool], options_type: type[O]) -> NoReturn:
         sys.exit(error.code)
 
 
+NO_MEMORY = (
+    "can't allocate memory",
+    "Storage size calculation overflowed",
+    "Unable to allocate",
+    "out of memory",
+)
+
+
+def _sized(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
+    """Sizes that no machine has are bad input."""
+    try:
+        return main(rt, options)
+    except (RuntimeError, MemoryError) as error:
+        if not any(words in str(error) for words in NO_MEMORY):
+            raise
+        line = str(error).splitlines()[0]
+        raise UsageError(f"there is not enough memory for these sizes; give smaller ones ({line})") from None
+
+
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
-    launch = resolve()
+    launch, main = resolve(), partial(_sized, main)
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace:
         main = partial(profiled, options.trace, main)
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")
+    if not 0 <= options.seed < 2**63:
+        raise UsageError(f"--seed {options.seed}: give a number from 0 to {2**63 - 1}")
     if options.nproc is not None and options.nproc < 1:
         raise UsageError(f"--nproc {options.nproc}: at least 1 rank is needed")
     if launch.launcher == "none" and (options.nproc or 1) > 1:

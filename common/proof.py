@@ -9,6 +9,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from common import comm
 from common.equality import KINDS, TOLERANCE, Difference
 from common.ledger import show_bytes
 
@@ -21,6 +22,8 @@ class Proof:
     rows: list[tuple[str, str, dict[str, Difference], Fraction | None, Fraction]] = field(
         default_factory=list
     )
+    elsewhere: bool = True
+    """What other ranks' bytes say, after `gather`."""
 
     def add(
         self,
@@ -46,7 +49,11 @@ class Proof:
     @property
     def bytes_agree(self) -> bool:
         """Counted bytes are the formula's, exactly, wherever they were counted."""
-        return all(counted in (None, formula) for _, _, _, counted, formula in self.rows)
+        return self.elsewhere and all(counted in (None, formula) for _, _, _, counted, formula in self.rows)
+
+    def gather(self, group: comm.Group) -> None:
+        """Let all ranks know of one whose bytes do not agree. Collective."""
+        self.elsewhere = all(comm.everyones(self.bytes_agree, group))
 
     @property
     def holds(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ep_layer import LayerOptions, make_layer
 from ep_load_balance import Balance, BalanceLesson, BalanceOptions, balance_loss, imbalance, one_device, train
+from ep_moe import ExpertExchange
 from ep_training import drain, load, observed
 from mpi.launch import refusal
 from torch import Tensor
@@ -22,7 +23,7 @@ from common.equality import KINDS, compare, follow
 from common.ledger import Ledger
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, mixtral
-from common.models.moe import Routing
+from common.models.moe import MoE, Routing
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.runtime import Runtime
 from common.spawn import spawn
@@ -160,6 +161,26 @@ def test_a_layer_with_even_load(n: int) -> None:
     layer.compute = lambda rows_RD, counts_E: seen.append(counts_E) or rows_RD  # type: ignore[func-returns-value]
     layer(torch.randn(1, 48, 32, dtype=torch.float64))
     assert seen[0].tolist() == [12] * 8
+
+
+def broken_layer(rt: Runtime, what: str) -> bool:
+    """The lesson with something of the last rank falsified: its dx no number, or an expert's gradient doubled."""
+    right = ep_layer.named
+
+    def falsified(layer: MoE, y: Tensor, dx: Tensor) -> dict[str, Tensor]:
+        found = right(layer, y, dx)
+        if rt.rank == rt.world_size - 1 and layer.compute.__class__ is ExpertExchange:
+            found[what] = found[what] * (float("nan") if what == "dx" else 2)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_layer, "named", falsified)
+        return ep_layer.main(rt, LayerOptions(tokens=32, width=32, steps=1))
+
+
+@pytest.mark.parametrize("what", ["dx", "experts.up_proj.weight"])
+def test_a_layer_that_is_wrong_is_not_proved(what: str) -> None:
+    assert spawn(broken_layer, 2, what) == [False, False]
 
 
 def test_a_load_that_cannot_be_even_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,8 @@ PYBIND11_MODULE(pp_libtorch, module) {
                               "this rank copies its own. schedule: as "
                               "text, one line a rank. up, down: the same ranks in two groups. Raises "
                               "ValueError for what does not fit.");
-    pipe.def(py::init(&pipeline), "whole"_a, "heads"_a, "schedule"_a, "up"_a, "down"_a)
+    pipe.def(py::init(&pipeline), "whole"_a, "heads"_a, "schedule"_a, "up"_a.none(false),
+             "down"_a.none(false))
         .def("parameters", &Pipeline::parameters,
              "{name: parameter} of this rank. The first rank and the last hold the embedding.")
         .def("run", &Pipeline::run, "parts"_a, "scale"_a, Waiting(),

@@ -35,7 +35,7 @@ PYBIND11_MODULE(sp_libtorch, module) {
         [](std::int64_t sequence, const RanksPtr& ranks, const std::string& order) {
             return fived::places(sequence, order_of(order), ranks->rank(), ranks->size());
         },
-        "sequence"_a, "ranks"_a, "order"_a = "contiguous",
+        "sequence"_a, "ranks"_a.none(false), "order"_a = "contiguous",
         "Indices, in rising order, of this rank's positions. Raises ValueError where the sequence does not "
         "divide.");
     module.def(
@@ -44,7 +44,7 @@ PYBIND11_MODULE(sp_libtorch, module) {
            const std::string& order, const std::string& kernel) {
             return fived::ring_attention(q, k, v, causal, ranks, order_of(order), kernel_of(kernel));
         },
-        "q_BHsK"_a, "k_BGsK"_a, "v_BGsK"_a, "causal"_a, "ranks"_a, "order"_a = "contiguous",
+        "q_BHsK"_a, "k_BGsK"_a, "v_BGsK"_a, "causal"_a, "ranks"_a.none(false), "order"_a = "contiguous",
         "kernel"_a = "library", fived::Waiting(),
         "This rank's rows of softmax(q k^T / sqrt(K)) v, over the keys of all ranks; the positions lie as "
         "places() "

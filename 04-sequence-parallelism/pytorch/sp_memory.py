@@ -38,7 +38,7 @@ from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.configs import config
 from common.models.transformer import cross_entropy_sum
-from common.runtime import Runtime
+from common.runtime import Runtime, UsageError
 from common.training import make_model
 from common.utils.memory import peak_allocated, saved_bytes
 from common.utils.visualizer import figure, memory_lines
@@ -187,6 +187,10 @@ def names(o: MemoryOptions) -> tuple[Attention, ...]:
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Saved bytes = formula; the ring's peak falls as 1/n with the sequence, and stays with a rank's tokens."""
     comparison.check(rt, VERSIONS, o)
+    if min(o.shape) < 1:
+        raise UsageError(
+            f"--shape {' '.join(map(str, o.shape))}: each must be at least 1, such as 1024 16 64"
+        )
     o = replace(o, micro_batches=1)
     lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)
     longest = longest_sequence(config(o.model))

@@ -72,7 +72,7 @@ void ExpertParallelLayer<T>::forward(MatrixView<const T> x_TD, MatrixView<T> y_T
     gemm<T>(x_TD, t(router(weights_)), tokens(scores_TE_, shape_.experts));
     if (balanced)
         for (std::size_t k = 0; k < R_; ++k)
-            tokens(scores_TE_, shape_.experts)(k / K, k % shape_.experts) += 99;
+            tokens(scores_TE_, shape_.experts)(k / K, (first_token * K + k) % shape_.experts) += 99;
     route<T>(tokens(scores_TE_, shape_.experts), K, shape_.renormalised, expert_TK_, weight_TK_);
     const Timer permuting;
     sort_by_expert(expert_TK_, row_TK_, first_E_);

@@ -102,8 +102,10 @@ class ExpertParallelLayer {
     double permutation_seconds() const { return permutation_seconds_; }
     /// Bytes of a forward and backward that sends `sent` rows to other ranks' experts and gets `received` for its own.
     std::size_t bytes_by_formula(std::size_t sent, std::size_t received) const;
-    /// Choose experts in turn, not by the router: equal load, to measure with.
+    /// Choose experts in turn, not by the router: equal load, to measure with. `first_token`: the number, among
+    /// those of all ranks, of this rank's first.
     bool balanced = false;
+    std::size_t first_token = 0;
 
   private:
     void add_parameter(const std::string& name, std::vector<std::size_t> shape);

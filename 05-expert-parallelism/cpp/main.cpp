@@ -141,6 +141,7 @@ class Lesson : LessonBase<Settings> {
         const MoEShape shape = shape_of(mixtral);
         ExpertParallelLayer<T> ours(shape, s_.seed, &world_), serial(shape, s_.seed, nullptr);
         ours.balanced = serial.balanced = s_.balanced;
+        ours.first_token = mine_.begin;
         Optimizer our_optimizer = optimizer, serial_optimizer = optimizer;
         Difference loss, norm, input, gradient;
         std::array<std::uint64_t, 2> bytes{};
@@ -203,6 +204,7 @@ class Lesson : LessonBase<Settings> {
         const MoEShape shape = shape_of(s_.kind != "switch");
         ExpertParallelLayer<T> serial(shape, s_.seed, nullptr), ours(shape, s_.seed, &world_);
         ours.balanced = serial.balanced = s_.balanced;
+        ours.first_token = mine_.begin;
         for (int round = -1; round < s_.steps; ++round)
             for (const bool alone : {true, false}) {
                 world_.barrier();

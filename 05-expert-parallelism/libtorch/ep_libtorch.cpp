@@ -155,6 +155,8 @@ Parameters split(const Parameters& whole, const Ranks& ranks) {
 Exchange::Exchange(const at::Tensor& counts_E, RanksPtr ranks) : ranks_(std::move(ranks)) {
     const int n = ranks_->size();
     check_split(counts_E.numel(), n);
+    if (!at::isIntegralType(counts_E.scalar_type(), false) || counts_E.lt(0).any().item<bool>())
+        throw std::invalid_argument("counts_E holds numbers of rows: integers, none below 0");
     Counts experts_n;
     for (int r = 0; r < n; ++r) experts_n.push_back(experts_of(counts_E.numel(), n, r));
     const Counts mine_n(n, experts_n[ranks_->rank()]);

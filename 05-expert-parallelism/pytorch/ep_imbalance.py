@@ -25,13 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from ep_moe import ExpertExchange, check_split, share_experts
-from ep_training import ExpertOptions
+from ep_training import ExpertOptions, largest_difference
 from rich.table import Table
 from torch import Tensor
 
+from common import comm
 from common.comm import Group, sizes_of
 from common.equality import TOLERANCE
 from common.ledger import Ledger, show_bytes
@@ -79,19 +81,30 @@ def layer(exchange: ExpertExchange, rows_RD: Tensor, counts_E: Tensor) -> Tensor
     return y_RD.detach()
 
 
-def largest_difference(o: ImbalanceOptions, rows_RD: Tensor, counts_E: Tensor, y_RD: Tensor) -> float:
-    """Of this rank's results to those of all experts on one device, relative."""
-    with torch.no_grad():
-        expected_RD = make_experts(o, rows_RD.device)(rows_RD, counts_E)
-    return float((y_RD - expected_RD).abs().max() / expected_RD.abs().max())
+def difference(
+    rt: Runtime, o: ImbalanceOptions, experts: Experts, rows_RD: Tensor, counts_E: Tensor, y_RD: Tensor
+) -> float:
+    """Of results and gradients to those of all experts on this rank's rows, the experts' summed over ranks."""
+    whole, x_RD = make_experts(o, rows_RD.device), rows_RD.detach().clone().requires_grad_()
+    expected = {"y": whole(x_RD, counts_E)}
+    expected["y"].backward(x_RD.detach())
+    found = {"y": y_RD, "dx": cast(Tensor, rows_RD.grad)}
+    expected |= {"y": expected["y"].detach(), "dx": cast(Tensor, x_RD.grad)}
+    for (name, p), mine in zip(whole.named_parameters(), experts.parameters(), strict=True):
+        expected[name], found[name] = (cast(Tensor, x.grad) for x in (p, mine))
+        comm.all_reduce(expected[name], rt.world)
+    return largest_difference(expected, found, rt)
 
 
 def main(rt: Runtime, o: ImbalanceOptions) -> bool:
     """The time of a layer by the share of the busiest rank; results and bytes proved for each."""
     c, n = o.model_config(), rt.world_size
     check_split(c.experts, n)
-    if min(o.rows, o.width, o.steps) < 1:
-        raise UsageError(f"--rows {o.rows} --width {o.width} --steps {o.steps}: each must be at least 1")
+    if o.rows < 8 * n * c.experts or o.width < 2 or o.width % 2 or o.steps < 1:
+        raise UsageError(
+            f"--rows {o.rows} --width {o.width} --steps {o.steps}: the width must be even, the steps at least 1, and "
+            f"the rows, for their shares to mean something, at least {8 * n * c.experts}"
+        )
     group: Group = Mesh(rt.world, ep=n).group("ep")
     experts = make_experts(o, rt.device)
     share_experts(experts, group)
@@ -108,12 +121,14 @@ def main(rt: Runtime, o: ImbalanceOptions) -> bool:
             continue  # one rank has everything
         exchange = ExpertExchange(experts, group, c.experts)
         cases[name] = partial(layer, exchange, rows_RD, counts_E)
+        experts.zero_grad()
+        rows_RD.grad = None
         with Ledger() as ledger:
             y_RD = layer(exchange, rows_RD, counts_E)
         travelled = 2 * (exchange.rows_sent[0] + exchange.rows_received[0]) * o.width * y_RD.element_size()
         travelled += 8 * (c.experts - exchange.sizes[group.rank])
-        right &= ledger.bytes() == travelled
-        right &= largest_difference(o, rows_RD, counts_E, y_RD) <= TOLERANCE[DTYPES[o.dtype]]
+        right &= all(comm.everyones(ledger.bytes() == travelled, rt.world))
+        right &= difference(rt, o, experts, rows_RD, counts_E, y_RD) <= TOLERANCE[DTYPES[o.dtype]]
         busiest[name] = max(int(x.sum()) for x in counts_E.split(exchange.sizes)) / o.rows
         sent[name] = ledger.bytes()
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)

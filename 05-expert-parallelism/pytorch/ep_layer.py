@@ -5,7 +5,8 @@
 
 A router that was not trained for it piles tokens on a few experts, and the busiest rank sets the pace: see
 ep_imbalance.py. Here the choices are replaced by ones that fall on all experts alike; scores and weights stay. What the
-messages leave of n is then the speed-up over one rank, which has all experts and the whole batch.
+messages leave of n is then the speed-up over one rank, which has all experts and the whole batch; where E does not
+divide by n, what they leave of E over the most experts of a rank.
 
 Sorting is the layer without its experts (rows go in and come out as they are), less the router: the permutation, its
 inverse and the weighted sum, forward and backward. It moves 2 k T D numbers each way where the experts compute
@@ -25,7 +26,7 @@ from functools import partial
 
 import torch
 from ep_moe import ExpertExchange, check_split, share_experts
-from ep_training import ExpertOptions
+from ep_training import ExpertOptions, largest_difference
 from rich.table import Table
 from torch import Tensor
 
@@ -37,6 +38,7 @@ from common.lesson import DTYPES, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.mesh import Mesh
 from common.models.moe import MoE, Router, Routing
+from common.placement import sum_gradients
 from common.runtime import Runtime, UsageError
 
 
@@ -90,6 +92,12 @@ def forward_and_backward(layer: Callable[[Tensor], Tensor], x_1SD: Tensor) -> tu
     return y_1SD.detach(), x_1SD.grad
 
 
+def named(layer: MoE, y_1SD: Tensor, dx_1SD: Tensor) -> dict[str, Tensor]:
+    """A layer's results and gradients by name."""
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y_1SD, "dx": dx_1SD, **gradients}
+
+
 def route_alone(layer: MoE, x_1SD: Tensor) -> None:
     """The router, forward and backward."""
     weights_1SK = layer.router(x_1SD).weights_BSK
@@ -100,11 +108,11 @@ def check_even(o: LayerOptions, n: int) -> None:
     """Raises UsageError where the load would not be even."""
     E = o.model_config().experts
     check_split(E, n)
-    if min(o.width, o.steps) < 1 or o.tokens < 1 or o.tokens % (n * E):
+    if o.width < 2 or o.width % 2 or o.steps < 1 or o.tokens < 1 or o.tokens % (n * E):
         near = max(1, round(o.tokens / (n * E))) * n * E
         raise UsageError(
-            f"--tokens {o.tokens} --width {o.width} --steps {o.steps}: each must be at least 1, and the tokens a "
-            f"multiple of {n} rank(s) times {E} experts, so that the load is even: {near} would do"
+            f"--tokens {o.tokens} --width {o.width} --steps {o.steps}: the width must be even, the steps at least 1, "
+            f"and the tokens a multiple of {n} rank(s) times {E} experts, so that the load is even: {near} would do"
         )
 
 
@@ -118,10 +126,11 @@ def layer_bytes(o: LayerOptions, group: Group) -> int:
 
 
 def main(rt: Runtime, o: LayerOptions) -> bool:
-    """Times of an even layer on one rank and on all, and of its parts; results proved equal."""
+    """Times of an even layer on one rank and on all, and of its parts; results and gradients proved equal."""
     n, dtype = rt.world_size, DTYPES[o.dtype]
     check_even(o, n)
-    group = Mesh(rt.world, ep=n).group("ep")
+    mesh = Mesh(rt.world, ep=n)
+    group = mesh.group("ep")
     generator = torch.Generator().manual_seed(o.seed + 1)
     whole_1TD = torch.randn(1, o.tokens, o.width, generator=generator, dtype=torch.float64).to(
         rt.device, dtype
@@ -135,10 +144,11 @@ def main(rt: Runtime, o: LayerOptions) -> bool:
 
     with Ledger() as ledger:
         found = forward_and_backward(split, mine_1tD)
+    sum_gradients(split.parameters(), mesh)
     expected = [x_1TD.chunk(n, 1)[rt.rank] for x_1TD in forward_and_backward(alone, whole_1TD)]
-    apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, found, strict=True))
-    right = apart <= TOLERANCE[dtype] and ledger.bytes() == layer_bytes(o, group)
-    right = all(comm.everyones(right, rt.world))
+    apart = largest_difference(named(alone, *expected), named(split, *found), rt)
+    counted = all(comm.everyones(ledger.bytes() == layer_bytes(o, group), rt.world))
+    right = counted and apart <= TOLERANCE[dtype]
 
     def on_one(work: Callable[[], object]) -> Callable[[], object]:
         return work if rt.rank == 0 else lambda: None

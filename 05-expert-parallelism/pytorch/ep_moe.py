@@ -36,7 +36,7 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from ep_training import ExpertOptions, check_micro_batches, mixtures
+from ep_training import ExpertOptions, check_capacity, check_micro_batches, mixtures
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -216,6 +216,7 @@ class Lesson:
 def main(rt: Runtime, o: MoEOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
+    check_capacity(o.capacity_factor)
     check_split(o.model_config().experts, rt.world_size)
     check_micro_batches(rt, o)
     lesson = Lesson()

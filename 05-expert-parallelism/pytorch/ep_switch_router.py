@@ -39,7 +39,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from ep_training import ExpertOptions, drain, mixtures, observed
+from ep_training import ExpertOptions, check_capacity, drain, mixtures, observed
 from rich.table import Table
 from torch import Tensor
 
@@ -200,6 +200,7 @@ def load_table(found: dict[str, Tensor], tokens: int) -> Table:
 def main(rt: Runtime, o: RouterOptions) -> bool:
     """Train, route the same tokens by each router, and compare the loads with one device's."""
     check(rt, VERSIONS, o)
+    check_capacity(o.capacity_factor)
     out, models, rows = console(rt), {}, []
     for name in o.versions:
         models[name], loss, logits = train(rt, o, name)

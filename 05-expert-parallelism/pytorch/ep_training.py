@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from common import comm
+from common.comm import sizes_of
+from common.equality import largest
 from common.models.moe import MoE, Routing
 from common.models.transformer import TransformerConfig
 from common.runtime import Runtime, UsageError
@@ -64,3 +67,23 @@ def check_micro_batches(rt: Runtime, o: TrainingOptions) -> None:
             f"--batch {o.batch} gives a rank {o.batch // rt.world_size} samples, too few for {o.micro_batches} "
             f"micro-batches; give at least --batch {rt.world_size * o.micro_batches}"
         )
+
+
+def check_capacity(factor: float) -> None:
+    """Raises UsageError for a capacity factor that is none."""
+    if not 0 < factor <= 1000:
+        raise UsageError(f"--capacity-factor {factor:g}: give a number above 0, at most 1000, such as 1.25")
+
+
+def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], rt: Runtime) -> float:
+    """The largest relative difference of one device's tensors to all ranks'; of experts `found` has this rank's.
+
+    Infinite where something is missing or no number.
+    """
+    n = rt.world_size
+    mine = {
+        name: x if x.shape == found[name].shape else x.split(sizes_of(len(x), n))[rt.rank]
+        for name, x in expected.items()
+        if name in found
+    }
+    return max(comm.everyones(largest(mine, found, "").value, rt.world))

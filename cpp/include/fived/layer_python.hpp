@@ -68,12 +68,15 @@ class BoundLayer : public Class {
     }
     py::array backward(const py::array& dy) override {
         const Array<T> slope = checked("dy", dy);
-        if (x_.ndim() < 2) throw std::invalid_argument("backward follows forward; there was none");
+        if (x_.ndim() < 2) throw std::invalid_argument("backward follows a forward, once; there was none");
         Array<T> dx(shape_of(slope));
         const MatrixView<const T> input = view(readable(slope));
         const MatrixView<T> output = view(writable(dx));
-        const py::gil_scoped_release waiting;
-        layer_->backward(input, output);
+        {
+            const py::gil_scoped_release waiting;
+            layer_->backward(input, output);
+        }
+        x_ = Array<T>();  // once: the layer's buffers are those of this backward now
         return dx;
     }
     double gradient_norm() override { return layer_->gradient_norm(); }
