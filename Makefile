@@ -14,9 +14,9 @@ help: ## show this list
 setup: ## environment, packages and C++; nothing to do when up to date
 	@scripts/install_all.sh
 
-test: setup ## all tests, C++ and Python, two files at a time
+test: setup ## all tests, C++ and Python, three files at a time: starting ranks is mostly waiting
 	@$(ACTIVATE) ctest --preset release
-	@$(ACTIVATE) python -m pytest -n 2 --dist loadfile
+	@$(ACTIVATE) python -m pytest -n 3 --dist loadfile
 
 benchmark: setup ## run every implementation and write results/report.html
 	@$(ACTIVATE) python common/benchmarks/benchmark_all.py

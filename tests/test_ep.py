@@ -293,8 +293,8 @@ def test_journeys_leave_before_what_hides_them(monkeypatch: pytest.MonkeyPatch) 
 
 
 def imbalance(rt: Runtime) -> bool:
-    o = ImbalanceOptions(model="ep-switch", rows=13, width=8, steps=1)
-    mixtral = ImbalanceOptions(model="ep-mixtral", rows=2, width=12, steps=1)
+    o = ImbalanceOptions(model="ep-switch", rows=150, width=8, steps=1)
+    mixtral = ImbalanceOptions(model="ep-mixtral", rows=145, width=12, steps=1)
     return ep_imbalance.main(rt, o) and ep_imbalance.main(rt, mixtral)
 
 

@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused(results):
         needed = "needed is float64 (tokens, 8) in C order"
         assert flat == f"x is float64 (3, 7); {needed}"
         assert single == f"x is float32 (3, 8); {needed}"
-        assert backward == "backward follows forward; there was none"
+        assert backward == "backward follows a forward, once; there was none"
         assert none == "no weights for router.weight"
 
 

@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused(results):
     needed = "needed is float64 (samples, sequence, 16) in C order"
     assert flat == f"x is float64 (2, 16); {needed}"
     assert single == f"x is float32 (1, 2, 16); {needed}"
-    assert backward == "backward follows forward; there was none"
+    assert backward == "backward follows a forward, once; there was none"
     assert none == "no weights for attention_norm.weight"
 
 

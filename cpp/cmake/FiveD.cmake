@@ -193,7 +193,7 @@ function(fived_test_target target)
     LSAN_OPTIONS=suppressions=${FIVED_ROOT}/cpp/tests/leaks.supp:print_suppressions=0)
   foreach(ranks IN LISTS test_RANKS)
     add_test(NAME ${target}.${ranks} COMMAND ${MPIEXEC_EXECUTABLE} -np ${ranks} $<TARGET_FILE:${target}> ${test_ARGUMENTS})
-    set_tests_properties(${target}.${ranks} PROPERTIES TIMEOUT 120 RUN_SERIAL ON ENVIRONMENT "${environment}")
+    set_tests_properties(${target}.${ranks} PROPERTIES TIMEOUT 120 ENVIRONMENT "${environment}")
   endforeach()
 endfunction()
 
