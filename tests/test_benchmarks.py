@@ -255,17 +255,20 @@ def test_the_page_of_schedules(tmp_path: Path) -> None:
     shares = {"formula": None, "simulated": 0.25, "with measured times": 0.26, "measured": 0.275}
     given = {"model": "gpt2-tiny", "dtype": "float64", "backend": "gloo", "ranks": 2, "micro_batches": 4}
     lines = {"ours, simulated": rows, "ours, measured": {**rows, "rank 1": [[0.2, 0.3, "B", "0"]]}}
-    record = {"schedule": "ours", **given, "bubble": shares, "timelines": lines, **KEPT}
+    record = {"schedule": "ours", **given, "bubble": shares, "timelines": lines, **KEPT, "purpose": "time"}
     assert measures.problem(record) == ""
     assert measures.problem({key: value for key, value in record.items() if key != "bubble"})
     (drawn,) = plots.of_schedules([record], "pipes")
-    assert drawn.name == "pipes-timeline-ours-2"
+    assert drawn.name == "pipes-timeline-1-ours"
     axes = Figure().subplots(2)
     drawn.draw(tuple(axes))
     assert [one.get_title() for one in axes] == list(lines)
     first, second = ([text.get_text() for text in one.get_legend().get_texts()] for one in axes)
     assert first == second == ["F", "B"]
-    page = report.write([record], tmp_path).read_text()
-    assert page.count("<svg ") == 1
+    others = [{**record, "ranks": 1}, {**record, "purpose": "equality"}]  # nothing waits; a tiny model
+    page = report.write([record, *others, record], tmp_path).read_text()
+    assert page.count("<svg ") == 2
+    ids = re.findall(r'id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
     for shown in ("25.0%", "26.0%", "27.5%", "–"):
         assert shown in page

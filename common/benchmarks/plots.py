@@ -160,14 +160,14 @@ def _bandwidth(series: Series, copy: Mapping[int, float] | None, axes: tuple[Axe
 def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
     """The simulated and the measured timeline of each pipeline schedule, one above the other."""
     plots = []
-    for r in records:
+    for place, r in enumerate(records, 1):
         lines = {
             title: {rank: [visualizer.Interval(*item) for item in row] for rank, row in rows.items()}
             for title, rows in r["timelines"].items()
         }
         plots.append(
             Plot(
-                f"{prefix}-timeline-{r['schedule']}-{r['ranks']}",
+                f"{prefix}-timeline-{place}-{r['schedule']}",
                 f"A step of {r['schedule']}: {r['ranks']} ranks, {r['micro_batches']} micro-batches, {r['model']}.",
                 partial(visualizer.timelines, lines=lines, unit="ms", scale=1e3, kinds=("F", "B", "I", "W")),
                 height=len(lines) * (1.0 + 0.25 * r["ranks"]),
