@@ -3,7 +3,7 @@
 InTorch     what autograd goes through: a module, or functions of C++ on LibTorch
 InNumpy     a layer of a module in plain C++, on numpy arrays, with its own backward pass
 
-What tp_languages.py and ep_languages.py share.
+What tp_languages.py and ep_languages.py share; `prove` and `check_modules` also serve pp_languages.py.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def follow(
 ) -> tuple[Followed, Fraction]:
     """What the steps leave, gathered, and the bytes this rank sent.
 
-    step: (loss, dx, whole) of a forward and backward pass. plain: the parameters of the plain layer.
+    step: (loss, the whole dx) of a forward and backward pass. plain: the parameters of the plain layer.
     """
     found, sent = Followed(), Fraction(0)
 

@@ -103,7 +103,7 @@ NO_MEMORY = (
 )
 
 
-def _sized(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
+def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
     """Sizes that no machine has are bad input."""
     try:
         return main(rt, options)
@@ -115,7 +115,7 @@ def _sized(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
 
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
-    launch, main = resolve(), partial(_sized, main)
+    launch, main = resolve(), partial(_within_memory, main)
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace:
         main = partial(profiled, options.trace, main)

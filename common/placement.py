@@ -88,6 +88,30 @@ def shard(parameter: Tensor, group: Group, dim: int) -> nn.Parameter:
     return cut
 
 
+def whole_shape(parameter: Tensor, mesh: Mesh) -> torch.Size:
+    """The shape of the tensor of which `parameter` is this rank's piece."""
+    shape = parameter.shape
+    for axis, split in reversed(placement(parameter).items()):
+        if isinstance(split, Run):
+            shape = split.shape
+        else:
+            lengths = split.sizes or (shape[split.dim],) * mesh.shape[axis]
+            shape = torch.Size((*shape[: split.dim], sum(lengths), *shape[split.dim + 1 :]))
+    return shape
+
+
+def piece(whole: Tensor, parameter: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's piece of a whole tensor, a view of it, cut as `parameter` is: the way back from `equality.whole`."""
+    for axis, split in placement(parameter).items():
+        at = mesh.at[axis]
+        if isinstance(split, Run):
+            whole = whole.flatten().narrow(0, sum(split.sizes[:at]), split.sizes[at])
+        else:
+            lengths = split.sizes or (whole.shape[split.dim] // mesh.shape[axis],) * mesh.shape[axis]
+            whole = whole.narrow(split.dim, sum(lengths[:at]), lengths[at])
+    return whole
+
+
 def split_tokens_along(parameter: Tensor, axis: str) -> None:
     """Say that along `axis`, too, each rank sees other tokens where it uses `parameter`."""
     parameter.token_axes = (*getattr(parameter, "token_axes", ()), axis)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from mpi.launch import ROOT, mpirun, need_module, run_worker
+from mpi.launch import ROOT, mpirun, need_binary, need_module, run, run_worker
 
 from common import random
 from common.data.text import load_text, mlp_batch, rank_slice
@@ -156,3 +156,14 @@ def test_record():
 
     assert fived.record.median([3.0, 1.0, 2.0]) == 2
     assert fived.record.peak_memory_bytes() > 1e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ldd")
+@pytest.mark.parametrize(
+    "program", ["dp_libtorch", "pp_libtorch", "tp_libtorch", "sp_libtorch", "ep_libtorch"]
+)
+def test_there_is_no_python_in_the_programs_on_libtorch(program: str) -> None:
+    libraries = run(["ldd", str(need_binary(program))]).stdout
+    assert "libtorch_cpu" in libraries
+    assert "libpython" not in libraries
+    assert "libtorch_python" not in libraries

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +100,6 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
     assert not problem(values)
     assert (values["tokens_per_step"], values["scaling"], values["equal"]) == (8, "weak", None)
     assert min(values["step_seconds"]) > 0
-
-
-def test_there_is_no_python_in_it() -> None:
-    if sys.platform != "linux":
-        pytest.skip("ldd")
-    binary = need_binary("dp_libtorch")
-    libraries = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
-    assert "libtorch_cpu" in libraries
-    assert "libpython" not in libraries
-    assert "libtorch_python" not in libraries
 
 
 @pytest.mark.parametrize(

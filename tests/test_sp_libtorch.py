@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +84,6 @@ def test_the_program_proves_itself(ranks: int, tmp_path: Path) -> None:
     last, mean = (ranks - 1) * s * s + s * (s + 1) / 2, 96 * 97 / 2 / ranks
     assert contiguous["slowest_over_mean_pairs"] == pytest.approx(last / mean)
     assert zigzag["slowest_over_mean_pairs"] == 1
-
-
-def test_there_is_no_python_in_it() -> None:
-    if sys.platform != "linux":
-        pytest.skip("ldd")
-    binary = need_binary("sp_libtorch")
-    libraries = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
-    assert "libtorch_cpu" in libraries
-    assert "libpython" not in libraries
 
 
 @pytest.mark.parametrize(

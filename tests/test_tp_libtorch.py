@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,15 +112,6 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
     values = json.loads(record.read_text())
     assert not problem(values)
     assert (len(values["step_seconds"]), values["equal"]) == (3, None)
-
-
-def test_there_is_no_python_in_it() -> None:
-    if sys.platform != "linux":
-        pytest.skip("ldd")
-    binary = need_binary("tp_libtorch")
-    libraries = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
-    assert "libtorch_cpu" in libraries
-    assert "libpython" not in libraries
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,7 @@ class Lesson : LessonBase<Settings> {
         bool right = true;
         if (!s_.benchmark) right &= prove();
         right &= measure();
-        if (!s_.benchmark)
-            say(right ? "\nProved: training on %d rank(s) equals training on one, bytes counted = formula.\n"
-                      : "\nWRONG: training on %d rank(s) differs from training on one, or bytes counted from "
-                        "the formula.\n",
-                world_.size());
+        if (!s_.benchmark) say_verdict(right);
         for (const auto& version : versions_) append(record_of(*version, right));
         return right;
     }

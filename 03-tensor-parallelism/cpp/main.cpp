@@ -69,11 +69,7 @@ class Lesson : LessonBase<Settings> {
             s_.dtype.c_str(), world_.size());
         bool right = s_.benchmark || prove();
         right &= measure();
-        if (!s_.benchmark)
-            say(right ? "\nProved: training on %d rank(s) equals training on one, bytes counted = formula.\n"
-                      : "\nWRONG: training on %d rank(s) differs from training on one, or bytes counted from "
-                        "the formula.\n",
-                world_.size());
+        if (!s_.benchmark) say_verdict(right);
         for (const Timed& timed : timed_)
             if (timed.sums) append(record_of(timed, right));
         return right;

@@ -213,18 +213,28 @@ class Lesson:
         return table
 
 
-def main(rt: Runtime, o: MoEOptions) -> bool:
-    """Prove, or with --benchmark time."""
-    check(rt, VERSIONS, o)
+def refuse(rt: Runtime, o: MoEOptions, versions: tuple[str, ...]) -> None:
+    """Raises UsageError for what cannot run, before any rank waits for another."""
+    check(rt, versions, o)
     check_capacity(o.capacity_factor)
     check_split(o.model_config().experts, rt.world_size)
     check_micro_batches(rt, o)
-    lesson = Lesson()
+
+
+def prove_or_time(rt: Runtime, o: MoEOptions, lesson: Lesson) -> bool:
+    """Each version against one device; with --benchmark all of them in turn."""
     make, step, run = lesson.make_version, lesson.step_bytes, lesson.run_bytes
     if o.benchmark:
         report(rt, o, benchmark(rt, o, make, step, (), axis="ep"))
         return True
-    right = prove(rt, o, make, run, step, (), one_device=one_device, axis="ep")
+    return prove(rt, o, make, run, step, (), one_device=one_device, axis="ep")
+
+
+def main(rt: Runtime, o: MoEOptions) -> bool:
+    """Prove, or with --benchmark time; and who sent how many rows to whom."""
+    refuse(rt, o, VERSIONS)
+    lesson = Lesson()
+    right = prove_or_time(rt, o, lesson)
     console(rt).print(lesson.journeys(rt, o))
     return right
 

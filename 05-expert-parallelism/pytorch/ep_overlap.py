@@ -30,13 +30,12 @@ from fractions import Fraction
 from typing import Any, cast
 
 import torch
-from ep_moe import ExpertExchange, Lesson, MoEOptions, check_split, one_device, transposed
-from ep_training import check_micro_batches, mixtures
+from ep_moe import ExpertExchange, Lesson, MoEOptions, prove_or_time, refuse, transposed
+from ep_training import mixtures
 from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, Pending, sizes_of
-from common.comparison import benchmark, check, prove, report
 from common.lesson import run
 from common.models.transformer import Transformer
 from common.runtime import Runtime, UsageError
@@ -160,17 +159,10 @@ class OverlapLesson(Lesson):
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
     """Prove both, or with --benchmark time them: the column "blocked" is what is not hidden."""
-    check(rt, VERSIONS, o)
-    check_split(o.model_config().experts, rt.world_size)
-    check_micro_batches(rt, o)
+    refuse(rt, o, VERSIONS)
     if o.pieces < 1:
         raise UsageError(f"--pieces {o.pieces}: at least 1 piece is needed")
-    lesson = OverlapLesson()
-    make, step, run = lesson.make_version, lesson.step_bytes, lesson.run_bytes
-    if o.benchmark:
-        report(rt, o, benchmark(rt, o, make, step, (), axis="ep"))
-        return True
-    return prove(rt, o, make, run, step, (), one_device=one_device, axis="ep")
+    return prove_or_time(rt, o, OverlapLesson())
 
 
 if __name__ == "__main__":

@@ -26,13 +26,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from ep_moe import Lesson, MoEOptions, check_split, one_device
-from ep_training import check_micro_batches, mixtures
+from ep_moe import Lesson, MoEOptions, check_split, prove_or_time, refuse
+from ep_training import mixtures
 from torch import nn
 
 from common import collectives
 from common.comm import Group
-from common.comparison import benchmark, check, prove, report
 from common.lesson import DTYPES, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer, TransformerConfig
@@ -111,17 +110,10 @@ def equal_samples(rt: Runtime, o: MoEOptions) -> None:
 
 def main(rt: Runtime, o: TensorOptions) -> bool:
     """Prove both, or with --benchmark time them."""
-    check(rt, VERSIONS, o)
-    check_split(o.model_config().experts, rt.world_size)
+    refuse(rt, o, VERSIONS)
     check_slices(o.model_config(), rt.world_size)
-    check_micro_batches(rt, o)
     equal_samples(rt, o)
-    lesson = TensorLesson()
-    make, step, run = lesson.make_version, lesson.step_bytes, lesson.run_bytes
-    if o.benchmark:
-        report(rt, o, benchmark(rt, o, make, step, (), axis="ep"))
-        return True
-    return prove(rt, o, make, run, step, (), one_device=one_device, axis="ep")
+    return prove_or_time(rt, o, TensorLesson())
 
 
 if __name__ == "__main__":

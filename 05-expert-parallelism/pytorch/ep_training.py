@@ -75,15 +75,19 @@ def check_capacity(factor: float) -> None:
         raise UsageError(f"--capacity-factor {factor:g}: give a number above 0, at most 1000, such as 1.25")
 
 
+def part_of_rank(x_EN: Tensor, rt: Runtime) -> Tensor:
+    """The rows of this rank's experts."""
+    parts: tuple[Tensor, ...] = x_EN.split(sizes_of(len(x_EN), rt.world_size))
+    return parts[rt.rank]
+
+
 def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], rt: Runtime) -> float:
     """The largest relative difference of one device's tensors to all ranks'; of experts `found` has this rank's.
 
     Infinite where something is missing or no number.
     """
-    n = rt.world_size
     mine = {
-        name: x if x.shape == found[name].shape else x.split(sizes_of(len(x), n))[rt.rank]
+        name: x if name not in found or x.shape == found[name].shape else part_of_rank(x, rt)
         for name, x in expected.items()
-        if name in found
     }
     return max(comm.everyones(largest(mine, found, "").value, rt.world))

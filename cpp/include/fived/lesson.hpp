@@ -60,6 +60,13 @@ class LessonBase {
     void say(const char* format, Values... values) const {
         if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
     }
+    /// What came of the proof of equality and of bytes.
+    void say_verdict(bool right) const {
+        say(right ? "\nProved: training on %d rank(s) equals training on one, bytes counted = formula.\n"
+                  : "\nWRONG: training on %d rank(s) differs from training on one, or bytes counted from the "
+                    "formula.\n",
+            world_.size());
+    }
     bool everywhere(bool right) const { return world_.all_reduce(int(right), MPI_MIN) == 1; }
     /// Bytes of a number.
     std::size_t element() const { return s_.dtype == "float64" ? 8 : 4; }
