@@ -71,6 +71,13 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+def like(x: Tensor, parameter: Tensor) -> nn.Parameter:
+    """x as a parameter of which all is said that is said of `parameter`."""
+    made = nn.Parameter(x, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
 def shard(parameter: Tensor, group: Group, dim: int) -> nn.Parameter:
     """This rank's piece of a whole parameter that all ranks have, placed: lengths along `dim` as `sizes_of` cuts.
 
@@ -83,7 +90,7 @@ def shard(parameter: Tensor, group: Group, dim: int) -> nn.Parameter:
     piece = (
         parameter.detach().narrow(dim, begin, sizes[group.rank]).clone(memory_format=torch.contiguous_format)
     )
-    cut = nn.Parameter(piece, parameter.requires_grad)
+    cut = like(piece, parameter)
     place(cut, group.axis, Shard(dim, tuple(sizes)))
     return cut
 

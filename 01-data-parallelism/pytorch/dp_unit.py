@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, Pending
-from common.placement import Run, place, placement
+from common.placement import Run, like, place
 
 
 class Unit:
@@ -37,10 +37,8 @@ class Unit:
             view.copy_(p.detach())
             p.data = view
         self.mine = self.run(self.whole) if stage < 3 else self.run(self.whole).clone()
-        self.pieces = {name: nn.Parameter(piece) for name, piece in self.cut(self.mine).items()}
+        self.pieces = {name: like(piece, parameters[name]) for name, piece in self.cut(self.mine).items()}
         for (name, p), sizes in zip(parameters.items(), self._sizes(), strict=True):
-            for axis, split in placement(p).items():
-                place(self.pieces[name], axis, split)
             place(self.pieces[name], group.axis, Run(p.shape, sizes))
         self.here, self.arriving = True, None  # type: tuple[bool, Pending | None]
         self.gradients: Tensor | None = None  # like `whole`: this rank's part

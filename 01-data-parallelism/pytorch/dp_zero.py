@@ -71,12 +71,20 @@ class Zero:
     common.placement.gradient_norm(pieces, mesh), since each rank sees a part. The weights to save are the pieces, not
     the model's state_dict; after writing into them by other means than an optimizer, call changed(). All ranks step
     together and, from stage 2 on, run as many backward passes. Parameters are those that need gradients now.
+    entries: the modules that are called, where that is not the model itself but parts of it: a pipeline's stages.
 
     Raises ValueError for other stages, for a model without parameters to train, for a unit of two types;
     RuntimeError in stage 1 when a second backward pass runs before finish(): accumulate inside no_sync().
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], group: Group, stage: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        group: Group,
+        stage: int,
+        entries: Sequence[nn.Module] = (),
+    ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
         broadcast_model(model, group)
@@ -88,7 +96,9 @@ class Zero:
         of_layers = [{id(p) for p in layer.parameters()} for layer in layers]
         homes = {name: [i for i, ids in enumerate(of_layers) if id(p) in ids] for name, p in trained.items()}
         outside = {id(p) for p in parameters_outside(model, {id(layer) for layer in layers})}
-        self.units, self.modules = [], []  # type: tuple[list[Unit], list[nn.Module]]
+        entries = tuple(entries) or (model,)
+        # the modules around which a unit is whole
+        self.units, self.modules = [], []  # type: tuple[list[Unit], list[tuple[nn.Module, ...]]]
         for i, module in enumerate([model, *layers], -1):
             # what several layers share, or what lies outside of them too, is whole from the first to the last
             home = {
@@ -98,15 +108,15 @@ class Zero:
             inside = {name: p for name, p in trained.items() if home[name] == i}
             if inside:
                 self.units.append(Unit(inside, group, stage))
-                self.modules.append(module)
-        self.model = weakref.ref(model)
+                self.modules.append(entries if i < 0 else (module,))
+        self.entries = weakref.WeakSet(entries)
         self.synchronising, self.in_backward, self.reduced = True, False, False
         self.gathered, self.task = -1, -1
         self.used: set[str] = set()
         self.queue, self.leaving = self.units[::-1], []  # type: tuple[list[Unit], list[Unit]]
-        self._hook(model)
+        self._hook(entries)
 
-    def _hook(self, model: nn.Module) -> None:
+    def _hook(self, entries: Sequence[nn.Module]) -> None:
         me = weakref.ref(self)  # the model must not keep this alive
 
         def call(method: str, *known: Any) -> Any:
@@ -116,10 +126,12 @@ class Zero:
 
             return hook
 
-        model.register_forward_pre_hook(call("_begin"))
-        for i, (unit, module) in enumerate(zip(self.units, self.modules, strict=True)):
-            module.register_forward_pre_hook(call("_before", i))
-            module.register_forward_hook(call("_after", i))
+        for entry in entries:
+            entry.register_forward_pre_hook(call("_begin"))
+        for i, (unit, modules) in enumerate(zip(self.units, self.modules, strict=True)):
+            for module in modules:
+                module.register_forward_pre_hook(call("_before", i))
+                module.register_forward_hook(call("_after", i))
             for name, p in unit.parameters.items():
                 p.register_post_accumulate_grad_hook(call("_ready", i, name))
         weakref.finalize(self, register_optimizer_step_post_hook(call("_stepped")).remove)
@@ -157,7 +169,7 @@ class Zero:
     def _after(self, i: int, module: nn.Module, _: Any, output: Any) -> None:
         """Stage 3: weights go after their use, and come again when the gradient of the unit's output is there."""
         training = torch.is_grad_enabled()
-        if self.stage < 3 or recomputing() or (training and module is self.model()):
+        if self.stage < 3 or recomputing() or (training and module in self.entries):
             return
         self.units[i].release()
         for x in tree_leaves(output):
@@ -179,8 +191,7 @@ class Zero:
             raise RuntimeError(
                 "backward ran twice before finish(): put all micro-batches but the last in no_sync()"
             )
-        unit.fill(name)
-        self.used.add(name)
+        self._fill(unit, name)
         if not self.synchronising:
             return
         if not self.in_backward:
@@ -190,6 +201,11 @@ class Zero:
         # units leave in one order on all ranks, or messages of the same length would meet the wrong ones
         while self.queue and not self.queue[0].unready:
             self._reduce()
+
+    def _fill(self, unit: Unit, name: str) -> None:
+        if unit.parameters[name].grad is not None:  # None yet where a pipeline puts weight gradients off
+            unit.fill(name)
+            self.used.add(name)
 
     def _reduce(self) -> None:
         unit = self.queue.pop(0)
@@ -212,6 +228,9 @@ class Zero:
         if self.in_backward:
             raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
         if not self.reduced:
+            for unit in self.units:
+                for name in unit.parameters.keys() - unit.filled:
+                    self._fill(unit, name)
             self._end_of_backward()
         for unit in self.leaving:
             unit.settle()

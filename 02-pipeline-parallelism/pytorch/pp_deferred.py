@@ -42,10 +42,12 @@ class Deferred:
         return y if bias is None else y + bias
 
     def replace(self, module: nn.Module) -> None:
-        """Let every nn.Linear inside compute so."""
-        for linear in module.modules():
-            if type(linear) is nn.Linear:
-                linear.forward = partial(self._as_linear, linear)  # type: ignore[method-assign]
+        """Let every nn.Linear inside compute so, and all that has a `product`."""
+        for part in module.modules():
+            if type(part) is nn.Linear:
+                part.forward = partial(self._as_linear, part)  # type: ignore[method-assign]
+            elif hasattr(part, "product"):
+                part.product = self.linear  # type: ignore[assignment]
 
     def _as_linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         return self.linear(x, module.weight, module.bias)

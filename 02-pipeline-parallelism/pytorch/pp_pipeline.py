@@ -47,7 +47,10 @@ class Pipeline:
         self.stages = cut_model(model, schedule.owner, mesh, cuts)
         if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
             deferred.replace(model)
-            model.unembed = deferred.linear
+            if hasattr(model.unembed, "product"):
+                model.unembed.product = deferred.linear
+            else:
+                model.unembed = deferred.linear
         if checkpointing:
             for stage in self.stages.values():
                 stage.layers = nn.ModuleList(Checkpointed(layer) for layer in stage.layers)

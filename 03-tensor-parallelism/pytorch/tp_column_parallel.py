@@ -68,9 +68,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight = shard(linear.weight, group, 0)
         self.bias = None if linear.bias is None else shard(linear.bias, group, 0)
         self.enter = enter or (lambda x: collectives.copy(x, group))
+        self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        y_BSf = F.linear(self.enter(x_BSD), self.weight, self.bias)
+        y_BSf = self.product(self.enter(x_BSD), self.weight, self.bias)
         if not self.gather_output:
             return y_BSf
         return collectives.gather(y_BSf, self.group, -1, sizes=self.sizes)

@@ -29,6 +29,7 @@ query heads read, from weights that are replicated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -53,6 +54,7 @@ from common.runtime import Runtime, UsageError
 from common.training import Version
 
 VERSIONS = ("plain", "sequence-parallel")
+SplitMLP = Callable[[nn.Module, "Region"], None]
 
 
 class Region:
@@ -100,7 +102,8 @@ class SharedRows(nn.Module):
     def __init__(self, linear: nn.Linear, rows: Tensor, group: Group) -> None:
         super().__init__()
         self.weight, self.bias, self.group = linear.weight, linear.bias, group
-        self.register_buffer("rows", rows, persistent=False)
+        on = rows if linear.weight.is_meta else rows.to(linear.weight.device)
+        self.register_buffer("rows", on, persistent=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         weight_fD = collectives.copy(self.weight, self.group)[self.rows]
@@ -127,7 +130,7 @@ def split_attention(attention: Attention, config: TransformerConfig, region: Reg
             read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
             width = config.head_width
             rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
-            projections.append((name, SharedRows(linear, rows.to(linear.weight.device), group)))
+            projections.append((name, SharedRows(linear, rows, group)))
     for name, projection in projections:
         setattr(attention, name, projection)
     attention.weights_dropout.first_head = mine.start
@@ -144,16 +147,20 @@ def _leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
     return layer
 
 
-def split_layer(layer: Layer, config: TransformerConfig, region: Region) -> None:
-    """Attention and MLP become regions; what is around them stays."""
-    split_attention(layer.attention, config, region)
-    mlp: Any = layer.mlp
+def split_mlp(mlp: Any, region: Region) -> None:
+    """Up and gate by columns, down by rows."""
     for name in ("up_proj", "gate_proj"):
         if hasattr(mlp, name):
             setattr(mlp, name, ColumnParallelLinear(getattr(mlp, name), region.group, enter=_as_it_is))
     mlp.down_proj = _leaving(mlp.down_proj, region)
+
+
+def split_layer(layer: Layer, config: TransformerConfig, region: Region, split: SplitMLP = split_mlp) -> None:
+    """Attention and MLP become regions; what is around them stays."""
+    split_attention(layer.attention, config, region)
+    split(layer.mlp, region)
     layer.register_forward_pre_hook(lambda _, given: region.note(given[1]))
-    for part in (layer.attention, mlp):  # once for all projections of the region
+    for part in (layer.attention, layer.mlp):  # once for all projections of the region
         part.register_forward_pre_hook(lambda _, given: (region.enter(given[0]), *given[1:]))
 
 
@@ -168,18 +175,21 @@ class PositionsOutside(nn.Module):
         return F.embedding(self.region.slice(positions_S), self.weight)
 
 
-def tensor_parallel(model: Transformer, group: Group, sequence_parallel: bool = False) -> Transformer:
+def tensor_parallel(
+    model: Transformer, group: Group, sequence_parallel: bool = False, split: SplitMLP = split_mlp
+) -> Region:
     """Split the model over the ranks of `group`, in place; the same whole model must be on all of them.
 
     model(tokens_BS) takes the same tokens on all ranks and returns logits_BSv, this rank's part of the vocabulary;
     `model.loss` sums their cross-entropies. Call `placement.sum_gradients` after the backward pass: with
-    sequence_parallel some gradients are partial. Raises UsageError where heads do not divide by the ranks.
+    sequence_parallel some gradients are partial. split: what makes a region of each MLP, for MLPs that are more than
+    one. Returns the way into regions and out of them. Raises UsageError where heads do not divide by the ranks.
     """
     config, region = model.config, Region(group, sequence_parallel)
-    check_split(config, group.size)
+    (check_split if split is split_mlp else check_sizes)(config, group.size)
     for layer in model.layers:
         assert isinstance(layer, Layer)
-        split_layer(layer, config, region)
+        split_layer(layer, config, region, split)
     split_vocabulary(model, group, region.enter, region.leave)
     if sequence_parallel:
         if model.embed_positions is not None:
@@ -191,13 +201,18 @@ def tensor_parallel(model: Transformer, group: Group, sequence_parallel: bool = 
     for module in model.modules():
         if isinstance(module, Dropout):
             module.slice = region.slice
-    return model
+    return region
 
 
 def check_split(config: TransformerConfig, n: int) -> None:
     """Raises UsageError where n ranks cannot hold whole heads, some of the vocabulary and the MLP, or for experts."""
     if config.experts:
-        raise UsageError(f"this splits one MLP a layer over tp, not {config.experts} experts; see chapter 05")
+        raise UsageError(f"this splits one MLP a layer over tp, not {config.experts} experts; see chapter 06")
+    check_sizes(config, n)
+
+
+def check_sizes(config: TransformerConfig, n: int) -> None:
+    """Raises UsageError where n ranks cannot hold whole heads, some of the vocabulary and of an MLP."""
     if config.heads % n:
         fits = ", ".join(str(k) for k in range(1, config.heads + 1) if config.heads % k == 0)
         raise UsageError(f"{config.heads} heads do not divide over {n} ranks along tp; {fits} would do")

@@ -121,6 +121,16 @@ def cross_entropy_sum_parallel(
     return torch.where(counted_N, loss_N, 0).sum(), counted_N.sum()
 
 
+class Unembed:
+    """The head's product x W^T on this rank's rows of W, after `enter`."""
+
+    def __init__(self, enter: Map) -> None:
+        self.enter, self.product = enter, F.linear
+
+    def __call__(self, x_BSD: Tensor, weight_vD: Tensor) -> Tensor:
+        return self.product(self.enter(x_BSD), weight_vD)
+
+
 def split_vocabulary(
     model: Transformer, group: Group, enter: Map | None = None, leave: Map | None = None
 ) -> Transformer:
@@ -131,7 +141,7 @@ def split_vocabulary(
     model.embed_tokens = pieces  # type: ignore[assignment]
     if model.lm_head is not None:
         model.lm_head.weight = shard(model.lm_head.weight, group, 0)
-    model.unembed = lambda x, weight: F.linear(into(x), weight)
+    model.unembed = Unembed(into)
     model.loss = partial(cross_entropy_sum_parallel, group=group, vocabulary=vocabulary)
     return model
 

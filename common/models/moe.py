@@ -80,11 +80,12 @@ class Linears(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
+        self.bias_share = 1.0  # below 1 where a strategy sums what several ranks return
 
     def maps(self) -> list[Callable[[Tensor], Tensor]]:
         """Each expert's map. The backward of unbind stacks E gradients; those of weight[e] would be E times whole."""
         weights = self.weight.unbind()
-        biases = [None] * len(weights) if self.bias is None else self.bias.unbind()
+        biases = [None] * len(weights) if self.bias is None else (self.bias * self.bias_share).unbind()
         return [partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
 
 

@@ -240,6 +240,17 @@ class Transformer(nn.Module):
         return 6 * (matrices + c.vocabulary * c.width) + 12 * c.layers * sequence * c.width
 
 
+def initial_value(name: str, shape: torch.Size, config: TransformerConfig, seed: int) -> Tensor:
+    """What `initialise` gives the parameter of that name in the whole model, float64."""
+    if name.endswith("bias"):
+        return torch.zeros(shape, dtype=torch.float64)
+    if "norm" in name:
+        return torch.ones(shape, dtype=torch.float64)
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
+    return torch.from_numpy(random.normals(seed, random.stream_of(name), shape.numel()) * std).view(shape)
+
+
 @torch.no_grad()
 def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: str = "") -> None:
     """GPT-2's initial values: weights N(0, 0.02²), smaller into the residual stream; biases 0; norms 1.
@@ -247,17 +258,8 @@ def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: 
     `prefix` is the module's place in the model, such as "layers.3.". The 2 * layers projections that add to
     the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al., 2019, section 2.3).
     """
-    for short, p in module.named_parameters():
-        name = prefix + short
-        if name.endswith("bias"):
-            p.zero_()
-        elif "norm" in name:
-            p.fill_(1)
-        else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / math.sqrt(2 * config.layers) if residual else 0.02
-            values = random.normals(seed, random.stream_of(name), p.numel())
-            p.copy_(torch.from_numpy(values * std).view(p.shape))
+    for name, p in module.named_parameters():
+        p.copy_(initial_value(prefix + name, p.shape, config, seed))
     for buffer in module.buffers():  # the router's
         buffer.zero_()
 

@@ -1,0 +1,58 @@
+"""Experts under tensor parallelism: every rank along tp has a slice of every expert that lies at its place along ep.
+
+    y_t = sum over tp of  sum over the k chosen experts e of  w_te down_e[:, mine] act(up_e[mine] x_t)
+
+The mixture is a region as an MLP is one (tp_megatron.py): tokens come in whole, the sum over ranks leaves once, after
+the choices are weighted. All ranks along tp see the same tokens and so make the same choices; over ep they then
+exchange rows with ranks at the same place along tp. A weight w_te multiplies a part of the expert's result, so the
+gradient of the router is partial over tp, and so is that of a bias of which each rank adds 1/n.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from tp_column_parallel import ColumnParallelLinear
+from tp_megatron import Region, split_mlp
+from tp_row_parallel import RowParallelLinear
+
+from common.models.moe import Linears, MoE
+from common.placement import shard, split_tokens_along
+from common.runtime import UsageError
+
+
+def split(mlp: nn.Module, region: Region) -> None:
+    """An MLP or a mixture of experts, in place, as a region: for `tensor_parallel`.
+
+    Raises UsageError for shared experts with biases.
+    """
+    if not isinstance(mlp, MoE):
+        return split_mlp(mlp, region)
+    group = region.group
+    for name, part in mlp.experts.named_children():
+        assert isinstance(part, Linears)
+        inside = name != "down_proj"  # weight_EOI: rows are O, columns are I
+        part.weight = shard(part.weight, group, 1 if inside else 2)
+        if part.bias is not None and inside:
+            part.bias = shard(part.bias, group, 1)
+        elif part.bias is not None:
+            part.bias_share = 1 / group.size
+            split_tokens_along(part.bias, group.axis)
+    split_tokens_along(mlp.router.weight, group.axis)
+    if mlp.shared is not None:
+        _split_shared(mlp.shared, region)
+    mlp.register_forward_hook(lambda _, given, y_BSD: region.leave(y_BSD))
+
+
+def _split_shared(shared: nn.Module, region: Region) -> None:
+    """What they return is a part, too; it leaves with the experts'."""
+    for name, linear in list(shared.named_children()):
+        assert isinstance(linear, nn.Linear)
+        if linear.bias is not None:
+            raise UsageError(
+                "shared experts with biases cannot be split along tp; give a model with bias=False"
+            )
+        if name == "down_proj":
+            split_linear: nn.Module = RowParallelLinear(linear, region.group, leave=lambda y: y)
+        else:
+            split_linear = ColumnParallelLinear(linear, region.group, enter=lambda x: x)
+        setattr(shared, name, split_linear)

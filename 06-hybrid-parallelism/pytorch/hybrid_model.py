@@ -1,0 +1,186 @@
+"""Five strategies on one model: each changes what its axis splits and nothing else, so they are five calls.
+
+    tensor_parallel      matrices and heads over tp       on shapes alone
+    sequence_parallel    tokens of a sample over sp
+    expert_parallel      whole experts over ep
+    Pipeline             layers over pp
+    materialise          now each rank makes its own pieces
+    Zero                 dp: weights, gradients, states
+
+A parameter carries how it lies on the mesh (common/placement.py), and what happens after the backward pass follows from
+that: its gradient is summed over the axes along which tokens are split and it is replicated; it counts once in the
+norm. ZeRO's pieces lie along dp, so the same rule sums them over the axes that remain.
+
+All of this runs as a pipeline. Without pp that is one stage, whose schedule is forward and backward in turn.
+
+    rank = (((p*dp + d)*ep + e)*sp + s)*tp + t             tp talks most and lies innermost
+    samples over dp and ep, tokens of a sample over sp     the same on all ranks along pp and tp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from dp_zero import Zero
+from ep_moe import ExpertExchange, expert_parallel
+from hybrid_experts import split
+from hybrid_initial import Whole, from_seed, materialise
+from pp_pipeline import Pipeline
+from pp_schedules import make_schedule
+from sp_sequence_parallel import ORDERS, Attention, sequence_parallel
+from sp_split import longest_sequence, split_sequence
+from torch import Tensor, nn
+from tp_megatron import Region, tensor_parallel
+
+from common.comm import sizes_of
+from common.mesh import AXES, Mesh
+from common.models.transformer import Transformer, TransformerConfig
+from common.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients
+from common.training import Version
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes split what they split; how many ranks each has is the mesh's."""
+
+    schedule: Schedule = "1f1b"
+    micro_batches: int = 2
+    """Parts into which a rank's samples are cut."""
+    chunks: int = 2
+    """Stages of each rank, where the schedule is interleaved."""
+    attention: Attention = "zigzag"
+    """How ranks along sp attend to one another's tokens."""
+    sequence_parallel: bool = False
+    """Megatron's: between the regions of tp each of its ranks has a slice of the tokens."""
+    zero: int = 0
+    """What ranks along dp share out: 1 optimizer states, 2 gradients too, 3 weights too."""
+    checkpointing: bool = False
+    """Keep the input of each layer alone and compute the layer again for its backward pass."""
+    precision: torch.dtype | None = None
+    """Type in which products are computed; that of the weights where it is None."""
+
+
+class Hybrid:
+    """A Transformer on a mesh: this rank's part of it, and its training step.
+
+    whole(name, shape): values of the plain model's parameters; those of `seed` when left out. Every rank of the mesh
+    makes one, with the same arguments. Raises UsageError where the model does not divide; hybrid_check.py says so
+    beforehand and for all axes.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        layout: Layout,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        whole: Whole | None = None,
+    ) -> None:
+        self.config, self.mesh, self.layout = config, mesh, layout
+        with torch.device("meta"):
+            self.model = model = Transformer(config, seed, dtype)
+        shape, region, exchanges = mesh.shape, None, []
+        if shape["tp"] > 1:
+            region = tensor_parallel(model, mesh.group("tp"), layout.sequence_parallel, split)
+        if shape["sp"] > 1:
+            kernel: Literal["library", "hand"] = "library" if device.type == "cpu" else "hand"
+            sequence_parallel(model, mesh.group("sp"), layout.attention, kernel)
+        if shape["ep"] > 1 and config.experts:  # without experts ep is one more axis of samples
+            exchanges = expert_parallel(model, mesh.group("ep"))
+        self.exchanges: list[ExpertExchange] = exchanges
+        self._make_groups()
+        self.pipe = Pipeline(
+            model,
+            mesh,
+            make_schedule(layout.schedule, shape["pp"], layout.micro_batches, layout.chunks),
+            checkpointing=layout.checkpointing,
+            shape=partial(between_stages, width=config.width, region=region),
+        )
+        self.stages = list(self.pipe.stages.values())
+        materialise(model, mesh, device, whole or from_seed(model, seed))
+        if layout.precision:
+            for stage in self.stages:
+                stage.forward = torch.autocast(device.type, layout.precision)(stage.forward)  # type: ignore[method-assign]
+        self.zero: Zero | None = None
+        if layout.zero:
+            layers = [layer for stage in self.stages for layer in plain_layers(stage.layers)]
+            self.zero = Zero(model, layers, mesh.group("dp"), layout.zero, self.stages)
+
+    def _make_groups(self) -> None:
+        """All groups that will talk, in one order on all ranks, which are about to keep different parameters."""
+        for axis in AXES:
+            self.mesh.group(axis)
+        self.tokens = self.mesh.group(*TOKEN_AXES)
+        self.samples = self.mesh.group("dp", "ep")
+        for p in self.model.parameters():
+            axes = gradient_axes(p)
+            self.mesh.group(*axes)
+            self.mesh.group(*(axis for axis in axes if axis != "dp"))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer of this rank steps on, under the names of the plain model."""
+        return (self.zero or self.model).named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The same without names."""
+        return (p for _, p in self.named_parameters())
+
+    def split(self, tokens_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, ...]:
+        """This rank's tokens of some samples: (tokens_Bs, positions_s, targets_Bs), without positions where sp is 1."""
+        group = self.mesh.group("sp")
+        if group.size == 1:
+            return tokens_BS, targets_BS
+        order = ORDERS[self.layout.attention]
+        return split_sequence(tokens_BS, targets_BS, group, order, longest_sequence(self.config))
+
+    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of this rank's losses, on all ranks along pp and tp."""
+        with self.zero.no_sync() if self.zero and self.zero.stage == 1 else nullcontext():
+            return self.pipe.run(parts, scale, begin)
+
+    def finish(self) -> None:
+        """After the backward passes: every gradient becomes that of the global batch."""
+        self.pipe.finish()
+        if self.zero:
+            self.zero.finish()
+        sum_gradients(self.parameters(), self.mesh)
+
+    def clip(self, largest: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `largest`; returns the norm before, that of all ranks.
+
+        As torch.nn.utils.clip_grad_norm_ on one device.
+        """
+        norm = gradient_norm(self.parameters(), self.mesh)
+        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad *= factor.to(p.grad.dtype)
+        return norm
+
+    def version(self) -> Version:
+        """What the training step of common/training.py drives."""
+        return Version(
+            self.model, finish=self.finish, owner=self, loss=self.model.loss, split=self.split, run=self.run
+        )
+
+
+def between_stages(tokens_BS: Tensor, width: int, region: Region | None) -> tuple[int, ...]:
+    """The shape of what passes from stage to stage, [B, s, D]."""
+    batch, length = tokens_BS.shape
+    if region is not None and region.sequence_parallel:
+        length = sizes_of(length, region.group.size)[region.group.rank]
+    return batch, length, width
+
+
+def plain_layers(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    """The layers of a stage, without what checkpoints them."""
+    return (getattr(layer, "layer", layer) for layer in layers)
