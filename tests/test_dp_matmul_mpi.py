@@ -36,10 +36,12 @@ def test_pieces_put_together_are_numpys(results):
 def test_pieces_that_do_not_fit_are_refused(results):
     ranks, found = results
     unknown, odd, vector, whole_numbers = found["refused"]
-    assert unknown == "split is diagonal; it is rows, columns or inner"
-    assert re.fullmatch(rf"this rank's piece of B is \[4, 4\]; given is \[{3 * ranks + 2}, 4\]", odd)
-    assert vector == "a matrix has 2 dimensions; given 1"
-    assert "incompatible function arguments" in whole_numbers
+    assert unknown == "ValueError: split is diagonal; it is rows, columns or inner"
+    assert re.fullmatch(
+        rf"ValueError: this rank's piece of B is \[4, 4\]; given is \[{3 * ranks + 2}, 4\]", odd
+    )
+    assert vector == "ValueError: a matrix has 2 dimensions; given 1"
+    assert re.match("TypeError: .*incompatible function arguments", whole_numbers)
 
 
 def lesson(ranks, *arguments):

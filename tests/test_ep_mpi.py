@@ -174,12 +174,12 @@ def test_what_does_not_fit_is_refused(results):
         few, flat, single, backward, none = said
         if ranks > 1:
             most = f"{ranks - 1} experts; at most {ranks - 1} would do"
-            assert few == f"{ranks} ranks are more than the {most}"
+            assert few == f"ValueError: {ranks} ranks are more than the {most}"
         needed = "needed is float64 (tokens, 8) in C order"
-        assert flat == f"x is float64 (3, 7); {needed}"
-        assert single == f"x is float32 (3, 8); {needed}"
-        assert backward == "backward follows a forward, once; there was none"
-        assert none == "no weights for router.weight"
+        assert flat == f"ValueError: x is float64 (3, 7); {needed}"
+        assert single == f"ValueError: x is float32 (3, 8); {needed}"
+        assert backward == "ValueError: backward follows a forward, once; there was none"
+        assert none == "ValueError: no weights for router.weight"
 
 
 def test_weights_are_set_and_bad_ones_refused():

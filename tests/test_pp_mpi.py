@@ -147,15 +147,15 @@ def test_what_does_not_fit_is_refused_on_every_rank(results: dict[str, Any]) -> 
         size = len(ranks)
         for _, said in ranks:
             assert said == [
-                f"the schedule is for {size + 1} ranks; there are {size}",
-                f"{size - 1} layers are too few for {size} stages"
+                f"ValueError: the schedule is for {size + 1} ranks; there are {size}",
+                f"ValueError: {size - 1} layers are too few for {size} stages"
                 if size > 1
-                else "an MLP needs two or more sizes, all positive, the last at most 256",
-                "a batch of 3 cannot be cut into 4 micro-batches",
+                else "ValueError: an MLP needs two or more sizes, all positive, the last at most 256",
+                "ValueError: a batch of 3 cannot be cut into 4 micro-batches",
                 said[3],
-                "dtype is float16; it is float64 or float32",
+                "ValueError: dtype is float16; it is float64 or float32",
             ]
-            assert said[3].startswith("no weights for layers.")
+            assert said[3].startswith("ValueError: no weights for layers.")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -93,9 +93,9 @@ def test_positions_and_work(results):
 def test_parts_that_do_not_fit_are_refused(results):
     short, single, reversed_ = results[1]["refused"]
     needed = "this rank needs float64 (1, 2, 8, 4) in C order"
-    assert short == f"k is float64 (1, 2, 7, 4); {needed}"
-    assert single == f"k is float32 (1, 2, 8, 4); {needed}"
-    assert reversed_ == f"k is float64 (1, 2, 8, 4); {needed}"
+    assert short == f"ValueError: k is float64 (1, 2, 7, 4); {needed}"
+    assert single == f"ValueError: k is float32 (1, 2, 8, 4); {needed}"
+    assert reversed_ == f"ValueError: k is float64 (1, 2, 8, 4); {needed}"
 
 
 def test_what_makes_no_attention_is_refused():

@@ -109,13 +109,14 @@ def test_what_does_not_fit_is_refused(results):
     few, flat, single, backward, none = found["refused"]
     if ranks in (2, 3):
         assert few == (
-            f"{ranks - 1} heads and 32 columns of the MLP cannot be split over {ranks} ranks; use at most {ranks - 1}"
+            f"ValueError: {ranks - 1} heads and 32 columns of the MLP cannot be split over {ranks} ranks; "
+            f"use at most {ranks - 1}"
         )
     needed = "needed is float64 (samples, sequence, 16) in C order"
-    assert flat == f"x is float64 (2, 16); {needed}"
-    assert single == f"x is float32 (1, 2, 16); {needed}"
-    assert backward == "backward follows a forward, once; there was none"
-    assert none == "no weights for attention_norm.weight"
+    assert flat == f"ValueError: x is float64 (2, 16); {needed}"
+    assert single == f"ValueError: x is float32 (1, 2, 16); {needed}"
+    assert backward == "ValueError: backward follows a forward, once; there was none"
+    assert none == "ValueError: no weights for attention_norm.weight"
 
 
 def test_weights_are_set_and_bad_ones_refused():

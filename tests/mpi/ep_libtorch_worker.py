@@ -11,7 +11,7 @@ from typing import Any
 import ep_libtorch
 import torch
 import torch.distributed as dist
-from mpi.launch import said_by
+from mpi.said import said_by
 from torch import Tensor
 
 from common.comm import sizes_of

@@ -9,6 +9,7 @@ import sys
 import ep_mpi
 import numpy as np
 from mpi.ep_mpi_inputs import all_to_the_first, drawn
+from mpi.said import said_by
 from mpi.worker import WORLD, on_first_ranks, write
 
 
@@ -52,20 +53,14 @@ def train(comm, shape, tokens, steps, optimizer, mlp, router, dtype, collapsed=F
 def refused(comm):
     """What the module says, on every rank alike."""
     layer = ep_mpi.Layer(8, 6, 5, comm=comm)
-    said = []
-    for call in (
+    calls = [
         lambda: ep_mpi.Layer(8, 6, max(1, comm.size - 1), 1, comm),
         lambda: layer.forward(np.ones((3, 7))),
         lambda: layer.forward(np.ones((3, 8), np.float32)),
         lambda: layer.backward(np.ones((3, 8))),
         lambda: layer.set_weights({}),
-    ):
-        try:
-            call()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    ]
+    return said_by(calls)
 
 
 if __name__ == "__main__":

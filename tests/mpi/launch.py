@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +136,3 @@ def refused(main: Callable[[Runtime, Any], Any], ranks: int, options: Any) -> st
         main(Runtime(0, ranks, 0, ranks, "none", torch.device("cpu"), "gloo", 60.0, world), options)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def said_by(calls: Iterable[Callable[[], object]]) -> list[str]:
-    """The error that each call raises, with its type; empty where it raises none."""
-    said = []
-    for call in calls:
-        try:
-            call()
-            said.append("")
-        except (ValueError, RuntimeError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said

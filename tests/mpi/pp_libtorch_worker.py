@@ -11,7 +11,7 @@ from typing import Any
 import pp_libtorch
 import torch
 import torch.distributed as dist
-from mpi.launch import said_by
+from mpi.said import said_by
 from pp_schedules import make_schedule
 from torch import Tensor
 

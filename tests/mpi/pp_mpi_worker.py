@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pp_mpi
+from mpi.said import said_by
 from mpi.worker import WORLD, on_first_ranks, write
 from pp_schedules import make_schedule
 
@@ -48,9 +49,9 @@ def train(size, sizes, schedule, micro_batches, batch, steps, optimizer, dtype="
 
 def refused(size, sizes):
     """What the module says, on every rank alike."""
-    comm, said = world(size), []
+    comm = world(size)
     lists = str(make_schedule("1f1b", size, 4))
-    for call in (
+    calls = [
         lambda: pp_mpi.MLP(sizes, str(make_schedule("1f1b", size + 1, 4)), comm),
         lambda: pp_mpi.MLP(sizes[:size], lists, comm),
         lambda: pp_mpi.MLP(sizes, lists, comm).loss_and_gradients(
@@ -58,13 +59,8 @@ def refused(size, sizes):
         ),
         lambda: pp_mpi.MLP(sizes, lists, comm).set_weights({}),
         lambda: pp_mpi.MLP(sizes, lists, comm, "float16"),
-    ):
-        try:
-            call()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    ]
+    return said_by(calls)
 
 
 if __name__ == "__main__":

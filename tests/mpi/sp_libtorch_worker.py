@@ -12,7 +12,7 @@ import sp_libtorch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mpi.launch import said_by
+from mpi.said import said_by
 from torch import Tensor
 
 ORDERS, KERNELS = ("contiguous", "zigzag"), ("library", "plain")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tp_libtorch
-from mpi.launch import said_by
+from mpi.said import said_by
 from torch import Tensor, nn
 
 from common.models.configs import gpt2
