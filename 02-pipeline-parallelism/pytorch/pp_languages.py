@@ -7,45 +7,38 @@
     W      put off in Python  put off in C++       put off in Python       a function called later
     sends  process group      process group        process group           MPI, pieces of 4000 bytes
 
-The executor in Python knows no Transformer: a stage is any function of what the stage before sends. Cost: as each
-lesson says; the two of a pair send the same activations and gradients. --benchmark times whole steps, in turn.
+The two on the MLP are in pp_mlp.py. Cost: as each lesson says; the two of a pair send the same activations and
+gradients. --benchmark times whole steps, in turn.
 
     mpirun -np 3 python pp_languages.py --schedule zb-v
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python pp_languages.py --benchmark --model gpt2-10m --dtype float32
-
-B batch  I inputs of the MLP  n ranks
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
-import torch
-from pp_deferred import Deferred
-from pp_executor import Executor
+from pp_mlp import InMPI, MLPOptions, Named, Samples, mlp_bytes, mlp_version, plain_mlp
 from pp_schedules import KINDS, make_schedule
 from pp_stages import evenly
-from pp_training import PipelineOptions, check, make_batches, make_version, run_bytes, step_bytes
-from torch import Tensor, nn
+from pp_training import check, make_batches, make_version, run_bytes, step_bytes
+from torch import Tensor
 
-from common import comm, languages, ledger
+from common import languages, ledger
 from common.comm import Group
 from common.comparison import check as check_versions
 from common.comparison import report
-from common.data.text import mlp_batch
 from common.equality import OPTIMIZERS, Followed, follow
 from common.ledger import Ledger
-from common.lesson import DTYPES, run
+from common.lesson import run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.mesh import Mesh
-from common.models.mlp import MLP, sizes
-from common.models.transformer import cross_entropy_sum
+from common.models.mlp import sizes
 from common.placement import tie
 from common.runtime import Runtime, UsageError
 from common.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step
@@ -55,79 +48,11 @@ LANGUAGES = {"pp_libtorch": "libtorch", "pp_mpi": "cpp-mpi"}
 
 
 @dataclass
-class LanguageOptions(PipelineOptions):
-    """The schedule, and the shape of the MLP."""
+class LanguageOptions(MLPOptions):
+    """Options of pp_mlp.py; all versions."""
 
     versions: tuple[str, ...] = tuple(itertools.chain(*PAIRS))
     """Which versions to run."""
-    schedule: str = "zb-h1"
-    """The schedule of all of them."""
-    context: int = 16
-    """Bytes that the MLP reads."""
-    hidden: int = 64
-    """Width of the MLP's hidden layers."""
-    layers: int = 16
-    """Its linear layers."""
-
-
-class Samples(Batches):
-    """What the MLP reads: all samples on every rank."""
-
-    options: LanguageOptions
-
-    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """(x_BI, y_B) of each micro-batch."""
-        o = self.options
-        return [
-            mlp_batch(self.text.train, o.seed, step, o.batch, o.context, lo, hi, DTYPES[o.dtype])
-            for lo, hi in self.samples()
-        ]
-
-
-class Named:
-    """Parameters under their names."""
-
-    def __init__(self, named: dict[str, Tensor]) -> None:
-        self.named = named
-
-    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """As a module's."""
-        return self.named.items()
-
-
-def plain_mlp(o: LanguageOptions) -> MLP:
-    """The whole MLP."""
-    return MLP(sizes(o.context, o.hidden, o.layers), o.seed, DTYPES[o.dtype])
-
-
-def mlp_stage(model: MLP, layers: range, x_BI: Tensor, positions: Tensor) -> Tensor:
-    """Some layers, with the GELU before each but the first of all: what passes on is the sum before the GELU."""
-    for i in layers:
-        x_BI = model.layers[i](x_BI if i == 0 else nn.functional.gelu(x_BI, approximate="tanh"))
-    return x_BI
-
-
-def mlp_version(rt: Runtime, o: LanguageOptions) -> Version:
-    """The MLP under pp_executor.py."""
-    model, mesh = plain_mlp(o), Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
-    schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
-    cuts, deferred = evenly(o.layers, schedule.stages), Deferred()
-    mine = [s for s, rank in enumerate(schedule.owner) if rank == mesh.at["pp"]]
-    if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
-        deferred.replace(model)
-    stages: dict[int, Any] = {s: partial(mlp_stage, model, cuts[s]) for s in mine}
-    kept = tuple(f"layers.{i}." for s in mine for i in cuts[s])
-    owner = Named({name: p for name, p in model.named_parameters() if name.startswith(kept)})
-    executor = Executor(
-        schedule,
-        stages,
-        mesh,
-        cross_entropy_sum,
-        lambda x_BI: (len(x_BI), o.hidden),
-        DTYPES[o.dtype],
-        deferred,
-    )
-    return Version(model, owner=owner, run=executor.run)
 
 
 def libtorch_version(rt: Runtime, o: LanguageOptions) -> Version:
@@ -151,52 +76,6 @@ def libtorch_version(rt: Runtime, o: LanguageOptions) -> Version:
         return loss
 
     return Version(model, owner=Named(mine), run=step)
-
-
-class InMPI:
-    """The MLP under pp_mpi, and its own optimizers."""
-
-    def __init__(self, rt: Runtime, o: LanguageOptions, optimizer: str) -> None:
-        import pp_mpi
-        from mpi4py import MPI
-
-        schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
-        shape = sizes(o.context, o.hidden, o.layers)
-        self.model = pp_mpi.MLP(shape, str(schedule), MPI.COMM_WORLD, o.dtype, o.seed)
-        self.optimizer, self.batches = optimizer, Samples(o, Group("one", 0, 1, (0,)), rt.device)
-        self.cut: dict[int, tuple[Any, Any]] = {}
-
-    def backward(self, t: int) -> float:
-        """The loss of step t; leaves gradients."""
-        if t not in self.cut:
-            x, y = (torch.cat(pieces) for pieces in zip(*self.batches.parts(t), strict=True))
-            self.cut[t] = x.numpy(), y.to(torch.uint8).numpy()
-        loss: float = self.model.loss_and_gradients(*self.cut[t])
-        ledger.record("send", "pp", self.model.bytes_sent, self.model.blocked_seconds)
-        return loss
-
-    def update(self) -> None:
-        """A step, with the numbers of OPTIMIZERS."""
-        if self.optimizer == "sgd":
-            self.model.sgd(0.1)
-        else:
-            self.model.adamw(1e-3, epsilon=1e-5)
-
-    def follow(self, steps: int, mesh: Mesh) -> Followed:
-        """What common.equality.follow leaves of a model in torch."""
-        found = Followed()
-
-        def gathered(values: dict[str, Any]) -> dict[str, Tensor]:
-            parts = comm.everyones(values, mesh.group("pp"))
-            return {name: torch.from_numpy(x) for part in parts for name, x in part.items()}
-
-        for t in range(steps):
-            found.losses.append(self.backward(t))
-            found.gradients.append(gathered(self.model.gradients()))
-            found.norms.append(self.model.gradient_norm())
-            self.update()
-        found.weights = gathered(self.model.weights())
-        return found
 
 
 class Lesson:
@@ -240,15 +119,11 @@ class Lesson:
 
     def formula(self, name: str, steps: int | None = None) -> Fraction:
         """Bytes this rank sends in the run, or in one step without the norm."""
-        o, n = self.o, self.rt.world_size
+        o, rt = self.o, self.rt
         if name in PAIRS[0]:
             bytes_of = run_bytes if steps is None else step_bytes
-            return bytes_of(o.schedule, shape_of(o), self.rt.world, o)
-        owner = make_schedule(o.schedule, n, o.micro_batches, o.chunks).owner
-        size, norm = DTYPES[o.dtype].itemsize, 8 if steps is None else 0
-        sides = sum(self.rt.rank in border for border in itertools.pairwise(owner) if len(set(border)) > 1)
-        beside = 0 if name == "pp_mpi" else Fraction(2 * (n - 1) * (size + norm), n)  # the loss, the norm
-        return (steps or o.steps) * Fraction(sides * o.batch * o.hidden * size + beside)
+            return bytes_of(o.schedule, shape_of(o), rt.world, o)
+        return mlp_bytes(o, rt.rank, rt.world_size, name == "pp_mpi", steps)
 
     def step(self, name: str) -> Callable[[], object]:
         """Forward, backward and AdamW on one batch."""

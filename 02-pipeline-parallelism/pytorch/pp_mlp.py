@@ -1,0 +1,168 @@
+"""The MLP of chapter 01 as a pipeline, in Python and in C++: the executor knows no Transformer.
+
+    first stage             a stage                        last stage
+    linear ── x_BH ──▶ gelu, linear, ... ── x_BH ──▶ gelu, linear ──▶ loss      x_BH is the sum before the GELU
+
+In Python a stage is any function of what the stage before sends: here some of the MLP's layers. pp_mpi reads the same
+instruction list and has its own backward pass. Cost: B·H numbers for each side on which a stage has a neighbour on
+another rank. Both also sum the loss and the norm over ranks; pp_mpi, which does it inside MPI, does not count them.
+
+pp_languages.py runs both.   B batch  I inputs  H width  n ranks
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from pp_deferred import Deferred
+from pp_executor import Executor
+from pp_schedules import make_schedule
+from pp_stages import evenly
+from pp_training import PipelineOptions
+from torch import Tensor, nn
+
+from common import comm, ledger
+from common.comm import Group
+from common.data.text import mlp_batch
+from common.equality import Followed
+from common.lesson import DTYPES
+from common.mesh import Mesh
+from common.models.mlp import MLP, sizes
+from common.models.transformer import cross_entropy_sum
+from common.runtime import Runtime
+from common.training import Batches, Version
+
+
+@dataclass
+class MLPOptions(PipelineOptions):
+    """The schedule, and the shape of the MLP."""
+
+    schedule: str = "zb-h1"
+    """The schedule, of Python and of C++."""
+    context: int = 16
+    """Bytes that the MLP reads."""
+    hidden: int = 64
+    """Width of the MLP's hidden layers."""
+    layers: int = 16
+    """Its linear layers."""
+
+
+class Samples(Batches):
+    """What the MLP reads: all samples on every rank."""
+
+    options: MLPOptions
+
+    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
+        """(x_BI, y_B) of each micro-batch."""
+        o = self.options
+        return [
+            mlp_batch(self.text.train, o.seed, step, o.batch, o.context, lo, hi, DTYPES[o.dtype])
+            for lo, hi in self.samples()
+        ]
+
+
+class Named:
+    """Parameters under their names."""
+
+    def __init__(self, named: dict[str, Tensor]) -> None:
+        self.named = named
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """As a module's."""
+        return self.named.items()
+
+
+def plain_mlp(o: MLPOptions) -> MLP:
+    """The whole MLP."""
+    return MLP(sizes(o.context, o.hidden, o.layers), o.seed, DTYPES[o.dtype])
+
+
+def mlp_stage(model: MLP, layers: range, x_BI: Tensor, positions: Tensor) -> Tensor:
+    """Some layers, with the GELU before each but the first of all: what passes on is the sum before the GELU."""
+    for i in layers:
+        x_BI = model.layers[i](x_BI if i == 0 else nn.functional.gelu(x_BI, approximate="tanh"))
+    return x_BI
+
+
+def mlp_version(rt: Runtime, o: MLPOptions) -> Version:
+    """The MLP under pp_executor.py."""
+    model, mesh = plain_mlp(o), Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
+    schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
+    cuts, deferred = evenly(o.layers, schedule.stages), Deferred()
+    mine = [s for s, rank in enumerate(schedule.owner) if rank == mesh.at["pp"]]
+    if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
+        deferred.replace(model)
+    stages: dict[int, Any] = {s: partial(mlp_stage, model, cuts[s]) for s in mine}
+    kept = tuple(f"layers.{i}." for s in mine for i in cuts[s])
+    owner = Named({name: p for name, p in model.named_parameters() if name.startswith(kept)})
+    executor = Executor(
+        schedule,
+        stages,
+        mesh,
+        cross_entropy_sum,
+        lambda x_BI: (len(x_BI), o.hidden),
+        DTYPES[o.dtype],
+        deferred,
+    )
+    return Version(model, owner=owner, run=executor.run)
+
+
+class InMPI:
+    """The MLP under pp_mpi, and its own optimizers."""
+
+    def __init__(self, rt: Runtime, o: MLPOptions, optimizer: str) -> None:
+        import pp_mpi
+        from mpi4py import MPI
+
+        schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
+        shape = sizes(o.context, o.hidden, o.layers)
+        self.model = pp_mpi.MLP(shape, str(schedule), MPI.COMM_WORLD, o.dtype, o.seed)
+        self.optimizer, self.batches = optimizer, Samples(o, Group("one", 0, 1, (0,)), rt.device)
+        self.cut: dict[int, tuple[Any, Any]] = {}
+
+    def backward(self, t: int) -> float:
+        """The loss of step t; leaves gradients."""
+        if t not in self.cut:
+            x, y = (torch.cat(pieces) for pieces in zip(*self.batches.parts(t), strict=True))
+            self.cut[t] = x.numpy(), y.to(torch.uint8).numpy()
+        loss: float = self.model.loss_and_gradients(*self.cut[t])
+        ledger.record("send", "pp", self.model.bytes_sent, self.model.blocked_seconds)
+        return loss
+
+    def update(self) -> None:
+        """A step, with the numbers of OPTIMIZERS."""
+        if self.optimizer == "sgd":
+            self.model.sgd(0.1)
+        else:
+            self.model.adamw(1e-3, epsilon=1e-5)
+
+    def follow(self, steps: int, mesh: Mesh) -> Followed:
+        """What common.equality.follow leaves of a model in torch."""
+        found = Followed()
+
+        def gathered(values: dict[str, Any]) -> dict[str, Tensor]:
+            parts = comm.everyones(values, mesh.group("pp"))
+            return {name: torch.from_numpy(x) for part in parts for name, x in part.items()}
+
+        for t in range(steps):
+            found.losses.append(self.backward(t))
+            found.gradients.append(gathered(self.model.gradients()))
+            found.norms.append(self.model.gradient_norm())
+            self.update()
+        found.weights = gathered(self.model.weights())
+        return found
+
+
+def mlp_bytes(o: MLPOptions, rank: int, n: int, in_mpi: bool, steps: int | None = None) -> Fraction:
+    """Bytes that a rank sends in the run, or in `steps` steps without the norm."""
+    owner = make_schedule(o.schedule, n, o.micro_batches, o.chunks).owner
+    size, norm = DTYPES[o.dtype].itemsize, 8 if steps is None else 0
+    sides = sum(rank in border for border in itertools.pairwise(owner) if len(set(border)) > 1)
+    beside = 0 if in_mpi else Fraction(2 * (n - 1) * (size + norm), n)  # the loss, the norm
+    return (steps or o.steps) * Fraction(sides * o.batch * o.hidden * size + beside)
