@@ -52,59 +52,71 @@ def waits(
     rt: Runtime, o: TrainingOptions, schedules: Sequence[Schedule], make: Make, batches: Batches
 ) -> None:
     """The bubble of each schedule, four times, and what ranks hold; with --plot the last one's timelines."""
-    table = Table(
-        title=f"{rt.world_size} ranks, {o.micro_batches} micro-batches: share of the time that is bubble",
-        title_justify="left",
-    )
-    for column in (
-        "schedule",
-        "formula",
-        "simulated",
-        "with measured times",
-        "measured",
-        "chunks held by rank",
-    ):
-        table.add_column(column, justify="right" if column != "schedule" else "left")
-    records: list[dict[str, Any]] = []
+    records = []
     for schedule in schedules:
-        name = schedule.name
-        measured = measure(partial(make, name), rt, o, batches)
-        took = {e.instruction: e.end - e.start for e in measured.events}
-        equal, expected = simulate(schedule), simulate(schedule, took.__getitem__)
-        chunks = schedule.stages // schedule.ranks
-        formula = bubble(name, schedule.ranks, schedule.micro_batches, chunks)
-        shares = {
-            "formula": formula,
-            "simulated": equal.bubble,
-            "with measured times": expected.bubble,
-            "measured": measured.bubble,
-        }
-        table.add_row(
-            name,
-            *("-" if share is None else f"{float(share):.1%}" for share in shares.values()),
-            " ".join(str(held(schedule, rank)) for rank in range(schedule.ranks)),
-        )
-        lines = {f"{name}, simulated with measured times": expected, f"{name}, measured": measured}
-        records.append(
-            {
-                "schedule": name,
-                "backend": rt.backend,
-                "model": o.model,
-                "dtype": o.dtype,
-                "ranks": rt.world_size,
-                "micro_batches": o.micro_batches,
-                "bubble": {key: None if share is None else float(share) for key, share in shares.items()},
-                "timelines": {
-                    key: {rank: [astuple(i) for i in row] for rank, row in rows(line).items()}
-                    for key, line in lines.items()
-                },
-            }
-        )
-    console(rt).print(table)
+        lines = beside(schedule, measure(partial(make, schedule.name), rt, o, batches))
+        records.append(record(rt, o, schedule, lines))
+    console(rt).print(table(schedules, records))
     if rt.rank == 0:
         write_records(o.json, records)
         if o.plot:
             draw(o.plot, lines)
+
+
+def beside(schedule: Schedule, measured: Timeline) -> dict[str, Timeline]:
+    """The measured timeline, below the one that the same times would give with messages that take none."""
+    took = {e.instruction: e.end - e.start for e in measured.events}
+    expected = simulate(schedule, took.__getitem__)
+    return {
+        f"{schedule.name}, simulated with measured times": expected,
+        f"{schedule.name}, measured": measured,
+    }
+
+
+def record(
+    rt: Runtime, o: TrainingOptions, schedule: Schedule, lines: Mapping[str, Timeline]
+) -> dict[str, Any]:
+    """What --json gets of one schedule."""
+    chunks = schedule.stages // schedule.ranks
+    expected, measured = lines.values()
+    shares = {
+        "formula": bubble(schedule.name, schedule.ranks, schedule.micro_batches, chunks),
+        "simulated": simulate(schedule).bubble,
+        "with measured times": expected.bubble,
+        "measured": measured.bubble,
+    }
+    return {
+        "schedule": schedule.name,
+        "backend": rt.backend,
+        "model": o.model,
+        "dtype": o.dtype,
+        "ranks": rt.world_size,
+        "micro_batches": o.micro_batches,
+        "bubble": {key: None if share is None else float(share) for key, share in shares.items()},
+        "timelines": {
+            key: {rank: [astuple(i) for i in row] for rank, row in rows(line).items()}
+            for key, line in lines.items()
+        },
+    }
+
+
+def table(schedules: Sequence[Schedule], records: Sequence[Mapping[str, Any]]) -> Table:
+    """A row a schedule: its bubbles, and what ranks hold."""
+    first = schedules[0]
+    made = Table(
+        title=f"{first.ranks} ranks, {first.micro_batches} micro-batches: share of the time that is bubble",
+        title_justify="left",
+    )
+    made.add_column("schedule")
+    for column in (*records[0]["bubble"], "chunks held by rank"):
+        made.add_column(column, justify="right")
+    for schedule, found in zip(schedules, records, strict=True):
+        made.add_row(
+            schedule.name,
+            *("-" if share is None else f"{share:.1%}" for share in found["bubble"].values()),
+            " ".join(str(held(schedule, rank)) for rank in range(schedule.ranks)),
+        )
+    return made
 
 
 def measure(
