@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Literal
 
 import torch
+from hybrid_bytes import StepBytes
 from hybrid_check import check
+from hybrid_explain import bytes_table, explain, title
 from hybrid_model import Hybrid, Layout, Schedule
 from sp_sequence_parallel import Attention
 from torch import Tensor, nn
 
-from common.comparison import one_rank
-from common.equality import Followed, follow
-from common.lesson import DTYPES
+from common import comm
+from common.comm import sizes_of
+from common.comparison import one_rank, records, report
+from common.data.text import rank_slice
+from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
+from common.ledger import Ledger, Row
+from common.lesson import DTYPES, console
+from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
+from common.proof import Proof
 from common.runtime import Runtime
-from common.training import Batches, TrainingOptions, Version, make_model, training_step
+from common.training import (
+    Batches,
+    TrainingOptions,
+    Version,
+    make_model,
+    shape_of,
+    training_step,
+    whole_step,
+)
 
 
 @dataclass
@@ -54,6 +73,8 @@ class HybridOptions(TrainingOptions):
     """Type in which products are computed; full is that of the weights."""
     clip: float = 0.0
     """Largest norm of the gradient; 0 leaves it as it is."""
+    explain: bool = False
+    """Print the mesh, everyone's place, the groups, and the bytes of a step before it runs."""
 
     def layout(self) -> Layout:
         """How the axes split."""
@@ -117,3 +138,81 @@ def reference(rt: Runtime, o: HybridOptions, optimizer: str) -> Followed:
     """What one device leaves."""
     model = make_model(o, rt.device)
     return follow(model, optimizer, o.steps, one_device_step(model, rt, o))
+
+
+def samples_of(o: HybridOptions, hybrid: Hybrid) -> list[int]:
+    """How many samples are in each of this rank's micro-batches."""
+    group = hybrid.samples
+    lo, hi = rank_slice(o.batch, group.rank, group.size)
+    return sizes_of(hi - lo, o.micro_batches)
+
+
+@dataclass
+class Counted:
+    """A step whose messages are held, each time and for each group, against the formula."""
+
+    step: Step
+    formula: StepBytes
+    agree: bool = True
+    sent: Fraction = Fraction(0)
+    by_formula: Fraction = Fraction(0)
+    rows: list[Row] = field(default_factory=list)
+    expected: Mapping[str, Fraction] = field(default_factory=dict)
+
+    def __call__(self, t: int) -> Tensor:
+        """Step t; `rows` and `expected` are of the last one."""
+        with Ledger() as ledger:
+            loss = self.step(t)
+        zero = self.formula.hybrid.zero
+        self.formula.gathers = t > 0 or (zero is not None and zero.stage == 3)
+        self.rows, self.expected = ledger.rows, self.formula.all()
+        counted: dict[str, Fraction] = defaultdict(Fraction)
+        for row in self.rows:
+            counted[row.axis] += row.bytes
+        self.agree &= {name: sent for name, sent in counted.items() if sent} == self.expected
+        self.sent += ledger.bytes()
+        self.by_formula += sum(self.expected.values(), Fraction(0))
+        return loss
+
+
+def lesson(rt: Runtime, o: HybridOptions) -> bool:
+    """The model on the mesh against one device; with --explain the mesh, too, with --benchmark the time alone."""
+    mesh, out = o.mesh(rt), console(rt)
+    if o.benchmark:
+        report(rt, o, timed(rt, o, mesh))
+        return True
+    proof = Proof(DTYPES[o.dtype])
+    for optimizer in OPTIMIZERS:
+        hybrid = make_hybrid(rt, o, mesh)
+        run = Counted(
+            mesh_step(hybrid, rt, o), StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
+        )
+        if o.explain and not proof.rows:
+            out.print(explain(hybrid))
+            out.print(bytes_table(mesh, run.formula.all()))
+        found = compare(reference(rt, o, optimizer), follow(hybrid, optimizer, o.steps, run, mesh))
+        proof.add(title(mesh), optimizer, worst_of_world(found, mesh), run.sent, run.by_formula)
+        proof.elsewhere &= all(comm.everyones(run.agree, rt.world))
+    out.print(proof.tables(f"{title(mesh)} against one device: {o.model}, {o.dtype}, {o.steps} steps"))
+    out.print(bytes_table(mesh, run.expected, run.rows))
+    records = timed(rt, replace(o, steps=5), mesh)
+    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    out.print(proof.sentence())
+    return proof.holds
+
+
+def timed(rt: Runtime, o: HybridOptions, mesh: Mesh) -> list[BenchmarkRecord]:
+    """Whole steps with AdamW; `o.steps` of them after two to warm up."""
+    o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
+    hybrid = make_hybrid(rt, o, mesh)
+    step = whole_step(hybrid.version(), Batches(o, hybrid.samples, rt.device), hybrid.tokens)
+    formula, sent = StepBytes(hybrid, samples_of(o, hybrid), o.sequence), []
+
+    def case() -> None:
+        step()
+        sent.append(sum(formula.all().values(), Fraction(0)))
+
+    name = title(mesh)
+    measured = in_turn({name: case}, o.steps, rt.world, device=rt.device.type)
+    middle = statistics.median(sent[-o.steps :])
+    return records(rt, o, measured, shape_of(o), {name: middle}, axis="hybrid")

@@ -1,0 +1,128 @@
+"""A mesh on paper: who sits where, who talks to whom, and what a step sends along each axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+
+from hybrid_model import Hybrid
+from rich.console import Group
+from rich.table import Table
+
+from common.ledger import Row, show_bytes
+from common.mesh import AXES, Mesh
+from common.placement import TOKEN_AXES, gradient_axes
+
+WHAT = {
+    "pp": "activations on to the next stage, gradients back; the loss; a tied head",
+    "dp": "ZeRO: gradients reduce-scattered, weights all-gathered",
+    "ep": "rows to their experts and back",
+    "sp": "keys and values, or heads for tokens",
+    "tp": "activations into regions and out of them; the loss's three numbers a token",
+}
+
+
+def title(mesh: Mesh) -> str:
+    """`pp=2 dp=2 tp=2`: the axes that have more than one rank."""
+    return " ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1) or "one rank"
+
+
+def label(name: str, mesh: Mesh) -> str:
+    """A group's name without the axes along which there is one rank."""
+    return "+".join(axis for axis in name.split("+") if mesh.shape.get(axis, 2) > 1)
+
+
+def axes_table(mesh: Mesh) -> Table:
+    """What each axis splits."""
+    table = Table(title=f"the mesh: {mesh.world.size} ranks, {title(mesh)}", title_justify="left")
+    for column in ("axis", "ranks", "stride", "splits"):
+        table.add_column(column, justify="right" if column in ("ranks", "stride") else "left")
+    splits = {
+        "pp": "layers into stages",
+        "dp": "samples; with ZeRO states, gradients, weights",
+        "ep": "samples, and experts",
+        "sp": "the tokens of each sample",
+        "tp": "heads, matrices and the vocabulary",
+    }
+    stride = mesh.world.size
+    for axis, n in mesh.shape.items():
+        stride //= n
+        table.add_row(axis, str(n), str(stride), splits[axis] if n > 1 else "-")
+    return table
+
+
+def ranks_table(mesh: Mesh) -> Table:
+    """Every rank's place."""
+    table = Table(title="places: tp innermost", title_justify="left")
+    table.add_column("rank", justify="right")
+    for axis in AXES:
+        table.add_column(axis, justify="right")
+    for rank in range(mesh.world.size):
+        table.add_row(str(rank), *map(str, mesh.coordinates(rank).values()))
+    return table
+
+
+def members(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
+    """The groups of ranks that differ along `axes` alone."""
+    along, groups = set(axes), {}  # type: tuple[set[str], dict[tuple[int, ...], list[int]]]
+    for rank in range(mesh.world.size):
+        rest = tuple(at for axis, at in mesh.coordinates(rank).items() if axis not in along)
+        groups.setdefault(rest, []).append(rank)
+    return list(groups.values())
+
+
+def groups_table(hybrid: Hybrid) -> Table:
+    """Every group that talks in a step of rank 0, and the sums of gradients that follow from how parameters lie."""
+    mesh = hybrid.mesh
+    talks: dict[tuple[str, ...], list[str]] = {(axis,): [what] for axis, what in WHAT.items()}
+    if not hybrid.zero:
+        del talks["dp",]
+    if not hybrid.exchanges:
+        del talks["ep",]
+    talks[TOKEN_AXES] = ["the loss and the number of targets"]
+    summed: dict[tuple[str, ...], list[str]] = {}
+    for name, p in hybrid.named_parameters():
+        summed.setdefault(gradient_axes(p), []).append(name)
+    for axes, names in summed.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        talks.setdefault(axes, []).append(f"gradients of {names[0]}{more}")
+    by_label: dict[str, tuple[tuple[str, ...], list[str]]] = {}
+    for axes, what in talks.items():
+        by_label.setdefault(label("+".join(axes), mesh), (axes, []))[1].extend(what)
+    table = Table(title="groups that talk in a step", title_justify="left")
+    for column in ("along", "ranks", "what"):
+        table.add_column(column)
+    for shown, (axes, what) in by_label.items():
+        if shown:
+            sets = " ".join("{" + " ".join(map(str, ranks)) + "}" for ranks in members(mesh, axes))
+            table.add_row(shown, sets, "; ".join(what))
+    return table
+
+
+def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row] | None = None) -> Table:
+    """Bytes of a step along each axis by formula; with the ledger's rows the calls and the bytes counted."""
+    when = "before it runs" if rows is None else "formula and ledger"
+    title = f"bytes that rank 0 sends in a step, {when}"
+    table = Table(title=title, title_justify="left", min_width=len(title))
+    for column in ("along", "formula", *(() if rows is None else ("counted", "calls", "seconds blocked"))):
+        table.add_column(column, justify="left" if column == "along" else "right")
+    for name, sent in sorted(formula.items()):
+        cells = [label(name, mesh), show_bytes(sent)]
+        if rows is not None:
+            mine = [row for row in rows if row.axis == name and row.bytes]
+            counted = sum((row.bytes for row in mine), Fraction(0))
+            cells += [show_bytes(counted), calls(mine), f"{sum(row.seconds for row in mine):.4f}"]
+        table.add_row(*cells)
+    return table
+
+
+def calls(rows: Sequence[Row]) -> str:
+    """`4 all_reduce, 2 send`."""
+    count = Counter(row.op for row in rows)
+    return ", ".join(f"{n} {op}" for op, n in sorted(count.items()))
+
+
+def explain(hybrid: Hybrid) -> Group:
+    """The three tables."""
+    return Group(axes_table(hybrid.mesh), ranks_table(hybrid.mesh), groups_table(hybrid))
