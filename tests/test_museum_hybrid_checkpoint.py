@@ -1,0 +1,147 @@
+"""Museum of silent bugs, checkpoints: each is written and read without an error, and a part of the model is gone.
+
+Training stops after a step and goes on from the checkpoint, on two ranks that hold a shard each. The broken versions
+take the shards for replicas. What catches them is the step after: equality with one device in every gradient and
+weight; `pytest -s tests/test_museum_hybrid_checkpoint.py` prints the numbers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import hybrid_checkpoint
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
+from museum import Found, is_right, visit_all
+from torch import Tensor, nn
+from tp_megatron import tensor_parallel
+
+from common import comm
+from common.comm import Group
+from common.equality import OPTIMIZERS, compare, follow
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, llama
+from common.placement import sum_gradients
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, TrainingOptions, Version, make_model, training_step
+
+CONFIGS["museum-checkpoint"] = llama(layers=2, width=16, heads=2, kv_heads=2, mlp_width=12, sequence=8)
+OPTIONS = TrainingOptions(model="museum-checkpoint", batch=3, sequence=8, steps=2, micro_batches=1)
+Exhibit = Callable[[nn.Module, Mesh, Path], None]  # saves the model and spoils it, then restores it
+
+
+def spoil(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)
+
+
+def a_file_of_each_replica(model: nn.Module, mesh: Mesh, folder: Path) -> None:
+    """Named by the rank along dp, from before there was a tp: both shards go to one file, the last one stays."""
+    file = folder / f"rank-{mesh.at['dp']}.pt"
+    for rank in range(mesh.world.size):
+        if mesh.world.rank == rank:
+            torch.save(model.state_dict(), file)
+        comm.barrier(mesh.world)
+    spoil(model)
+    model.load_state_dict(torch.load(file))
+
+
+def rank_0_writes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
+    """All have the same, so one is enough: right for replicas."""
+    if mesh.world.rank == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+    comm.barrier(mesh.world)
+    spoil(model)
+    model.load_state_dict(torch.load(folder / "model.pt"))
+
+
+def the_library_told_nothing(model: nn.Module, mesh: Mesh, folder: Path) -> None:
+    """It takes tensors of one name for replicas, and keeps one: whichever rank has had less to write so far."""
+    state = model.state_dict()
+    dcp.save(state, checkpoint_id=folder, process_group=mesh.world.pg)
+    spoil(model)
+    dcp.load(state, checkpoint_id=folder, process_group=mesh.world.pg)
+
+
+def boxes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
+    """Each rank writes its box of the whole tensor, and of replicas one writes."""
+    checkpoints = Checkpoints(folder, mesh)
+    checkpoints.save(1, entries_of(model), {})
+    spoil(model)
+    checkpoints.restore(entries_of(model))
+
+
+EXHIBITS: dict[str, Exhibit] = {
+    "a file of each replica": a_file_of_each_replica,
+    "rank 0 writes": rank_0_writes,
+    "the library, told nothing": the_library_told_nothing,
+    "right": boxes,
+}
+
+
+def resumed_step(
+    name: str, folder: Path, model: nn.Module, mesh: Mesh, step: Callable[[int], Tensor], t: int
+) -> Tensor:
+    """Step t; before the second one all is saved, spoilt and restored."""
+    if t == 1:
+        EXHIBITS[name](model, mesh, folder)
+    return step(t)
+
+
+def visit(rt: Runtime, name: str) -> Found:
+    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    o, mesh, found, alone = OPTIONS, Mesh(rt.world, tp=rt.world_size), {}, Group("one", 0, 1, (rt.rank,))
+    for optimizer in OPTIMIZERS:
+        one = make_model(o, rt.device)
+        step = training_step(Version(one), Batches(o, alone, rt.device), alone)
+        reference = follow(one, optimizer, o.steps, step)
+        model = make_model(o, rt.device)
+        tensor_parallel(model, mesh.group("tp"))
+        finish = partial(sum_gradients, list(model.parameters()), mesh)
+        step = training_step(
+            Version(model, finish=finish, loss=model.loss), Batches(o, alone, rt.device), alone
+        )
+        folder = Path(comm.everyones(tempfile.mkdtemp(), rt.world)[0])
+
+        resumed = partial(resumed_step, name, folder, model, mesh, step)
+        found[optimizer] = compare(reference, follow(model, optimizer, o.steps, resumed, mesh))
+        comm.barrier(rt.world)
+        if rt.rank == 0:
+            shutil.rmtree(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def visited() -> dict[str, Found]:
+    return visit_all(visit, EXHIBITS)
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_exhibit(name: str, visited: dict[str, Found]) -> None:
+    worst = visited[name]
+    if not is_right(name, worst):
+        assert all(found["gradients"].value > 1e-3 for found in worst.values())
+        assert worst["sgd"]["weights"].value > 1e-5
+
+
+def every_replica_writes(rt: Runtime, folder: Path) -> str:
+    """Boxes, but nobody asks who writes: the same box from two ranks."""
+    mesh, model = Mesh(rt.world, dp=2), nn.Linear(3, 2)
+    with patch.object(hybrid_checkpoint, "writes", lambda *_: True), pytest.raises(SaveFailed) as error:
+        Checkpoints(folder, mesh).save(1, entries_of(model), {})
+    return str(error.value)
+
+
+def test_a_box_from_two_ranks_is_refused(tmp_path: Path) -> None:
+    """Not merged in silence: two ranks that write the same box may well mean different numbers."""
+    for message in spawn(every_replica_writes, 2, tmp_path):
+        assert "key:weight has overlapping chunks" in message
