@@ -21,27 +21,26 @@ import hybrid_files
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dp_zero import Zero
 from ep_moe import expert_parallel
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
 from hybrid_files import Writer, fault, steps
 from hybrid_pieces import Entry, boxes_of_run, pieces
+from hybrid_training import HybridOptions, make_hybrid, mesh_step, one_device_step
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi.launch import need_module, run_worker
 from placed import TENSORS, entries, spoil, whole, wrong
 from torch import nn
-from tp_megatron import tensor_parallel
 
 from common import comm
 from common.comm import Group
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, mixtral
 from common.models.transformer import Transformer
-from common.placement import Run, Shard, place, sum_gradients
+from common.placement import Run, Shard, place
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
-from common.training import Batches, TrainingOptions, Version, make_model, training_step
+from common.training import TrainingOptions, make_model
 
 CONFIGS["checkpoint-moe"] = replace(
     mixtral(layers=2, width=12, heads=2, kv_heads=1, mlp_width=7, sequence=8, experts=4), router="sigmoid"
@@ -346,72 +345,49 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
 
 
-def resumed(rt: Runtime, folder: Path, name: str) -> list[float]:
-    """Losses of four steps: two with ZeRO on dp = 2, two on tp = 2 from a checkpoint; and those of one device."""
-    o = TrainingOptions(model="gpt2-nano", batch=4, sequence=8, micro_batches=1)
-    alone = ALONE
+# model, optimizer, and the meshes on which two steps each are done
+RESUMED: list[tuple[str, str, list[dict[str, Any]]]] = [
+    ("gpt2-nano", "adamw", [{"pp": 2, "zero": 1}, {"zero": 3}, {"tp": 2, "sp": 2}]),
+    ("checkpoint-moe", "sgd", [{"zero": 2}, {"ep": 2, "tp": 2}, {"pp": 2, "ep": 2, "schedule": "gpipe"}]),
+]
+
+
+def resumed(rt: Runtime, folder: Path, model_name: str, optimizer_name: str, meshes: Any) -> list[float]:
+    """Largest differences of the losses to those of one device; from mesh to mesh, each time out of other weights."""
+    o, checkpoints = HybridOptions(model=model_name, batch=8, sequence=8, micro_batches=2), None
     model = make_model(o, rt.device)
-    optimizer = optimizer_of(name, model.parameters())
-    plain = training_step(Version(model), Batches(o, alone, rt.device), alone)
-    losses, seen = [], []
-    for t in range(4):
+    optimizer, step = optimizer_of(optimizer_name, model.parameters()), one_device_step(model, rt, o)
+    differences = []
+    for t in range(2 * len(meshes)):
         optimizer.zero_grad()
-        losses.append(plain(t).item())
+        expected = step(t).item()
         optimizer.step()
-
-    model, mesh = make_model(o, rt.device), Mesh(rt.world, dp=2)
-    zero = Zero(model, model.layers, mesh.group("dp"), 3)
-    optimizer = optimizer_of(name, [p for _, p in zero.named_parameters()])
-    step = training_step(
-        Version(model, finish=zero.finish, owner=zero), Batches(o, rt.world, rt.device), rt.world
-    )
-    for t in range(2):
-        optimizer.zero_grad()
-        seen.append(step(t).item())
-        optimizer.step()
-    Checkpoints(folder, mesh).save(2, entries_of(model, optimizer, zero), {"seed": 0})
-
-    model, mesh = make_model(replace(o, seed=7), rt.device), Mesh(rt.world, tp=2)
-    tensor_parallel(model, mesh.group("tp"))
-    optimizer = optimizer_of(name, model.parameters())
-    assert Checkpoints(folder, mesh).restore(entries_of(model, optimizer)) == {"step": 2, "seed": 0}
-    parameters = list(model.parameters())
-    version = Version(model, finish=lambda: sum_gradients(parameters, mesh), loss=model.loss)
-    step = training_step(version, Batches(o, alone, rt.device), alone)
-    for t in range(2, 4):
-        optimizer.zero_grad()
-        seen.append(step(t).item())
-        optimizer.step()
-
-    # and back to ZeRO, whose whole weights must follow its pieces
-    Checkpoints(folder, mesh).save(4, entries_of(model, optimizer), {})
-    again = make_model(replace(o, seed=8), rt.device)
-    mesh = Mesh(rt.world, dp=2)
-    zero = Zero(again, again.layers, mesh.group("dp"), 1)
-    optimizer = optimizer_of(name, [p for _, p in zero.named_parameters()])
-    Checkpoints(folder, mesh).restore(entries_of(again, optimizer, zero))
-    zero.changed()
-    tokens_BS = torch.arange(16).view(2, 8)
-    with torch.no_grad():
-        losses.append(make_logits(model, tokens_BS, rt))
-        seen.append(again(tokens_BS).sum().item())
-    return [abs(a - b) / max(1.0, abs(a)) for a, b in zip(losses, seen, strict=True)]
+        if t % 2 == 0:
+            on = replace(o, **meshes[t // 2])
+            mesh = on.mesh(rt)
+            hybrid = make_hybrid(rt, replace(on, seed=t), mesh)
+            mine, checkpoints = optimizer_of(optimizer_name, hybrid.parameters()), Checkpoints(folder, mesh)
+            if t:
+                assert checkpoints.restore(entries_of(hybrid.model, mine, hybrid)) == {"step": t}
+                if hybrid.zero:
+                    hybrid.zero.changed()
+            on_mesh = mesh_step(hybrid, rt, on)
+        mine.zero_grad()
+        differences.append(abs(on_mesh(t).item() - expected) / expected)
+        mine.step()
+        if t % 2:
+            checkpoints.save(t + 1, entries_of(hybrid.model, mine, hybrid), {})
+    return differences
 
 
-def make_logits(model: nn.Module, tokens_BS: torch.Tensor, rt: Runtime) -> float:
-    total = model(tokens_BS).sum()  # this rank's part of the vocabulary
-    comm.all_reduce(total, rt.world)
-    return total.item()
-
-
-def both(rt: Runtime, folder: Path) -> dict[str, list[float]]:
-    return {name: resumed(rt, folder / name, name) for name in ("sgd", "adamw")}
+def resume_all(rt: Runtime, folder: Path) -> list[list[float]]:
+    return [resumed(rt, folder / case[0], *case) for case in RESUMED]
 
 
 def test_training_goes_on_where_it_was_on_another_mesh(tmp_path: Path) -> None:
-    for found in spawn(both, 2, tmp_path):
-        for name, differences in found.items():
-            assert max(differences) <= 1e-12, (name, differences)
+    for found in spawn(resume_all, 4, tmp_path):
+        for case, differences in zip(RESUMED, found, strict=True):
+            assert max(differences) <= 1e-12, (case, differences)
 
 
 def experts_and_buffers(rt: Runtime, folder: Path) -> tuple[list[bool], list[str]]:

@@ -56,8 +56,9 @@ def entries_of(
 ) -> list[Entry]:
     """All that a run must have again: parameters, buffers that are saved, the optimizer's states.
 
-    owner: who has the parameters that the optimizer steps on, if not the model: a Zero, whose `changed` is to be called
-    after a restore. A state that the optimizer has not made yet is made, of zeros, so that it can be restored.
+    owner: who has the parameters that the optimizer steps on, if not the model. Those of a Zero are its pieces:
+    call its `changed` after a restore. A state that the optimizer has not made yet is made, of zeros, so that it can
+    be restored.
     """
     named = {**dict(model.named_parameters()), **dict((owner or model).named_parameters())}
     saved = set(model.state_dict())
@@ -81,6 +82,8 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def make_states(optimizer: torch.optim.Optimizer) -> None:
     """States of zeros where there are none: those that a step with lr = 0 makes, for which no weight changes."""
     fresh = [p for p in stepped(optimizer) if not optimizer.state.get(p)]
+    if not fresh:
+        return
     gradients, rates = [p.grad for p in stepped(optimizer)], [g["lr"] for g in optimizer.param_groups]
     for p in stepped(optimizer):
         p.grad = None
