@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import dp_languages
 import pytest
 import torch
 from dp_mlp import VERSIONS
-from mpi.launch import ROOT, mpirun, need_module, refusal, run_worker
+from mpi.launch import ROOT, need_module, refusal, run_worker
 from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -247,28 +245,6 @@ def test_what_cannot_be_summed_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             dp_libtorch.DataParallel(tensors, None, bucket_bytes)
-
-
-def test_lesson_proves_and_writes_its_records(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    done = mpirun(2, sys.executable, LESSON, "--steps", "1", "--hidden", "8", "--json", file)
-    assert done.returncode == 0, done.stderr
-    assert "proved: equal to one device within 1e-12, bytes counted = formula" in done.stdout
-    assert "the versions agree with one another within 1e-10" in done.stdout
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    languages = {r["implementation"]: (r["language"], r["backend"]) for r in records}
-    assert languages == {
-        "pytorch-mlp": ("pytorch", "mpi"),
-        "dp_libtorch": ("libtorch", "mpi"),
-        "dp_libtorch-zero1": ("libtorch", "mpi"),
-        "dp_mpi": ("cpp-mpi", "mpi"),
-        "dp_mpi-ring": ("cpp-mpi", "mpi"),
-        "dp_mpi-zero1": ("cpp-mpi", "mpi"),
-        "ddp-mlp": ("pytorch", "mpi"),
-    }
-    for r in records:
-        assert (r["ranks"], r["steps"], r["equal"]) == (2, 5, True)
-        assert r["bytes_counted"] in (None, r["bytes_formula"])
 
 
 def test_ranks_without_mpi_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from dp_matrices import SPLITS, Factors, MatrixOptions
 from dp_matrix_multiply import benchmark, bytes_by_formula, gather_on_rank_0, main, multiply, prepared
 from dp_matrix_peers import dtensor
-from mpi.launch import ROOT, mpirun, refusal
+from mpi.launch import ROOT, refusal
 from torch import Tensor
 
 from common.comm import sizes_of
@@ -149,16 +147,6 @@ def test_benchmark_records_what_it_timed() -> None:
             assert r["flop_per_step"] == 2 * 64 * 32 * 48
             assert r["bytes_counted"] == r["bytes_formula"]
             assert 0 < r["largest_difference"] < 1e-5
-
-
-def test_lesson_under_mpirun_proves_and_writes_its_records(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    arguments = ["--shape", "29", "31", "37", "--panels", "3", "--gather", "--steps", "1", "--json", file]
-    done = mpirun(3, sys.executable, LESSON, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "proved: C, dA and dB equal numpy's within 1e-12, bytes counted = formula" in done.stdout
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(r["ranks"], r["backend"], r["equal"]) for r in records] == [(3, "mpi", True)] * 4
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pp_languages
@@ -12,7 +9,7 @@ import pp_manual
 import pp_memory
 import pp_torch
 import pytest
-from mpi.launch import mpirun, need_module, refusal, refused
+from mpi.launch import refusal, refused
 from pp_checker import held
 from pp_languages import LanguageOptions
 from pp_memory import VERSIONS, MemoryOptions, held_by_formula
@@ -20,7 +17,6 @@ from pp_schedules import make_schedule
 from pp_torch import TorchOptions
 from pp_training import PipelineOptions
 
-from common.benchmarks.measures import problem
 from common.models.configs import CONFIGS, gpt2
 from common.runtime import Runtime
 from common.spawn import spawn
@@ -86,41 +82,6 @@ def test_held_by_formula(name: str) -> None:
 )
 def test_bad_input_is_one_line(lesson: object, ranks: int, options: PipelineOptions, says: str) -> None:
     assert says in refused(lesson, ranks, options)  # type: ignore[arg-type]
-
-
-def test_under_mpirun(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    options = ["--steps", "1", "--sequence", "8", "--versions", "zb-v", "zb-h1", "--json", str(file)]
-    done = mpirun(2, sys.executable, CHAPTER / "pp_zero_bubble.py", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "proved: equal to one device within 1e-12, bytes counted = formula" in done.stdout
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert not any(map(problem, records))
-    assert [r.get("implementation", r.get("schedule")) for r in records] == ["zb-v", "zb-h1"] * 2
-    for r in records[2:]:  # after the times what they waited, and when what was computed
-        formula, simulated, *others = r["bubble"].values()
-        assert formula == pytest.approx(simulated)
-        assert all(0 < share < 1 for share in others)
-        for rows in r["timelines"].values():
-            computed = [(op, micro) for row in rows.values() for _, _, op, micro in row]
-            stages = 2 if r["schedule"] == "zb-h1" else 4
-            assert Counter(computed) == {(op, str(m)): stages for op in "FIW" for m in range(8)}
-
-
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "zb-v")])
-def test_languages_agree(ranks: int, schedule: str, tmp_path: Path) -> None:
-    need_module("pp_mpi")
-    need_module("pp_libtorch")
-    file = tmp_path / "records.jsonl"
-    options = ["--steps", "1", "--sequence", "4", "--batch", "5", "--micro-batches", "4"]
-    options += ["--schedule", schedule, "--json", str(file)]
-    done = mpirun(ranks, sys.executable, CHAPTER / "pp_languages.py", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("proved: equal to one device within 1e-12, bytes counted = formula") == 2
-    assert done.stdout.count("the languages agree with one another within 1e-10") == 2
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert not any(map(problem, records))
-    assert [r["language"] for r in records] == ["pytorch", "libtorch", "pytorch", "cpp-mpi"]
 
 
 @pytest.mark.parametrize(

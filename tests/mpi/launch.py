@@ -43,7 +43,7 @@ def need_binary(name: str) -> Path:
 
 
 def run(
-    command: list[str], timeout: float = 120, environment: Mapping[str, str] | None = None
+    command: list[str], timeout: float = 240, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Exit code, stdout and stderr; on a timeout the whole process group is killed and the test fails."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
