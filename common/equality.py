@@ -17,6 +17,7 @@ it enlarges that rounding by lr / eps, and it hides any constant factor on the g
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -187,3 +188,19 @@ def worst_of_world(found: dict[str, Difference], mesh: Mesh) -> dict[str, Differ
         values = values.cuda()
     comm.all_reduce(values, group, "max")
     return {k: Difference(v, found[k].where) for k, v in zip(KINDS, values.tolist(), strict=True)}
+
+
+def unequal_replicas(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
+    """Names of parameters of which two ranks hold the same piece with different bits. All ranks call it.
+
+    Such replicas drift apart: each takes its own steps from then on, and nothing brings them together.
+    """
+    mine = {}
+    for name, p in named:
+        piece = (name, *((axis, mesh.at[axis]) for axis in placement(p)))
+        mine[piece] = hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+    found: dict[tuple[object, ...], set[str]] = {}
+    for of_rank in comm.everyones(mine, mesh.group(*AXES)):
+        for piece, bits in of_rank.items():
+            found.setdefault(piece, set()).add(bits)
+    return sorted({str(piece[0]) for piece, bits in found.items() if len(bits) > 1})

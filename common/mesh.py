@@ -92,6 +92,13 @@ class Mesh:
             self._parts[key] = self._make((axis,), chosen)
         return self._parts[key]
 
+    def close(self) -> None:
+        """End the groups that this mesh made; a program that goes through many meshes would run out of connections."""
+        for group in (*self._groups.values(), *self._parts.values()):
+            if group is not None and group.pg is not None and group.pg is not self.world.pg:
+                dist.destroy_process_group(group.pg)
+        self._groups, self._parts = {AXES: self.world}, {}
+
     def _make(self, axes: tuple[str, ...], places: tuple[int, ...] | None = None) -> Group | None:
         """The group of this rank; places: of the ranks along a single axis, only these."""
         if not axes:

@@ -145,17 +145,19 @@ def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
 
 
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """The rule: every gradient summed over its axes, in place, one message for all that share axes and type.
+    """The rule: every gradient summed over its axes, in place, one message for all that lie alike and share a type.
 
+    A sum of many parts rounds as its place in the message says. What ranks hold in common therefore shares no message
+    with pieces, whose sizes may differ from rank to rank: replicas stay equal to the bit.
     A parameter without a gradient takes part with zeros, since another rank may have one; what no rank used
     has a gradient of zeros then. Frozen parameters are left alone. Sends 2(n-1)/n of the
     gradients' bytes, n the ranks along the axes.
     """
-    together: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+    together: dict[tuple[tuple[str, ...], tuple[str, ...], torch.dtype], list[Tensor]] = {}
     for p in parameters:
         if p.requires_grad:
-            together.setdefault((gradient_axes(p), p.dtype), []).append(p)
-    for (axes, _), members in together.items():
+            together.setdefault((gradient_axes(p), tuple(placement(p)), p.dtype), []).append(p)
+    for (axes, *_), members in together.items():
         group = mesh.group(*axes)
         if group.size > 1:
             flat = torch.cat(
@@ -163,7 +165,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
             )
             comm.all_reduce(flat, group)
             for p, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
-                p.grad = piece.view_as(p)
+                p.grad = piece.detach().view_as(p)  # autograd minds what is done to one view of several
 
 
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:

@@ -50,6 +50,7 @@ from common.comm import Group
 from common.comparison import benchmark, prove, report
 from common.lesson import console, run
 from common.mesh import Mesh
+from common.placement import placement
 from common.runtime import Runtime
 from common.training import Version
 
@@ -106,8 +107,12 @@ class Zero:
                 for name, at in homes.items()
             }
             inside = {name: p for name, p in trained.items() if home[name] == i}
-            if inside:
-                self.units.append(Unit(inside, group, stage))
+            # what ranks elsewhere hold, too, must be cut and summed there as it is here: it shares no unit with pieces
+            alike: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
+            for name, p in inside.items():
+                alike.setdefault((hasattr(p, "tied"), *placement(p)), {})[name] = p
+            for unit in alike.values():
+                self.units.append(Unit(unit, group, stage))
                 self.modules.append(entries if i < 0 else (module,))
         self.entries = weakref.WeakSet(entries)
         self.synchronising, self.in_backward, self.reduced = True, False, False
@@ -240,7 +245,7 @@ class Zero:
         for unit in self.units:
             assert unit.sum is not None
             for name, gradient in unit.cut(unit.sum).items():
-                unit.pieces[name].grad = gradient if ranks[name] else None
+                unit.pieces[name].grad = gradient.detach() if ranks[name] else None
                 unit.parameters[name].grad = None
             unit.sum = None
             unit.filled.clear()

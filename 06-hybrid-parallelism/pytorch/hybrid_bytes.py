@@ -141,7 +141,7 @@ class StepBytes:
         parts = [torch.empty(batch, self.tokens, device="meta") for batch in self.samples]
         numbers = sum(math.prod(self.hybrid.pipe.executor.shape(part)) for part in parts)
         sent = of_sum(group, self.size) + sides * numbers * self.size
-        for p in self.hybrid.model.parameters():
+        for p in self.hybrid.parameters():
             if hasattr(p, "tied"):
                 sent += of_sum(p.tied, p.numel() * self.size)
         return {group.axis: sent}

@@ -40,7 +40,7 @@ from tp_megatron import Region, tensor_parallel
 from common.comm import sizes_of
 from common.mesh import AXES, Mesh
 from common.models.transformer import Transformer, TransformerConfig
-from common.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients
+from common.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients, sum_tied_gradients
 from common.training import Version
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -148,12 +148,17 @@ class Hybrid:
             return self.pipe.run(parts, scale, begin)
 
     def finish(self) -> None:
-        """After the backward passes: every gradient becomes that of the global batch."""
-        self.pipe.finish()
+        """After the backward passes: every gradient becomes that of the global batch.
+
+        A tied head's comes last: both its holders must step with the same bits, and a sum over many ranks rounds
+        as its place among other gradients says.
+        """
         if self.zero:
             self.zero.finish()
         sum_gradients(self.parameters(), self.mesh)
+        sum_tied_gradients(self.parameters())
 
+    @torch.no_grad()
     def clip(self, largest: float) -> Tensor:
         """Scale the gradients so that their norm is at most `largest`; returns the norm before, that of all ranks.
 

@@ -21,7 +21,7 @@ from common import comm
 from common.comm import sizes_of
 from common.comparison import one_rank, records, report
 from common.data.text import rank_slice
-from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
+from common.equality import OPTIMIZERS, Followed, compare, follow, unequal_replicas, worst_of_world
 from common.ledger import Ledger, Row
 from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord, in_turn
@@ -181,7 +181,7 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
     if o.benchmark:
         report(rt, o, timed(rt, o, mesh))
         return True
-    proof = Proof(DTYPES[o.dtype])
+    proof, apart = Proof(DTYPES[o.dtype]), []  # type: tuple[Proof, list[str]]
     for optimizer in OPTIMIZERS:
         hybrid = make_hybrid(rt, o, mesh)
         run = Counted(
@@ -193,12 +193,15 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
         found = compare(reference(rt, o, optimizer), follow(hybrid, optimizer, o.steps, run, mesh))
         proof.add(title(mesh), optimizer, worst_of_world(found, mesh), run.sent, run.by_formula)
         proof.elsewhere &= all(comm.everyones(run.agree, rt.world))
+        apart += unequal_replicas(hybrid.named_parameters(), mesh)
     out.print(proof.tables(f"{title(mesh)} against one device: {o.model}, {o.dtype}, {o.steps} steps"))
     out.print(bytes_table(mesh, run.expected, run.rows))
     records = timed(rt, replace(o, steps=5), mesh)
     report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    if apart:
+        out.print(f"NOT the same bits on all ranks that hold it: {apart[0]}")
     out.print(proof.sentence())
-    return proof.holds
+    return proof.holds and not apart
 
 
 def timed(rt: Runtime, o: HybridOptions, mesh: Mesh) -> list[BenchmarkRecord]:

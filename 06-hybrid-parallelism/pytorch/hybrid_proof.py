@@ -1,0 +1,249 @@
+"""The proof table: every way to write 8 as pp x dp x ep x sp x tp, and some of 12, 16 and 32, against one device.
+
+    python hybrid_proof.py                          all rows, some minutes on two cores
+    python hybrid_proof.py --write docs/proof.md    the same into a file: make proof
+    python hybrid_proof.py --every 9                every ninth row
+
+A row is a mesh and a model: GPT-2, LLaMA, and LLaMA with 8 experts, of 8 layers and 8 heads. Schedule, attention, ZeRO,
+sequence parallelism, checkpointing, clipping and dropout take turns from row to row. Compared are the loss, every
+gradient and their norm in two steps, and the weights after them, with SGD and with AdamW, in float64; and on every rank
+the bytes of each step, for each group, with the formula.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tyro
+from hybrid_bytes import StepBytes
+from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
+from rich.console import Console
+
+from common import comm
+from common.equality import (
+    KINDS,
+    OPTIMIZERS,
+    TOLERANCE,
+    Difference,
+    Followed,
+    compare,
+    follow,
+    unequal_replicas,
+    worst_of_world,
+)
+from common.lesson import DTYPES
+from common.mesh import AXES
+from common.models.configs import CONFIGS, gpt2, llama, mixtral
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+CONFIGS["proof-gpt2"] = gpt2(layers=8, width=32, heads=8, sequence=48)
+CONFIGS["proof-gpt2-dropout"] = replace(CONFIGS["proof-gpt2"], dropout=0.1)
+CONFIGS["proof-llama"] = llama(layers=8, width=32, heads=8, kv_heads=2, mlp_width=44, sequence=48)
+CONFIGS["proof-moe"] = mixtral(layers=8, width=32, heads=8, kv_heads=4, mlp_width=12, sequence=48, experts=8)
+MODELS = ("proof-gpt2", "proof-llama", "proof-moe")
+
+Shape = tuple[int, int, int, int, int]  # pp, dp, ep, sp, tp
+SAMPLE: dict[int, list[Shape]] = {
+    12: [(3, 2, 1, 1, 2), (2, 3, 1, 2, 1), (1, 1, 3, 1, 4), (1, 2, 2, 3, 1), (3, 1, 2, 2, 1)],
+    16: [(2, 2, 2, 2, 1), (2, 2, 1, 2, 2), (1, 2, 2, 2, 2), (4, 1, 1, 1, 4), (2, 1, 4, 2, 1)],
+    32: [(2, 2, 2, 2, 2), (4, 2, 1, 1, 4), (1, 2, 4, 2, 2)],
+}
+
+
+def ways(ranks: int) -> list[Shape]:
+    """All ways to write `ranks` as a product of five."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return [s for s in itertools.product(divisors, repeat=5) if math.prod(s) == ranks]  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mesh, a model and a layout; afterwards what was found, for each optimizer and kind."""
+
+    options: HybridOptions
+    found: dict[str, dict[str, Difference]] | None = None
+    bytes_agree: bool = False
+    apart: list[str] = field(default_factory=list)
+    """Parameters of which ranks hold different replicas."""
+    seconds: float = 0.0
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of the row."""
+        return max(d.value for kinds in (self.found or {}).values() for d in kinds.values())
+
+    @property
+    def holds(self) -> bool:
+        """Equal, in numbers and in bytes, and replicas to the bit."""
+        equal = self.largest <= TOLERANCE[DTYPES[self.options.dtype]]
+        return equal and self.bytes_agree and not self.apart
+
+
+def options(shape: Shape, model: str, turn: int) -> HybridOptions:
+    """The row's options: what the mesh allows takes turns."""
+    pp, dp, ep, sp, tp = shape
+    checkpointing = turn % 3 == 2
+    if model == "proof-gpt2" and sp == 1 and not checkpointing:
+        model = "proof-gpt2-dropout"
+    schedules = ("1f1b", "zb-h1", "gpipe") if pp > 4 else ("1f1b", "zb-v", "interleaved", "zb-h1", "gpipe")
+    attentions = ("zigzag", "ring", "allgather", *(("ulysses",) if 8 // tp % sp == 0 else ()))
+    return HybridOptions(
+        model=model,
+        batch=max(18, 2 * dp * ep),
+        sequence=48,
+        steps=2,
+        pp=pp,
+        dp=dp,
+        ep=ep,
+        sp=sp,
+        tp=tp,
+        schedule=schedules[turn % len(schedules)] if pp > 1 else "1f1b",  # type: ignore[arg-type]
+        attention=attentions[turn % len(attentions)],
+        sequence_parallel=tp > 1 and turn % 2 == 1,
+        zero=(turn % 2 if pp > 1 else turn % 4) if dp > 1 else 0,  # type: ignore[arg-type]
+        checkpointing=checkpointing,
+        clip=0.5 * (turn % 2),
+    )
+
+
+def rows(every: int = 1) -> dict[int, list[Row]]:
+    """All rows by number of ranks, or one of `every`."""
+    meshes = {8: ways(8), **SAMPLE}
+    turns = itertools.count()
+    cases = {
+        n: [Row(options(s, m, next(turns))) for s in shapes for m in MODELS] for n, shapes in meshes.items()
+    }
+    return {n: chosen for n, all_of_n in cases.items() if (chosen := all_of_n[::every])}
+
+
+Key = tuple[str, int, float, str]  # model, batch, clip, optimizer
+
+
+def key(o: HybridOptions, optimizer: str) -> Key:
+    """What one device's run depends on."""
+    return o.model, o.batch, o.clip, optimizer
+
+
+def references(rt: Runtime, todo: list[Row]) -> dict[Key, Followed]:
+    """One device's runs for all rows; each rank computes some, and has them all."""
+    wanted = {key(row.options, name): row.options for row in todo for name in OPTIMIZERS}
+    mine = list(wanted)[rt.rank :: rt.world_size]
+    computed = {k: reference(rt, wanted[k], k[-1]) for k in mine}
+    return {k: followed for of_rank in comm.everyones(computed, rt.world) for k, followed in of_rank.items()}
+
+
+def prove(rt: Runtime, todo: list[Row], show: bool = True) -> list[Row]:
+    """Every row on the ranks of this world."""
+    expected = references(rt, todo)
+    return [shown(rt, prove_row(rt, row.options, expected), show) for row in todo]
+
+
+def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> Row:
+    """One mesh against one device."""
+    start, mesh, found, agree = time.perf_counter(), o.mesh(rt), {}, True
+    apart: list[str] = []
+    for optimizer in OPTIMIZERS:
+        hybrid = make_hybrid(rt, o, mesh)
+        formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
+        run = Counted(mesh_step(hybrid, rt, o), formula)
+        followed = follow(hybrid, optimizer, o.steps, run, mesh)
+        found[optimizer] = worst_of_world(compare(expected[key(o, optimizer)], followed), mesh)
+        agree &= all(comm.everyones(run.agree, rt.world))
+        apart += unequal_replicas(hybrid.named_parameters(), mesh)
+    mesh.close()
+    return Row(o, found, agree, apart, time.perf_counter() - start)
+
+
+def shown(rt: Runtime, row: Row, show: bool) -> Row:
+    """Prints the row on rank 0."""
+    if show and rt.rank == 0:
+        print(" | ".join(cells(row)), f"{row.seconds:.1f} s", flush=True)
+    return row
+
+
+def cells(row: Row) -> list[str]:
+    """What the table says of a row."""
+    assert row.found is not None
+    o = row.options
+    worst = {kind: max(found[kind].value for found in row.found.values()) for kind in KINDS}
+    split: list[str] = [o.schedule] if o.pp > 1 else []
+    split += [o.attention] if o.sp > 1 else []
+    split += ["sequence parallel"] if o.sequence_parallel else []
+    split += [f"ZeRO-{o.zero}"] if o.zero else []
+    split += ["checkpointing"] if o.checkpointing else []
+    split += ["clipping"] if o.clip else []
+    shape = [str(getattr(o, axis)) for axis in AXES]
+    numbers = [f"{worst[kind]:.1e}" for kind in KINDS]
+    return [
+        *shape,
+        o.model.removeprefix("proof-"),
+        ", ".join(split) or "-",
+        *numbers,
+        "yes" if row.holds else "**NO**",
+    ]
+
+
+def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
+    """The lines of docs/proof.md."""
+    done = [row for rows in proved.values() for row in rows]
+    worst = max(done, key=lambda row: row.largest)
+    yield "# The proof table"
+    yield ""
+    yield (
+        "Each row trains a model on a mesh and on one device, two steps with SGD and two with AdamW, in float64, and "
+        "gives the largest relative difference of the loss, of any gradient, of the gradients' norm and of any weight. "
+        "`equal` says that all are at most 1e-12, that every rank sent, in each step and group, exactly the bytes of "
+        "the formula, and that weights which several ranks hold are the same to the bit. What the columns `pp` to `tp` mean: [docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md)."
+    )
+    yield ""
+    failing = sum(not row.holds for row in done)
+    yield f"`make proof` wrote this: {len(done)} rows, {failing} failing; largest difference {worst.largest:.1e}."
+    for n, of_n in proved.items():
+        yield ""
+        yield f"## {n} ranks"
+        yield ""
+        yield "| pp | dp | ep | sp | tp | model | with | loss | gradients | norm | weights | equal |"
+        yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|---|"
+        yield from (f"| {' | '.join(cells(row))} |" for row in of_n)
+
+
+@dataclass
+class ProofOptions:
+    """Which rows, and where to."""
+
+    every: int = 1
+    """One row of so many."""
+    ranks: tuple[int, ...] = (8, 12, 16, 32)
+    """Sizes of the worlds."""
+    write: Path | None = None
+    """File for the table, in Markdown."""
+
+
+def main(o: ProofOptions) -> int:
+    """0 where all rows hold, 1 where one does not."""
+    todo = {n: of_n for n, of_n in rows(max(1, o.every)).items() if n in o.ranks}
+    proved = {n: spawn(prove, n, of_n, timeout=120, limit=None)[0] for n, of_n in todo.items()}
+    failing = [row for of_n in proved.values() for row in of_n if not row.holds]
+    if o.write:
+        o.write.write_text("\n".join(markdown(proved)) + "\n")
+    count, largest = (
+        sum(map(len, proved.values())),
+        max(row.largest for of_n in proved.values() for row in of_n),
+    )
+    Console().print(f"{count} rows, {len(failing)} failing; largest difference {largest:.1e}")
+    return 1 if failing else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(ProofOptions, description=__doc__)))
+    except RankError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.code)
