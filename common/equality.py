@@ -198,7 +198,7 @@ def unequal_replicas(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> list[st
     mine = {}
     for name, p in named:
         piece = (name, *((axis, mesh.at[axis]) for axis in placement(p)))
-        mine[piece] = hashlib.sha256(p.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+        mine[piece] = hashlib.sha256(p.detach().cpu().numpy().tobytes()).hexdigest()
     found: dict[tuple[object, ...], set[str]] = {}
     for of_rank in comm.everyones(mine, mesh.group(*AXES)):
         for piece, bits in of_rank.items():

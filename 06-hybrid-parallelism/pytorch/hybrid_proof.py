@@ -200,7 +200,8 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
         "Each row trains a model on a mesh and on one device, two steps with SGD and two with AdamW, in float64, and "
         "gives the largest relative difference of the loss, of any gradient, of the gradients' norm and of any weight. "
         "`equal` says that all are at most 1e-12, that every rank sent, in each step and group, exactly the bytes of "
-        "the formula, and that weights which several ranks hold are the same to the bit. What the columns `pp` to `tp` mean: [docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md)."
+        "the formula, and that weights which several ranks hold are the same to the bit. What the columns `pp` to `tp` "
+        "mean: [docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md)."
     )
     yield ""
     failing = sum(not row.holds for row in done)
