@@ -17,10 +17,11 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -128,8 +129,12 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
                 return local
             if serve:
                 store = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False)
-            host, port = MPI.COMM_WORLD.bcast((socket.gethostname(), store.port) if serve else None)
+            addresses, port = MPI.COMM_WORLD.bcast((_addresses(), store.port) if serve else None)
+            host = MPI.COMM_WORLD.allgather(_that_answers(addresses, port))[launch.rank or -1]
+            _toward(host, port)
             return store if serve else dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
+        if launch.world_size > launch.local_world_size:
+            _toward(host, port)
         serve = serve and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = dist.TCPStore(host, port, None, serve, wait, wait_for_workers=False)
         return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -142,6 +147,33 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
             f"rank {launch.rank} found no answer at {host}:{port} within {timeout:g} s: "
             f"is rank 0 started there, and is the port open?"
         ) from None
+
+
+def _addresses() -> list[str]:
+    """This host's name and the addresses of its networks."""
+    interfaces = psutil.net_if_addrs().values()
+    found = [a.address for all_of_one in interfaces for a in all_of_one if a.family == socket.AF_INET]
+    return [socket.gethostname(), *(address for address in found if not address.startswith("127."))]
+
+
+def _that_answers(addresses: list[str], port: int) -> str:
+    """The first of rank 0's addresses at which its store answers: a host's name may lead nowhere on another."""
+    for address in addresses:
+        with suppress(OSError), socket.create_connection((address, port), 2.0):
+            return address
+    return addresses[0]
+
+
+def _toward(host: str, port: int) -> None:
+    """Have gloo use the network that leads to rank 0; alone, it takes what this host's own name leads to."""
+    with suppress(OSError):
+        family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as s:
+            s.connect(there)  # finds the way, sends nothing
+            here = s.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if here in {a.address for a in addresses} and not here.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _temporary_file() -> str:
