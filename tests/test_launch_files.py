@@ -86,22 +86,18 @@ def test_what_is_missing_is_one_line(command: tuple[str, ...], says: str) -> Non
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_torchrun_on_one_host() -> None:
-    done = on_this_host(TORCHRUN, "1", "localhost:0", SMALL)
-    assert done.returncode == 0, done.stderr
-    assert "torchrun gloo 2 ranks: 2" in done.stdout
-
-
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: Path(lesson[0]).stem)
 def test_two_hosts_give_the_numbers_of_one(
     lesson: tuple[str, ...], hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    both = [host.start(TORCHRUN, "2", f"{hosts[0].address}:29500", *lesson, "--json", str(two)) for host in hosts]
+    both = [
+        host.start(TORCHRUN, "2", f"{hosts[0].address}:29500", *lesson, "--json", str(two)) for host in hosts
+    ]
     shown = [said(process) for process in both]
     assert [process.returncode for process in both] == [0, 0], shown
     assert "proved: equal to one device" in "".join(shown)
-    alone = on_this_host(sys.executable, *lesson, "--nproc", "4", "--json", str(one))
+    alone = on_this_host(TORCHRUN, "1", "localhost:0", *lesson, "--json", str(one), NPROC="4")
     assert alone.returncode == 0, alone.stderr
     assert numbers(two) == numbers(one)
     assert numbers(two)[0]["ranks"] == 4
@@ -128,7 +124,9 @@ def test_a_rank_killed_on_one_host_is_named_on_the_other(
     assert "Signal 9 (SIGKILL)" in there
 
 
-def test_mpirun_on_two_hosts(hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_on_two_hosts(
+    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ssh's place is taken by a pipe between the hosts' shells."""
     hostfile, pipe, agent = tmp_path / "hosts", tmp_path / "pipe", tmp_path / "agent"
     lines = [f"{host.address} slots={n} max_slots=9\n" for host, n in zip(hosts, (2, 1), strict=True)]

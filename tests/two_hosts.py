@@ -45,7 +45,15 @@ class Host:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Starts `words` here, in the caller's folder and environment; what they print comes in one pipe."""
-        command = (*ENTER, f"--target={self.pid}", "--net", "--uts", "--pid", "--mount", f"--wdns={os.getcwd()}")
+        command = (
+            *ENTER,
+            f"--target={self.pid}",
+            "--net",
+            "--uts",
+            "--pid",
+            "--mount",
+            f"--wdns={os.getcwd()}",
+        )
         return subprocess.Popen([*command, *words], stdout=-1, stderr=subprocess.STDOUT, text=True)
 
     def network(self, words: str) -> None:
