@@ -147,10 +147,12 @@ install_packages() {
     pip_install --no-deps --no-build-isolation -e .
 }
 
-# More ranks than cores, and root (containers), are normal in a course: no flags for either.
+# More ranks than cores, and root (containers), are normal in a course: no flags for either. "slot": without it,
+# all ranks would go to the first of several hosts.
 configure_open_mpi() {
-    local file="$venv/etc/prte-mca-params.conf" policy="rmaps_default_mapping_policy = :oversubscribe"
-    grep -qxF "$policy" "$file" || echo "$policy" >>"$file"
+    local file="$venv/etc/prte-mca-params.conf" policy="rmaps_default_mapping_policy = slot:oversubscribe" others
+    others="$(grep -v '^rmaps_default_mapping_policy' "$file" || true)"
+    printf '%s\n' "$others" "$policy" >"$file"
     rm -f "$venv/bin/mpirun"
     cat >"$venv/bin/mpirun" <<'SH'
 #!/bin/sh
