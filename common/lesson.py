@@ -20,6 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from common.data.text import load_text
 from common.launch import resolve
 from common.runtime import Runtime, runtime
 from common.spawn import RankError, spawn
@@ -114,8 +115,15 @@ def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) 
         raise UsageError(f"there is not enough memory for these sizes; give smaller ones ({line})") from None
 
 
+def _with_data(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
+    """A lesson that reads no text refuses a file that is not there, too."""
+    if options.data is not None:
+        load_text(options.data)
+    return main(rt, options)
+
+
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
-    launch, main = resolve(), partial(_within_memory, main)
+    launch, main = resolve(), partial(_within_memory, partial(_with_data, main))
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace:
         main = partial(profiled, options.trace, main)

@@ -126,6 +126,13 @@ def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         assert says in refused(capsys, "--nproc", "2", *arguments), arguments
 
 
+def test_data_that_nobody_reads_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(
+        small_lesson.main, small_lesson.Options, capsys, "--nproc", "2", "--data", str(tmp_path / "none")
+    )
+    assert "no such file or folder" in line
+
+
 def test_a_bad_command_line_ends_with_2() -> None:
     done = launch([sys.executable, str(SCRIPT), "--nproc", "2", "--backend", "mpich"])
     assert "backend 'mpich' is unknown" in one_line(done)
