@@ -62,7 +62,9 @@ def placement(parameter: Tensor) -> dict[str, Split]:
     """
     if mesh := getattr(parameter, "device_mesh", None):
         kinds = zip(mesh.mesh_dim_names, parameter.placements, strict=True)  # type: ignore[attr-defined]
-        return {axis: Shard(kind.dim) for axis, kind in kinds if kind.is_shard()}
+        return {
+            axis: Shard(kind.dim) for axis, kind in kinds if hasattr(kind, "dim")
+        }  # also where cuts are nested
     return getattr(parameter, "placement", {})
 
 

@@ -42,6 +42,11 @@ class Proof:
         return max(d.value for _, _, found, _, _ in self.rows for d in found.values())
 
     @property
+    def counted(self) -> bool:
+        """Any bytes were."""
+        return any(counted is not None for _, _, _, counted, _ in self.rows)
+
+    @property
     def equal(self) -> bool:
         """All differences are within the tolerance of the type."""
         return self.largest <= TOLERANCE[self.dtype]
@@ -77,7 +82,7 @@ class Proof:
             equality.add_row(version, optimizer, *values, worst.where)
             shown = "not counted" if counted is None else show_bytes(counted)
             sent.add_row(version, optimizer, shown, show_bytes(formula))
-        return Group(equality, sent)
+        return Group(equality, sent) if self.counted else Group(equality)
 
     def sentence(self) -> str:
         """One line: what was proved, or what differs."""
@@ -90,4 +95,4 @@ class Proof:
             )
         if not self.bytes_agree:
             return "equal to one device, but the bytes counted are NOT those of the formula"
-        return f"proved: equal to one device within {limit:.0e}, bytes counted = formula"
+        return f"proved: equal to one device within {limit:.0e}{', bytes counted = formula' if self.counted else ''}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pp_schedule import in_a_line, in_a_v
@@ -66,6 +66,15 @@ class TorchOptions(PipelineOptions):
     """Samples of the batch, a multiple of --micro-batches."""
 
 
+class Sizes(Protocol):
+    """What of the options a schedule is made of."""
+
+    dtype: Any
+    sequence: int
+    micro_batches: int
+    chunks: int
+
+
 class WithPositions(nn.Module):
     """A stage that makes its positions itself."""
 
@@ -80,24 +89,35 @@ class WithPositions(nn.Module):
 
 
 class InTorch:
-    """Our stages, torch's schedule."""
+    """Our stages, torch's schedule.
 
-    def __init__(self, name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> None:
-        mesh, n = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout), rt.world_size
-        several = name in ("torch-interleaved", "torch-zb-v")
+    B: samples of a micro-batch. wrap: what each stage passes before it is scheduled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Transformer,
+        mesh: Mesh,
+        device: torch.device,
+        o: Sizes,
+        B: int,
+        wrap: Callable[[nn.Module], nn.Module] = lambda stage: stage,
+    ) -> None:
+        n, several = mesh.shape["pp"], name in ("torch-interleaved", "torch-zb-v")
         owner = in_a_v(n) if name == "torch-zb-v" else in_a_line(n, o.chunks if several else 1)
         cut = cut_model(model, owner, mesh, evenly(len(model.layers), len(owner)))
         self.model, self.group, self.scale, c = model, mesh.group("pp"), 1.0, model.config
-        B, dtype = o.batch // o.micro_batches, DTYPES[o.dtype]
+        dtype = DTYPES[o.dtype]
         tokens_BS = torch.empty(B, o.sequence, dtype=torch.long, device="meta")
         x_BSD = torch.empty(B, o.sequence, c.width, dtype=dtype, device="meta", requires_grad=True)
         logits_BSV = torch.empty(B, o.sequence, c.vocabulary, dtype=dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
-                WithPositions(stage),
+                wrap(WithPositions(stage)),
                 number,
                 len(owner),
-                rt.device,
+                device,
                 input_args=(tokens_BS if stage.first else x_BSD,),
                 output_args=(logits_BSV if stage.last else x_BSD,),
                 group=self.group.pg,
@@ -135,7 +155,8 @@ def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions)
     """Ours or torch's."""
     if name not in THEIRS:
         return make_ours(name, model, rt, o)
-    theirs = InTorch(name, model, rt, o)
+    mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
+    theirs = InTorch(name, model, mesh, rt.device, o, o.batch // o.micro_batches)
     return Version(model, run=theirs.run, finish=theirs.finish)
 
 

@@ -53,10 +53,8 @@ VERSIONS = ("megatron", "dtensor")
 _parallel_losses = ExitStack()  # the backward pass, too, must run inside; an empty stack enters nothing
 
 
-def dtensor_parallel(model: Transformer, group: Group, device: str = "cpu") -> Transformer:
-    """The plan, carried out on the model in place. Weights are DTensors on a mesh with the axis tp."""
-    assert group.pg is not None
-    mesh = DeviceMesh.from_group(group.pg, device, mesh_dim_names=("tp",))
+def dtensor_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """The plan, carried out on the model in place. Weights are DTensors on `mesh`, whose axis is tp."""
     into = PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None))
     into_mlp = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {
@@ -105,7 +103,8 @@ def make_version(name: str, model: nn.Module, rt: Runtime, o: DTensorOptions) ->
     assert isinstance(model, Transformer)
     if name == "megatron" or rt.world_size == 1:  # a DTensor needs a process group
         return make_megatron("plain", model, rt, o)
-    dtensor_parallel(model, rt.world, rt.device.type)
+    assert rt.world.pg is not None
+    dtensor_parallel(model, DeviceMesh.from_group(rt.world.pg, rt.device.type, mesh_dim_names=("tp",)))
     return Version(model, loss=model.loss)
 
 

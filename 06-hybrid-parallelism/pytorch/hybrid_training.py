@@ -204,18 +204,25 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
     return proof.holds and not apart
 
 
-def timed(rt: Runtime, o: HybridOptions, mesh: Mesh) -> list[BenchmarkRecord]:
-    """Whole steps with AdamW; `o.steps` of them after two to warm up."""
+def timed(
+    rt: Runtime, o: HybridOptions, mesh: Mesh, beside: Mapping[str, Version] | None = None
+) -> list[BenchmarkRecord]:
+    """Whole steps with AdamW; `o.steps` of them after two to warm up. beside: others to time in turn with ours."""
     o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
     hybrid = make_hybrid(rt, o, mesh)
-    step = whole_step(hybrid.version(), Batches(o, hybrid.samples, rt.device), hybrid.tokens)
-    formula, sent = StepBytes(hybrid, samples_of(o, hybrid), o.sequence), []
+    batches, sent = Batches(o, hybrid.samples, rt.device), []
+    formula, step = (
+        StepBytes(hybrid, samples_of(o, hybrid), o.sequence),
+        whole_step(hybrid.version(), batches, hybrid.tokens),
+    )
 
-    def case() -> None:
+    def ours() -> None:
         step()
         sent.append(sum(formula.all().values(), Fraction(0)))
 
-    name = title(mesh)
-    measured = in_turn({name: case}, o.steps, rt.world, device=rt.device.type)
+    cases: dict[str, Callable[[], object]] = {title(mesh): ours}
+    for name, version in (beside or {}).items():
+        cases[name] = whole_step(version, batches, hybrid.tokens)
+    measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
     middle = statistics.median(sent[-o.steps :])
-    return records(rt, o, measured, shape_of(o), {name: middle}, axis="hybrid")
+    return records(rt, o, measured, shape_of(o), dict.fromkeys(cases, middle), beside or (), axis="hybrid")

@@ -1,0 +1,147 @@
+"""The same three dimensions from torch's own parts: DTensor's plan, FSDP2 and torch.distributed.pipelining.
+
+    init_device_mesh((pp, dp, tp))        one mesh; its axes are passed on to the three
+    parallelize_module(layer, mesh["tp"]) weights become DTensors over tp
+    fully_shard(layer, mesh["dp"])        ... and over dp as well
+    PipelineStage, Schedule1F1B           whose backward holds FSDP's sums back until the last micro-batch
+
+They compose as ours do, since a DTensor, too, says how it lies; the order of the calls is the same. Its numbers are
+equal to one device's, and the times stand beside ours: with ZeRO-1 where there are stages, ZeRO-2 where there are none,
+which is what FSDP2 does when it keeps weights from the forward to the backward pass.
+
+    python hybrid_torch.py --nproc 4 --pp 2 --dp 2      torchrun --nproc_per_node=4 hybrid_torch.py --dp 2 --tp 2
+    mpirun -np 4 python hybrid_torch.py --benchmark --pp 2 --tp 2 --model llama-10m --dtype float32 --sequence 128
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Literal
+
+from hybrid_check import check
+from hybrid_explain import title
+from hybrid_training import HybridOptions, reference, timed
+from pp_torch import InTorch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from tp_dtensor import dtensor_parallel
+from tyro.conf import Suppress
+
+from common.comparison import report
+from common.equality import OPTIMIZERS, compare, follow, worst_of_world
+from common.lesson import DTYPES, console, run
+from common.mesh import Mesh
+from common.models.transformer import Layer
+from common.proof import Proof
+from common.runtime import Runtime, UsageError
+from common.training import Batches, Version, make_model, training_step
+
+
+@dataclass
+class Options(HybridOptions):
+    """A dense model on pp, dp and tp."""
+
+    model: str = "llama-tiny"
+    """A name of common/models/configs.py: one whose head is not its embedding."""
+    ep: Suppress[int] = 1
+    sp: Suppress[int] = 1
+
+
+def sharded(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> FSDPModule:
+    """FSDP2 on every layer, then on what lies outside of them; weights stay until the end of the backward pass."""
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    whole = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    assert isinstance(whole, FSDPModule)
+    return whole
+
+
+def make_torch(rt: Runtime, o: Options, mesh: Mesh) -> Version:
+    """The three of torch on one mesh of devices."""
+    model, shape = make_model(o, rt.device), (mesh.shape["pp"], mesh.shape["dp"], mesh.shape["tp"])
+    devices = init_device_mesh(rt.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    if shape[2] > 1:
+        dtensor_parallel(model, devices["tp"])
+
+    def wrap(stage: nn.Module) -> nn.Module:
+        if shape[1] > 1:
+            sharded(stage, (m for m in stage.modules() if isinstance(m, Layer)), devices["dp"])
+        return stage
+
+    if shape[0] > 1:
+        samples = o.batch // shape[1]
+        pipe = InTorch("torch-1f1b", model, mesh, rt.device, o, samples // o.micro_batches, wrap)
+        return Version(model, run=pipe.run, loss=model.loss, averages=shape[1] > 1)
+    wrap(model)
+    return Version(model, partial(accumulating, model), loss=model.loss, averages=shape[1] > 1)
+
+
+@contextmanager
+def accumulating(model: nn.Module) -> Iterator[None]:
+    """Backward passes in here only add up."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
+    """Raises UsageError for what torch's parts cannot do."""
+    check(o.model_config(), mesh, o.layout(), o.batch, o.sequence)
+    c, tp = o.model_config(), mesh.shape["tp"]
+    if rt.world_size == 1:
+        raise UsageError("torch's parts need a process group: start at least 2 ranks")
+    if c.tied or c.experts:
+        raise UsageError(
+            f"--model {o.model}: give a dense one whose head is not its embedding, such as llama-tiny"
+        )
+    for what, number in (("key-value heads", c.kv_heads), ("columns of the MLP", c.mlp_width)):
+        if number % tp:
+            raise UsageError(
+                f"{number} {what} do not divide over {tp} ranks along tp, which DTensor's plan needs"
+            )
+    parts = mesh.shape["dp"] * o.micro_batches
+    if o.batch % parts or o.micro_batches < mesh.shape["pp"]:
+        raise UsageError(
+            f"--batch {o.batch} --micro-batches {o.micro_batches}: torch wants equal micro-batches, at least "
+            f"as many as stages; --batch {max(1, o.batch // parts) * parts} "
+            f"--micro-batches {max(o.micro_batches, o.pp)} would do"
+        )
+    if o.schedule != "1f1b" or o.sequence_parallel or o.checkpointing or o.precision != "full":
+        raise UsageError("here the schedule is 1f1b, without sequence parallelism, checkpointing and 16 bits")
+
+
+def main(rt: Runtime, o: Options) -> bool:
+    """torch's version against one device, then both in turn."""
+    mesh, out = o.mesh(rt), console(rt)
+    refuse(rt, o, mesh)
+    zero: Literal[0, 1, 2] = 0 if mesh.shape["dp"] == 1 else 1 if mesh.shape["pp"] > 1 else 2
+    o = replace(o, zero=o.zero or zero)
+    if o.benchmark:
+        report(rt, o, timed(rt, o, mesh, {"torch": make_torch(rt, o, mesh)}))
+        return True
+    proof = Proof(DTYPES[o.dtype])
+    dp = mesh.group("dp")
+    for optimizer in OPTIMIZERS:
+        version = make_torch(rt, o, mesh)
+        step = training_step(version, Batches(o, dp, rt.device), dp)
+        found = compare(reference(rt, o, optimizer), follow(version.model, optimizer, o.steps, step, mesh))
+        proof.add("torch", optimizer, worst_of_world(found, mesh), None, Fraction(0))
+    out.print(
+        proof.tables(f"{title(mesh)} of torch against one device: {o.model}, {o.dtype}, {o.steps} steps")
+    )
+    records = timed(rt, replace(o, steps=5), mesh, {"torch": make_torch(rt, o, mesh)})
+    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    out.print(proof.sentence())
+    return proof.holds
+
+
+if __name__ == "__main__":
+    run(main, Options)
