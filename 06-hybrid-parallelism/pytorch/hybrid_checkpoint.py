@@ -142,20 +142,19 @@ class Checkpoints:
     def restore(self, entries: Iterable[Entry]) -> dict[str, Any] | None:
         """Fill the entries from the newest good checkpoint, whichever mesh wrote it; returns what `save` was told.
 
-        None when there is no checkpoint. One that is damaged is named by rank 0, and the one before it is taken.
+        None when there is no checkpoint. One that is damaged is named by rank 0, and the one before it is tried.
         Raises UsageError when all are damaged, or when it is that of another model.
         """
         self.finish()
         world, damaged = self.mesh.world, []
         for name in reversed(comm.everyones(steps(self.folder), world)[0]):
-            place = self.folder / name
-            faults = comm.everyones(fault(place, world.rank, world.size), world)
-            if found := next(filter(None, faults), None):
-                damaged.append(f"{name} ({found})")
-                if world.rank == 0:
-                    print(f"warning: {place} is damaged: {found}; trying the one before it", file=sys.stderr)
-                continue
-            return self._read(place, list(entries))
+            faults = comm.everyones(fault(self.folder / name, world.rank, world.size), world)
+            found = next(filter(None, faults), None)
+            if found is None:
+                return self._read(self.folder / name, list(entries))
+            damaged.append(f"{name} ({found})")
+            if world.rank == 0:
+                print(f"warning: {self.folder / name} is damaged: {found}", file=sys.stderr)
         if damaged:
             raise UsageError(
                 f"all checkpoints in {self.folder} are damaged: {', '.join(damaged)}; "

@@ -11,8 +11,8 @@ checkpoint. Whatever happens before leaves a folder that nobody takes for a chec
 any rank fails, all learn it, with its rank and its reason, and what was there stays.
 
 Sums are made of the bytes on their way to the disk. They find what disks and copies do to files, not a forger: then
-sign SHA256SUMS. SHA-256 costs some 0.4 to 2 GB/s of each rank's own file, and unlike zlib's crc32 (twice that) every
-machine has a command for it.
+sign SHA256SUMS. SHA-256 takes a second for 0.4 GB of each rank's own file, zlib's crc32 for 0.7 GB, on one core here;
+but every machine has a command for the first.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def steps(folder: Path) -> list[str]:
 def fault(place: Path, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, or None. Of its files only each `parts`-th is read, from `part` on."""
     try:
-        lines = (place / SUMS).read_text().splitlines()
-        sums = {line[66:]: line[:64] for line in lines}
-        if odd := sorted({path.name for path in place.iterdir()} ^ {*sums, SUMS}):
-            return f"{odd[0]} is missing" if odd[0] in sums else f"{SUMS} does not list {odd[0]}"
+        lines = (place / SUMS).read_bytes().splitlines()
+        found = [re.fullmatch(rb"([0-9a-f]{64})  (\S+)", line) for line in lines]
+        sums = {os.fsdecode(line[2]): line[1].decode() for line in found if line}
+        needed = {".metadata", "about.json", *(file.name for file in place.glob("*.distcp"))}
+        if not all(found) or needed - sums.keys():
+            return f"{SUMS} is not a list of all files and their sums"
         for name in sorted(sums)[part::parts]:
             if sum_of(place / name) != sums[name]:
                 return f"{name} is not as {SUMS} says"
     except OSError as error:
         return f"{Path(error.filename or place).name}: {error.strerror}"
-    except UnicodeDecodeError:
-        return f"{SUMS} is no text"
     return None
 
 
