@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
 import tyro
@@ -56,6 +56,7 @@ class LessonOptions:
     """Folder for a Chrome trace of all ranks; their times are printed at the end."""
     plot: Path | None = None
     """File for this lesson's picture."""
+    trace_all: ClassVar[bool] = True  # a lesson is short
 
 
 O = TypeVar("O", bound=LessonOptions)  # noqa: E741
@@ -83,10 +84,12 @@ def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:
         raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
 
 
-def run(main: Callable[[Runtime, O], bool], options_type: type[O]) -> NoReturn:
+def run(
+    main: Callable[[Runtime, O], bool], options_type: type[O], parse: Callable[..., O] = tyro.cli
+) -> NoReturn:
     """Parse the command line, run `main` on every rank, exit."""
-    options = tyro.cli(options_type, description=sys.modules[main.__module__].__doc__)
     try:
+        options = parse(options_type, description=sys.modules[main.__module__].__doc__)
         sys.exit(0 if _start(main, options) else 1)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -125,7 +128,7 @@ def _with_data(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> b
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     launch, main = resolve(), partial(_within_memory, partial(_with_data, main))
     write_records(options.json, [])  # a file that cannot be written is known before the work
-    if options.trace:
+    if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")

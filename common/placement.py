@@ -170,11 +170,13 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
                 p.grad = piece.detach().view_as(p)  # autograd minds what is done to one view of several
 
 
-def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, also: Tensor | None = None) -> Tensor:
     """The 2-norm of the whole model's synchronised gradient, the same scalar on every rank.
 
     A gradient replicated on k ranks adds its squares k times to a sum over the world, so each rank gives
     1/k of them; pp ranks own different parameters and count as split, but for those that are tied.
+
+    also: float64 numbers that are summed over the world in the same message, in place.
     """
     total = torch.zeros((), dtype=torch.float64)
     for p in parameters:
@@ -187,5 +189,8 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
                 if axis != "pp" and axis not in lies:
                     copies *= mesh.shape[axis]
             total += local(p.grad).double().square().sum() / copies
-    comm.all_reduce(total, mesh.group(*AXES))
-    return total.sqrt()
+    sums = total[None] if also is None else torch.cat([total[None], also.to(total.device)])
+    comm.all_reduce(sums, mesh.group(*AXES))
+    if also is not None:
+        also.copy_(sums[1:])
+    return sums[0].sqrt()

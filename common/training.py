@@ -105,7 +105,16 @@ class Batches:
                 f"--batch {o.batch} is too small for {self.group.size} ranks; "
                 f"give at least {self.group.size}, so that each rank has a sample"
             )
-        self.text = load_text(o.data)
+        self.text = self.load()
+
+    def load(self) -> Text:
+        """What is trained on."""
+        return load_text(self.options.data)
+
+    def cut(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Samples [lo, hi) of the step's global batch."""
+        o = self.options
+        return lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo, hi)
 
     def samples(self) -> list[tuple[int, int]]:
         """The samples [lo, hi) of the global batch that are in each micro-batch; none of them is empty."""
@@ -116,10 +125,7 @@ class Batches:
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
         """(tokens_BS, targets_BS) of each micro-batch."""
-        o = self.options
-        batches = [
-            lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo, hi) for lo, hi in self.samples()
-        ]
+        batches = [self.cut(step, lo, hi) for lo, hi in self.samples()]
         return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
 
 

@@ -35,7 +35,7 @@ class Executor:
     """The runtime of one rank.
 
     stages: this rank's, by number. loss(logits, targets): (sum, count). shape(tokens_BS): of what passes from stage to
-    stage, [B, S, D] as a rule. After a run `events` says what was computed when, in seconds of this machine's clock.
+    stage, [B, S, D] as a rule. Under torch.no_grad a schedule of forwards keeps nothing. After a run `events` says what was computed when, in seconds of this machine's clock.
     """
 
     def __init__(
@@ -116,8 +116,9 @@ class Executor:
     def forward(self, stage: int, m: int, x: Tensor | None) -> None:
         """x: of the stage before, None in the first."""
         tokens, *rest, targets = self.parts[m]
+        trains = torch.is_grad_enabled()
         positions = rest[0] if rest else torch.arange(tokens.shape[1], device=tokens.device)
-        if x is not None:
+        if x is not None and trains:
             self.inputs[stage, m] = x.requires_grad_()
         y = self.stages[stage](tokens if x is None else x, positions)
         if stage == self.schedule.stages - 1:
@@ -126,7 +127,8 @@ class Executor:
             y = y * self.scale
         else:
             self.here["X", stage + 1, m] = y.detach()
-        self.outputs[stage, m] = get_gradient_edge(y)
+        if trains:
+            self.outputs[stage, m] = get_gradient_edge(y)
 
     def backward(self, stage: int, m: int, dy: Tensor | None) -> None:
         """dy: the gradient of the stage's output, None in the last, whose output is the loss."""

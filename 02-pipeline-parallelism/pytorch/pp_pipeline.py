@@ -12,10 +12,12 @@ batch whatever their sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from pp_deferred import Deferred
-from pp_executor import Executor
-from pp_schedule import Schedule
+from pp_executor import Executor, Part
+from pp_schedule import Schedule, forward_only
 from pp_simulator import Event
 from pp_stages import cut_model, evenly
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.placement import sum_tied_gradients
+
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Pipeline:
@@ -56,21 +60,31 @@ class Pipeline:
                 stage.layers = nn.ModuleList(Checkpointed(layer) for layer in stage.layers)
         width = model.config.width
         parameter = next(iter(model.parameters()))
-        self.executor = Executor(
-            schedule,
-            self.stages,
-            mesh,
-            lambda logits, targets: model.loss(logits, targets),
-            shape or (lambda tokens_BS: (*tokens_BS.shape, width)),
-            parameter.dtype,
-            deferred,
+        self.loss: Loss = lambda logits, targets: model.loss(logits, targets)
+        self.make_executor = partial(
+            Executor,
+            stages=self.stages,
+            mesh=mesh,
+            shape=shape or (lambda tokens_BS: (*tokens_BS.shape, width)),
+            dtype=parameter.dtype,
+            deferred=deferred,
         )
+        self.executor = self.make_executor(schedule, loss=self.loss)
         self.run = self.executor.run
 
     @property
     def events(self) -> list[Event]:
         """What this rank computed in the last run, and when."""
         return self.executor.events
+
+    @torch.no_grad()
+    def evaluate(self, parts: list[Part], loss: Loss | None = None) -> Tensor:
+        """Forward of all micro-batches, as many as there are parts: the sum of their losses, the same on all ranks along pp.
+
+        loss: what to make of the last stage's logits, if not the loss of training.
+        """
+        schedule = forward_only(self.schedule.owner, len(parts))
+        return self.make_executor(schedule, loss=loss or self.loss).run(parts, 1.0, lambda m: None)
 
     def finish(self) -> None:
         """After the backward passes."""

@@ -147,6 +147,20 @@ def connect(
     return Schedule(name, micro_batches, tuple(owner), tuple(lists))
 
 
+def forward_only(owner: Sequence[int], micro_batches: int) -> Schedule:
+    """Evaluation: each rank's stages one after the other, each for all micro-batches."""
+    computed = [
+        [
+            Instruction("F", stage, m)
+            for stage, of in enumerate(owner)
+            if of == rank
+            for m in range(micro_batches)
+        ]
+        for rank in range(max(owner) + 1)
+    ]
+    return connect("forward", micro_batches, owner, computed)
+
+
 def settled(schedule: Schedule, rank: int) -> dict[Instruction, list[Instruction]]:
     """For each receive of a rank: the sends that are over when it has come, for their receiver had used them before.
 

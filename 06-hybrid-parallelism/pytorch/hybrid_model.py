@@ -159,12 +159,12 @@ class Hybrid:
         sum_tied_gradients(self.parameters())
 
     @torch.no_grad()
-    def clip(self, largest: float) -> Tensor:
+    def clip(self, largest: float, also: Tensor | None = None) -> Tensor:
         """Scale the gradients so that their norm is at most `largest`; returns the norm before, that of all ranks.
 
-        As torch.nn.utils.clip_grad_norm_ on one device.
+        As torch.nn.utils.clip_grad_norm_ on one device. also: see `gradient_norm`.
         """
-        norm = gradient_norm(self.parameters(), self.mesh)
+        norm = gradient_norm(self.parameters(), self.mesh, also)
         factor = (largest / (norm + 1e-6)).clamp(max=1.0)
         for p in self.parameters():
             if p.grad is not None:

@@ -16,6 +16,7 @@ import functools
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +27,16 @@ from common import random
 from common.runtime import UsageError
 
 Bytes = NDArray[np.uint8]
+Tokens = NDArray[Any]  # uint8, uint16 or uint32
 SMALLEST = 1024
 
 
 @dataclass(frozen=True)
 class Text:
-    """The first nine tenths of the bytes are for training, the rest for validation."""
+    """The first nine tenths of the tokens are for training, the rest for validation."""
 
-    train: Bytes
-    validation: Bytes
+    train: Tokens
+    validation: Tokens
     name: str
 
 
@@ -106,16 +108,16 @@ def lm_batch(
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def lm_samples(text: Bytes, samples: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
+def lm_samples(text: Tokens, samples: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
     """Samples of the text cut into pieces, by number: (tokens_BS, targets_BS), int64, B = len(samples).
 
-    Sample i predicts bytes i * S + 1 to (i + 1) * S, so every byte but the first is a target in one sample.
+    Sample i predicts tokens i * S + 1 to (i + 1) * S, so every token but the first is a target in one sample.
     There are (len(text) - 1) // S of them. Raises UsageError for a sample that the text does not have.
     """
     count = (len(text) - 1) // sequence
     if len(samples) and not 0 <= samples.min() <= samples.max() < count:
         raise UsageError(
-            f"a text of {len(text)} bytes has samples 0 to {count - 1} of {sequence} tokens, not {samples.max()}"
+            f"a text of {len(text)} tokens has samples 0 to {count - 1} of {sequence} tokens, not {samples.max()}"
         )
     pieces = torch.from_numpy(text[samples[:, None] * sequence + np.arange(sequence + 1)].astype(np.int64))
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
