@@ -35,7 +35,8 @@ class Executor:
     """The runtime of one rank.
 
     stages: this rank's, by number. loss(logits, targets): (sum, count). shape(tokens_BS): of what passes from stage to
-    stage, [B, S, D] as a rule. Under torch.no_grad a schedule of forwards keeps nothing. After a run `events` says what was computed when, in seconds of this machine's clock.
+    stage, [B, S, D] as a rule. Under torch.no_grad a forward pass keeps nothing for a backward pass. After a run
+    `events` says what was computed when, in seconds of this machine's clock.
     """
 
     def __init__(

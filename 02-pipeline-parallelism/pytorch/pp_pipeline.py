@@ -79,7 +79,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, parts: list[Part], loss: Loss | None = None) -> Tensor:
-        """Forward of all micro-batches, as many as there are parts: the sum of their losses, the same on all ranks along pp.
+        """Forward alone, a micro-batch for each part: the sum of the losses, the same on all ranks along pp.
 
         loss: what to make of the last stage's logits, if not the loss of training.
         """

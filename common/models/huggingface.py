@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,14 @@ def write_huggingface(model: Transformer, folder: Path) -> None:
 
     Raises UsageError when the folder cannot be written or the model is none of theirs.
     """
-    weights = to_huggingface(model.config, dict(model.named_parameters()))
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    config = json.dumps({**_write_config(model.config), "dtype": dtype}, indent=2) + "\n"
+    write_weights(model.config, dict(model.named_parameters()), folder)
+
+
+def write_weights(shape: TransformerConfig, ours: Mapping[str, Tensor], folder: Path) -> None:
+    """`write_huggingface` of a model whose parameters come by name, from wherever they lie."""
+    weights = to_huggingface(shape, ours)
+    dtype = str(ours["embed_tokens.weight"].dtype).removeprefix("torch.")
+    config = json.dumps({**_write_config(shape), "dtype": dtype}, indent=2) + "\n"
     partial = folder / ".partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,27 +187,55 @@ def read_huggingface(folder: Path, dtype: torch.dtype = torch.float32) -> Transf
 
     Raises UsageError for a missing, truncated or unknown file, and for what this Transformer does not do.
     """
-    config = _read_config(folder / "config.json")
+    config = read_config(folder)
     with torch.device("meta"):
         model = Transformer(config, dtype=dtype)
     model.to_empty(device="cpu")
-    ours, stored = dict(model.named_parameters()), _stored(folder, model_type(config))
-    for theirs, names, transposed, expert in _pairs(config):
-        if theirs not in stored:
-            raise UsageError(f"{folder} has no weight {theirs}")
-        file, name = stored.pop(theirs)
-        with _open(file) as weights:
-            x = weights.get_tensor(name)
-        parts = [_of(expert, ours[name]) for name in names]
-        needed = [sum(len(p) for p in parts), *parts[0].shape[1:]]
-        x = x.T if transposed and x.dim() == 2 else x
-        if list(x.shape) != needed:
-            raise UsageError(f"{theirs} in {file} has shape {list(x.shape)}, config.json asks for {needed}")
-        for p, piece in zip(parts, x.split([len(p) for p in parts]), strict=True):
-            p.copy_(piece)
+    whole = read_weights(folder, config)
+    for name, p in model.named_parameters():
+        p.copy_(whole(name, p.shape))
+    return model
+
+
+def read_weights(folder: Path, config: TransformerConfig) -> Callable[[str, torch.Size], Tensor]:
+    """whole(name, shape): a parameter of ours, read when it is asked for; nothing else is in memory.
+
+    All names and shapes are compared before. Raises UsageError as `read_huggingface` does.
+    """
+    with torch.device("meta"):
+        ours = dict(Transformer(config).named_parameters())
+    stored = _stored(folder, model_type(config))
+    # of each parameter of ours: file, name there, first and last row, is it transposed; one for each expert
+    places: dict[str, list[tuple[Path, str, int, int, bool]]] = {}
+    with contextlib.ExitStack() as files:
+        opened: dict[Path, Any] = {}
+        for theirs, names, transposed, expert in _pairs(config):
+            if theirs not in stored:
+                raise UsageError(f"{folder} has no weight {theirs}")
+            file, there = stored.pop(theirs)
+            if file not in opened:
+                opened[file] = files.enter_context(_open(file))
+            shape = opened[file].get_slice(there).get_shape()
+            shape = shape[::-1] if transposed else shape
+            parts = [_of(expert, ours[name]) for name in names]
+            needed = [sum(len(p) for p in parts), *parts[0].shape[1:]]
+            if shape != needed:
+                raise UsageError(f"{theirs} in {file} has shape {shape}, config.json asks for {needed}")
+            ends = list(itertools.accumulate((len(p) for p in parts), initial=0))
+            for name, lo, hi in zip(names, ends, ends[1:], strict=False):
+                places.setdefault(name, []).append((file, there, lo, hi, transposed))
     if unknown := [name for name in stored if not name.endswith(IGNORED)]:
         raise UsageError(f"{folder} has a weight that this model has no place for: {unknown[0]}")
-    return model
+
+    def whole(name: str, shape: torch.Size) -> Tensor:
+        parts = []
+        for file, there, lo, hi, transposed in places[name]:
+            with _open(file) as weights:
+                x = weights.get_tensor(there)
+            parts.append((x.T if transposed else x)[lo:hi])
+        return (parts[0] if len(parts) == 1 else torch.stack(parts)).view(shape)
+
+    return whole
 
 
 @contextlib.contextmanager
@@ -236,7 +269,9 @@ def _read_json(file: Path) -> Json:
     return content
 
 
-def _read_config(file: Path) -> TransformerConfig:
+def read_config(folder: Path) -> TransformerConfig:
+    """The shape of a folder's model. Raises UsageError for one that this Transformer is not."""
+    file = folder / "config.json"
     theirs = _read_json(file)
     kind = theirs.get("model_type")
     if kind not in TABLES:
