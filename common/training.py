@@ -111,7 +111,7 @@ class Batches:
         """What is trained on."""
         return load_text(self.options.data)
 
-    def cut(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+    def take(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """Samples [lo, hi) of the step's global batch."""
         o = self.options
         return lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo, hi)
@@ -125,7 +125,7 @@ class Batches:
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
         """(tokens_BS, targets_BS) of each micro-batch."""
-        batches = [self.cut(step, lo, hi) for lo, hi in self.samples()]
+        batches = [self.take(step, lo, hi) for lo, hi in self.samples()]
         return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
 
 

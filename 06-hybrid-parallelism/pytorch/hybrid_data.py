@@ -1,0 +1,113 @@
+"""What a run trains on: samples of a text or of a token file, in an order that is no state.
+
+    positions  0  1  2  3 | 4  5  6  7 | 8 ...       step t takes positions t B to (t+1) B of the endless order
+    ranks      0  0  1  1 | 0  0  1  1 |             places along dp and ep a range each, on any mesh
+
+So a run that is resumed at step t, on another mesh, sees the very next batch: nothing was to be saved for it. The
+order is shuffled anew in every epoch (common/data/sampler.py).
+
+Token files are mapped into memory, so they may be larger than it: NumPy's .npy, or the bare numbers as nanoGPT and
+Megatron-LM write them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from hybrid_options import TrainOptions
+from torch import Tensor
+
+from common.data.sampler import samples_at
+from common.data.text import Text, Tokens, lm_samples, load_text, rank_slice
+from common.runtime import UsageError
+from common.training import Batches
+
+LOOKED_AT = 1 << 24  # tokens for the entropy: enough for its third digit
+
+
+class Shuffled(Batches):
+    """This rank's part of every global batch: whole samples of the text in the endless shuffled order."""
+
+    options: TrainOptions
+
+    def load(self) -> Text:
+        """The text of the options. Raises UsageError where it has no sample, or tokens that the model does not know."""
+        o, vocabulary = self.options, self.options.model_config().vocabulary
+        text = load_tokens(o.data, o.tokens)
+        for part in (text.train, text.validation):
+            if len(part) <= o.sequence:
+                longest = len(text.validation) - 1
+                raise UsageError(
+                    f"{text.name} has {len(text.train)} tokens to train on and {len(text.validation)} for validation, "
+                    f"no sample of {o.sequence}; --sequence {longest} or less would do"
+                )
+            # each rank looks at its part of a file that may be long
+            mine = part[slice(*rank_slice(len(part), self.group.rank, self.group.size))]
+            largest = int(mine.max(initial=0))
+            if largest >= vocabulary:
+                raise UsageError(
+                    f"{text.name} holds token {largest}, but the model has a vocabulary of {vocabulary}; "
+                    f"is --tokens {o.tokens} right?"
+                )
+        self.held = (len(text.train) - 1) // o.sequence
+        return text
+
+    def take(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Samples [lo, hi) of the step's global batch."""
+        o, first = self.options, step * self.options.batch
+        return lm_samples(self.text.train, samples_at(o.seed, self.held, first + lo, first + hi), o.sequence)
+
+    def validation(self, first: int) -> list[tuple[Tensor, Tensor]]:
+        """Micro-batches of a global batch of validation samples, from number `first` of all `--evaluation` on.
+
+        They lie evenly in the validation text. Beyond the last there are repeats whose targets count for nothing.
+        """
+        o = self.options
+        held = (len(self.text.validation) - 1) // o.sequence
+        count, parts = min(o.evaluation, held), []
+        for lo, hi in self.samples():
+            number = np.arange(first + lo, first + hi)
+            at = np.minimum(number, count - 1) * held // count
+            tokens_BS, targets_BS = lm_samples(self.text.validation, at, o.sequence)
+            targets_BS = targets_BS.masked_fill(torch.from_numpy(number >= count)[:, None], -100)
+            parts.append((tokens_BS.to(self.device), targets_BS.to(self.device)))
+        return parts
+
+    def about(self) -> dict[str, object]:
+        """What must be the same for a resumed run to see the very next batch."""
+        o = self.options
+        return {
+            "seed": o.seed,
+            "batch": o.batch,
+            "sequence": o.sequence,
+            "data": self.text.name,
+            "data_tokens": len(self.text.train) + len(self.text.validation),
+        }
+
+
+def load_tokens(data: Path | None, kind: str) -> Text:
+    """Text as bytes, or a file of tokens. Raises UsageError for one that cannot be read."""
+    if data is None or (kind == "bytes" and data.suffix != ".npy"):
+        return load_text(data)
+    try:
+        if data.suffix == ".npy":
+            tokens: Tokens = np.load(data, mmap_mode="r")
+        else:
+            tokens = np.memmap(data, np.dtype(kind).newbyteorder("<"), "r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"cannot read --data {data} as token numbers: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise UsageError(
+            f"--data {data} holds {tokens.dtype} of shape {list(tokens.shape)}; token numbers in a row are needed"
+        )
+    kept = len(tokens) * 9 // 10
+    return Text(tokens[:kept], tokens[kept:], data.name)
+
+
+def unigram_entropy(text: Text) -> float:
+    """Nats a token: the loss of a model that knows how often each token occurs in the text, and nothing else."""
+    counts = np.bincount(np.asarray(text.train[:LOOKED_AT]))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,86 @@
+"""Where the numbers of a run go: the screen, a file of JSON lines, TensorBoard. Rank 0 writes; the others keep quiet.
+
+A record is a line {"kind": ..., "step": ..., ...}: run (once a start), step, evaluation, text, checkpoint, end. A run
+that was resumed after a crash repeats the steps since its checkpoint; whoever reads the file takes the last of each.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from hybrid_options import TrainOptions
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from common.lesson import console, write_records
+from common.runtime import Runtime, UsageError
+
+SHOWN = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_mb", "validation_loss")
+
+
+class Log:
+    """Open while the `with` block runs."""
+
+    def __init__(self, rt: Runtime, o: TrainOptions) -> None:
+        self.speaks, self.file, self.out, self.board = rt.rank == 0, o.json, console(rt), None
+        if o.tensorboard and self.speaks:
+            try:
+                from torch.utils.tensorboard import SummaryWriter  # takes a second, and not everyone has it
+            except ImportError:
+                raise UsageError("--tensorboard needs the package: pip install tensorboard") from None
+            try:
+                self.board = SummaryWriter(str(o.tensorboard))
+            except OSError as error:
+                raise UsageError(
+                    f"--tensorboard {o.tensorboard} cannot be written: {error.strerror}"
+                ) from None
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        quiet = not (self.speaks and self.out.is_terminal)
+        self.bar = Progress(*columns, console=self.out, disable=quiet, transient=True)
+        self.task = self.bar.add_task("", total=o.steps)
+
+    def __enter__(self) -> Log:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        if self.board:
+            self.board.close()
+
+    def say(self, text: str) -> None:
+        """A line on the screen."""
+        self.out.print(escape(text), soft_wrap=True)
+
+    def at(self, step: int, loss: float) -> None:
+        """Move the bar."""
+        self.bar.update(self.task, completed=step, description=f"loss {loss:.3f}")
+
+    def record(self, kind: str, step: int, **values: Any) -> None:
+        """Into the files."""
+        if not self.speaks:
+            return
+        write_records(self.file, [{"kind": kind, "step": step, **values}])
+        if self.board:
+            for name in SHOWN:
+                if name in values:
+                    self.board.add_scalar(name, values[name], step)
+            if kind == "text":
+                self.board.add_text("text", values["text"], step)
+            self.board.flush()
+
+    def numbers(self, step: int, found: dict[str, float]) -> None:
+        """The line of a step, with what its column holds at its head."""
+        if step and not hasattr(self, "headed"):
+            self.headed = True
+            self.say(
+                "  step     loss   gradient norm   learning rate   tokens/s    MFU   MB of the largest rank"
+            )
+        self.say(
+            f"{step:6d}  {found['loss']:7.4f}   {found['gradient_norm']:13.4f}   {found['learning_rate']:13.2e}"
+            f"   {found['tokens_per_second']:8,.0f}   {found['mfu']:4.0%}   {found['memory_mb']:,.0f}"
+        )
+        self.record("step", step, **found)

@@ -1,0 +1,78 @@
+"""How fast a run is, and how fast its machine.
+
+    MFU = operations of a token * tokens a second / what all devices could do            (model FLOPs utilisation)
+
+Operations of a token: Transformer.flops_per_token, forward and backward, attention included; what activation
+checkpointing computes again does not count (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). What a device
+could do is `--peak-tflops`, the number of its data sheet; without that it is measured: all ranks multiply square
+matrices at the same time, in the type in which the model multiplies, and their rates are added. Ranks that share cores
+or a card share its peak then, so that MFU says what the run makes of this machine.
+
+Tokens a second are those of training steps, from the first forward pass to the end of the optimizer's step; evaluation,
+text and checkpoints are not in them.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from hybrid_options import TrainOptions
+
+from common import comm
+from common.lesson import DTYPES
+from common.runtime import Runtime
+from common.training import shape_of
+from common.utils.profiler import peak_resident
+
+
+class Meter:
+    """Of the steps since the last reading."""
+
+    def __init__(self, rt: Runtime, o: TrainOptions) -> None:
+        self.rt, self.batch_tokens = rt, o.batch * o.sequence
+        plain = shape_of(o)
+        self.parameters, self.flops_per_token = plain.parameter_count(), plain.flops_per_token(o.sequence)
+        self.peak = rt.world_size * o.peak_tflops * 1e12 if o.peak_tflops else measured_peak(rt, o)
+        self.seconds, self.steps = 0.0, 0
+
+    def add(self, seconds: float) -> None:
+        """A step took so long."""
+        self.seconds, self.steps = self.seconds + seconds, self.steps + 1
+
+    def read(self) -> dict[str, float]:
+        """Tokens/s, MFU, seconds a step, memory of the rank that took most in MB (10^6 bytes). All ranks call it."""
+        cuda = self.rt.device.type == "cuda"
+        taken = torch.cuda.max_memory_allocated() if cuda else peak_resident()
+        memory = torch.tensor(taken / 1e6, dtype=torch.float64, device=self.rt.device)
+        comm.all_reduce(memory, self.rt.world, "max")
+        rate = self.steps * self.batch_tokens / max(self.seconds, 1e-9)
+        found = {
+            "tokens_per_second": rate,
+            "mfu": self.flops_per_token * rate / self.peak,
+            "step_seconds": self.seconds / max(self.steps, 1),
+            "memory_mb": memory.item(),
+        }
+        self.seconds, self.steps = 0.0, 0
+        return found
+
+
+def measured_peak(rt: Runtime, o: TrainOptions) -> float:
+    """Operations a second of all ranks together, in products of square matrices."""
+    cuda = rt.device.type == "cuda"
+    dtype = o.layout().precision or DTYPES[o.dtype]
+    n = 4096 if cuda else 512
+    a = torch.ones(n, n, dtype=dtype, device=rt.device)
+    a @ a
+    comm.barrier(rt.world)
+    start, times = time.perf_counter(), 0
+    while times < 4 or time.perf_counter() - start < 0.4:
+        a @ a
+        times += 1
+        if cuda:
+            torch.cuda.synchronize()
+    rate = torch.tensor(
+        times * 2 * n**3 / (time.perf_counter() - start), dtype=torch.float64, device=rt.device
+    )
+    comm.all_reduce(rate, rt.world)
+    return rate.item()

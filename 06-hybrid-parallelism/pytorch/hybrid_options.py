@@ -1,0 +1,168 @@
+"""The options of a training run: a configuration file, and the command line over it.
+
+    steps = 300                  # configuration.toml: an option of the command line in each line, without its dashes
+    learning-rate = 1e-3
+    checkpointing = true
+
+    python train_llama.py --config configuration.toml --steps 10        # the file's options, but 10 steps
+
+Paths in a file are taken as on the command line: from the folder one stands in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+import tyro
+from hybrid_training import HybridOptions
+
+from common.models.huggingface import read_config
+from common.models.transformer import TransformerConfig
+from common.runtime import UsageError
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+T = TypeVar("T")
+
+
+@dataclass
+class TrainOptions(HybridOptions):
+    """Everything that a run can be told."""
+
+    config: Path | None = None
+    """TOML file with options; those of the command line come over them."""
+    model: str = "llama-tiny"
+    """A name of common/models/configs.py."""
+    init: Path | None = None
+    """Folder with a model of Hugging Face's to begin with, instead of --model."""
+    steps: int = 100
+    """Steps of the whole run, those before it was resumed included."""
+    batch: int = 16
+    """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
+    sequence: int = 64
+    """Tokens of a sample."""
+    dtype: Literal["float64", "float32"] = "float32"
+    """Type of weights and gradients."""
+    tokens: Literal["bytes", "uint16", "uint32"] = "bytes"
+    """How to read --data: bytes of text, or a file of token numbers; a .npy file says itself what it holds."""
+    learning_rate: float = 1e-3
+    """The largest; it grows to it for --warm-up steps, then falls along a cosine."""
+    warm_up: int = 10
+    """Steps in which the learning rate grows."""
+    final: float = 0.1
+    """Share of the learning rate that the last step has."""
+    weight_decay: float = 0.1
+    """AdamW's, on matrices and embeddings; norms and biases have none."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 leaves it as it is."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does: stop all ranks, or leave out the step."""
+    log_every: int = 10
+    """Steps from one line of numbers to the next."""
+    evaluate_every: int = 50
+    """Steps between evaluations; 0 for none. There is one more at the end."""
+    evaluation: int = 64
+    """Samples of the validation text in an evaluation, the same ones every time."""
+    generate: int = 0
+    """Tokens of text to write after each evaluation."""
+    prompt: str = "def "
+    """What that text begins with."""
+    temperature: float = 0.8
+    """0 takes the likeliest token; 1 draws as the model says."""
+    checkpoints: Path | None = None
+    """Folder for checkpoints, seen by all ranks. The newest good one in it is where the run begins."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; there is one more at the end, and when the run is told to stop."""
+    keep: int = 3
+    """Checkpoints to keep."""
+    asynchronous: bool = False
+    """Write checkpoints while training goes on."""
+    resume: Literal["auto", "no"] = "auto"
+    """no: begin anew, whatever is in the folder of checkpoints."""
+    export: Path | None = None
+    """Folder for the trained model as Hugging Face's transformers reads it."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard."""
+    peak_tflops: float | None = None
+    """What one device can do, in 10^12 operations a second, for MFU; measured by products of matrices if left out."""
+    trace: Path | None = None
+    """Folder for Chrome traces: of this run's third step, and of the next one after a rank gets SIGUSR1."""
+    plot: Path | None = None
+    """Picture of all runs in the --json file, drawn at the end."""
+    trace_all: ClassVar[bool] = False
+    benchmark: tyro.conf.Suppress[bool] = False
+    scaling: tyro.conf.Suppress[Literal["strong", "weak"]] = "strong"
+    versions: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    def model_config(self) -> TransformerConfig:
+        """The model's shape: that of the folder, or of the name."""
+        return read_config(self.init) if self.init else super().model_config()
+
+    def check(self) -> None:
+        """Raises UsageError for numbers that no run can have."""
+        at_least = dict.fromkeys(("steps", "log_every", "keep", "checkpoint_every", "evaluation"), 1)
+        at_least |= dict.fromkeys(("warm_up", "generate", "evaluate_every"), 0)
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} {getattr(self, name)}: give at least {least}")
+        for name in ("learning_rate", "weight_decay", "clip", "temperature", "final", "peak_tflops"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
+                raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number of at least 0")
+        if self.plot and not self.json:
+            raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
+        if self.generate and not self.prompt:
+            raise UsageError("--prompt is empty; --generate needs at least one character to begin with")
+
+
+def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:
+    """The options of the command line over those of its --config file. Raises UsageError for a bad file."""
+    given = list(sys.argv[1:] if args is None else args)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    file = finder.parse_known_args(given)[0].config
+    default = from_file(options_type, file) if file else None
+    return tyro.cli(options_type, default=default, args=given, description=description)
+
+
+def from_file(options_type: type[T], file: Path) -> T:
+    """The options of a file. Raises UsageError for a file, a key or a value that is none."""
+    try:
+        content = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read --config {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} is not TOML: {error}") from None
+    known = [field.name.replace("_", "-") for field in fields(options_type)]  # type: ignore[arg-type]
+    args: list[str] = []
+    for key, value in content.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "--help shows what there is"
+            raise UsageError(f"{file}: there is no option {key!r}; {hint}")
+        arg = as_arguments(key, value)
+        quiet = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
+                tyro.cli(options_type, args=arg)
+        except SystemExit:
+            wanted = next(f.type for f in fields(options_type) if f.name.replace("_", "-") == key)  # type: ignore[arg-type]
+            raise UsageError(f"{file}: {key} = {value!r} is not of type {wanted}") from None
+        args += arg
+    return tyro.cli(options_type, args=args)
+
+
+def as_arguments(key: str, value: object) -> list[str]:
+    """One line of the file as arguments of the command line."""
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no-{key}"]
+    return [f"--{key}={value}"]

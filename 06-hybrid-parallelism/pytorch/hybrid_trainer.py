@@ -1,0 +1,233 @@
+"""A run: steps from the newest good checkpoint to the last, with all that happens between them.
+
+    trainer = start(rt, options)        # checked; model, data, optimizer; the newest good checkpoint, if there is one
+    finished = trainer.run()
+
+Ranks leave the loop only together: whether any was told to stop, or found a number that is not finite, travels with the
+gradient's norm, a message that is there in every step. A step that is not finite moves no weight.
+
+All that a run is lies in its weights, the optimizer's states and the number of the step. The rest follows from that
+number: the batch, the learning rate, the masks of dropout, the text that is drawn. So a run goes on from a checkpoint,
+on any mesh, as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from hybrid_check import check
+from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
+from hybrid_data import Shuffled, unigram_entropy
+from hybrid_evaluate import validation_loss
+from hybrid_export import export
+from hybrid_generate import decode, generate
+from hybrid_log import Log
+from hybrid_metrics import Meter
+from hybrid_model import Hybrid
+from hybrid_optimizer import learning_rate, make_optimizer
+from hybrid_options import TrainOptions
+from hybrid_signals import Signals
+
+from common.lesson import DTYPES
+from common.models.huggingface import model_type, read_weights
+from common.runtime import Runtime, UsageError
+from common.training import training_step
+from common.utils.profiler import profile
+
+
+class Trainer:
+    """One rank's part of a run; every rank makes one and calls the same methods."""
+
+    def __init__(self, rt: Runtime, o: TrainOptions, hybrid: Hybrid) -> None:
+        self.rt, self.o, self.hybrid = rt, o, hybrid
+        self.batches = Shuffled(o, hybrid.samples, rt.device)
+        self.optimizer = make_optimizer(hybrid, o)
+        self.backward = training_step(hybrid.version(), self.batches, hybrid.tokens)
+        self.checkpoints = (
+            Checkpoints(o.checkpoints, hybrid.mesh, o.keep, o.asynchronous) if o.checkpoints else None
+        )
+        self.begin = self.step = self.resume()
+        self.stopped = self.trace_next = False
+
+    def resume(self) -> int:
+        """Weights and states of the newest good checkpoint; the number of steps it has behind it.
+
+        Raises UsageError for a checkpoint whose run had other batches: their order could not go on.
+        """
+        if self.checkpoints is None or self.o.resume == "no":
+            return 0
+        found = self.checkpoints.restore(self.entries())
+        if found is None:
+            return 0
+        for name, value in self.batches.about().items():
+            if found.get(name) != value:
+                raise UsageError(
+                    f"the checkpoint in {self.o.checkpoints} is of a run with {name} {found.get(name)!r}, this one has "
+                    f"{value!r}, so the order of the samples cannot go on; give the same, or another folder"
+                )
+        if self.hybrid.zero:
+            self.hybrid.zero.changed()
+        return int(found["step"])
+
+    def entries(self) -> Any:
+        """What a checkpoint holds."""
+        return entries_of(self.hybrid.model, self.optimizer, self.hybrid.zero)
+
+    def run(self) -> bool:
+        """All steps that are left. True at the end, or when told to stop; False where it could not go on."""
+        with Log(self.rt, self.o) as self.log, Signals() as self.signals:
+            self.meter = Meter(self.rt, self.o)
+            self.announce()
+            while self.step < self.o.steps and not self.stopped:
+                with self.traced():
+                    found = self.train()
+                if not found["finite"] and self.o.nonfinite == "stop":
+                    return self.give_up(found)
+                last = self.stopped or self.step == self.o.steps
+                if last or self.step % self.o.log_every == 0:
+                    self.log.numbers(self.step, found | self.meter.read())
+                if (
+                    self.checkpoints
+                    and (last or self.step % self.o.checkpoint_every == 0)
+                    and not self.save(last)
+                ):
+                    return False
+                every = self.o.evaluate_every
+                if every and not self.stopped and (last or self.step % every == 0):
+                    self.evaluate()
+            if self.stopped:
+                self.log.say(f"told to stop: after step {self.step} of {self.o.steps}")
+            elif self.o.export:
+                export(self.hybrid, self.o.export)
+                self.log.say(f"exported to {self.o.export}")
+            self.log.record("end", self.step, stopped=self.stopped)
+        return True
+
+    def train(self) -> dict[str, float]:
+        """One step: what it found. All ranks know the same after it."""
+        start, o = time.perf_counter(), self.o
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, o)
+        self.optimizer.zero_grad()
+        loss = self.backward(self.step).item()
+        told = [self.signals.stop, self.signals.trace, not math.isfinite(loss)]
+        self.signals.trace = False
+        sums = torch.tensor(told, dtype=torch.float64, device=self.rt.device)
+        norm = self.hybrid.clip(o.clip or math.inf, sums).item()
+        stop, trace, bad = (count > 0 for count in sums.tolist())
+        self.stopped, self.trace_next = stop, trace
+        finite = not bad and math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        elif o.nonfinite == "skip":
+            self.log.say(f"step {self.step + 1} left out: loss {loss:g}, gradient norm {norm:g}")
+        self.step += 1
+        self.meter.add(time.perf_counter() - start)
+        self.log.at(self.step, loss)
+        return {
+            "loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": learning_rate(self.step - 1, o),
+            "finite": finite,
+        }
+
+    def give_up(self, found: dict[str, float]) -> bool:
+        """Say why, once; the checkpoints stay as they are."""
+        self.attempt(self.checkpoints.finish if self.checkpoints else lambda: None)
+        if self.rt.rank == 0:
+            print(
+                f"error: step {self.step} has loss {found['loss']:g} and gradient norm {found['gradient_norm']:g}; no "
+                f"weight was changed by it. --nonfinite skip would leave such steps out",
+                file=sys.stderr,
+            )
+        return False
+
+    def attempt(self, write: Callable[[], None]) -> bool:
+        """Whether it could be written; if not, training goes on, and the reason is shown."""
+        try:
+            write()
+        except SaveFailed as failure:
+            self.log.say(f"warning: {failure}")
+            return False
+        return True
+
+    def save(self, last: bool) -> bool:
+        """A checkpoint. False when it is the last one and is not on the disk."""
+        assert self.checkpoints
+        self.attempt(self.checkpoints.finish)
+        about = {"mesh": self.hybrid.mesh.shape, **self.batches.about()}
+        good = self.attempt(partial(self.checkpoints.save, self.step, self.entries(), about))
+        good = good and (not last or self.attempt(self.checkpoints.finish))
+        self.log.record("checkpoint", self.step, good=good)
+        return good or not last
+
+    def evaluate(self) -> None:
+        """The validation loss, and text."""
+        o = self.o
+        loss = validation_loss(self.hybrid, self.batches)
+        self.log.say(f"{self.step:6d}  validation loss {loss:.4f}")
+        self.log.record("evaluation", self.step, validation_loss=loss)
+        if o.generate:
+            prompt = list(o.prompt.encode())
+            (tokens,) = generate(
+                self.hybrid, prompt, o.generate, o.sequence, o.seed, self.step, o.temperature
+            )
+            text = o.prompt + decode(tokens)
+            self.log.say("\n".join("        | " + line for line in text.splitlines()))
+            self.log.record("text", self.step, text=text)
+
+    def traced(self) -> Any:
+        """Around a step: its trace, when --trace asks for it or a rank got SIGUSR1."""
+        folder = self.o.trace
+        if folder and (self.trace_next or self.step == self.begin + 2):
+            self.log.say(f"step {self.step + 1} is traced: {folder / f'step-{self.step + 1}' / 'trace.json'}")
+            return profile(self.rt, folder / f"step-{self.step + 1}")
+        return nullcontext()
+
+    def announce(self) -> None:
+        """What runs, on what, from where."""
+        o, shape, text = self.o, self.hybrid.mesh.shape, self.batches.text
+        entropy = unigram_entropy(text) if self.rt.rank == 0 else 0.0
+        mesh = " x ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1) or "one rank"
+        self.log.say(
+            f"{o.init or o.model}, {self.meter.parameters / 1e6:.3g} M parameters in {o.dtype}, on {mesh} "
+            f"({self.rt.backend}, {self.rt.device.type})"
+        )
+        self.log.say(
+            f"{text.name}: {len(text.train) / 1e6:.3g} M tokens to train on, {o.batch * o.sequence} a step; "
+            f"unigram entropy {entropy:.3f} nats"
+        )
+        self.log.say(
+            f"peak of all ranks {self.meter.peak / 1e9:,.0f} GFLOP/s, "
+            + ("given" if o.peak_tflops else "measured")
+        )
+        if self.begin:
+            self.log.say(f"resumed after step {self.begin} from {o.checkpoints}")
+        self.log.record(
+            "run",
+            self.begin,
+            mesh=mesh,
+            ranks=self.rt.world_size,
+            unigram_entropy=entropy,
+            peak=self.meter.peak,
+        )
+
+
+def start(rt: Runtime, o: TrainOptions) -> Trainer:
+    """A run from its options: this rank's part of the model, and where to go on. Raises UsageError for bad input."""
+    o.check()
+    mesh = o.mesh(rt)
+    config = o.model_config()
+    check(config, mesh, o.layout(), o.batch, o.sequence)
+    if o.export:
+        model_type(config)  # known now, not at the end
+    whole = read_weights(o.init, config) if o.init else None
+    hybrid = Hybrid(config, mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed, whole)
+    return Trainer(rt, o, hybrid)

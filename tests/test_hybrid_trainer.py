@@ -1,0 +1,248 @@
+"""A training run on any mesh: the same losses, evaluation and text; resumed anywhere; to and from Hugging Face."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hybrid_data import Shuffled, load_tokens, unigram_entropy
+from hybrid_evaluate import validation_loss
+from hybrid_export import export, gather_to_rank_0
+from hybrid_generate import choose, generate
+from hybrid_optimizer import decays, learning_rate
+from hybrid_options import TrainOptions, parse
+from hybrid_trainer import start
+from small_models import tokens
+from test_huggingface import in_double, theirs
+from training_runs import Ran, go, options
+
+from common.comm import Group
+from common.data.text import load_text
+from common.models.configs import CONFIGS
+from common.models.huggingface import read_huggingface
+from common.models.transformer import Transformer
+from common.runtime import Runtime, UsageError
+from common.spawn import spawn
+
+__all__ = ["in_double"]
+ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))
+
+
+def runs(rt: Runtime, *given: tuple[TrainOptions, int]) -> list[Ran]:
+    """One run after the other, each stopped after a step."""
+    return [go(rt, o, stop_after) for o, stop_after in given]
+
+
+def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
+    o = options(model="nano-mixtral", evaluate_every=1, generate=3, checkpoints=tmp_path / "runs")
+    alone = go(ALONE, replace(o, checkpoints=None))
+    first = replace(o, dp=2, tp=2, zero=1, sequence_parallel=True)
+    second = replace(o, pp=2, dp=1, sp=2, asynchronous=True)
+    third = replace(o, dp=2, ep=2, zero=3, schedule="1f1b", micro_batches=1)
+    ranks = spawn(runs, 4, (first, 2), (second, 4), (third, 0))
+    for rank in ranks:
+        assert [list(ran.losses) for ran in rank] == [
+            [1, 2, 3],
+            [4, 5],
+            [6],
+        ]  # the signal is seen in the next step
+        assert all(ran.finished for ran in rank)
+    for kind in ("losses", "validation"):
+        parts = [getattr(ran, kind) for ran in ranks[0]]
+        # a run that is told to stop evaluates no more
+        found = {step: value for part in parts for step, value in part.items()}
+        wanted = {step: value for step, value in getattr(alone, kind).items() if step in found}
+        assert len(found) >= 4
+        assert found == pytest.approx(wanted, rel=1e-10)
+    assert {step: text for ran in ranks[0] for step, text in ran.texts.items()}.items() <= alone.texts.items()
+    for name, x in alone.weights.items():
+        torch.testing.assert_close(ranks[0][-1].weights[name], x, rtol=1e-10, atol=1e-10)
+
+
+MESHES: list[dict[str, Any]] = [
+    dict(dp=2, ep=2, zero=3, schedule="1f1b"),
+    dict(dp=1, pp=2, tp=2, schedule="zb-v"),
+    dict(dp=1, pp=2, sp=2, schedule="interleaved", attention="ulysses"),
+    dict(dp=1, sp=2, tp=2, sequence_parallel=True, attention="ring", checkpointing=True),
+]
+
+
+def looked_at(rt: Runtime, cases: list[TrainOptions]) -> list[tuple[float, list[list[int]]]]:
+    """The validation loss of the first weights, and what they write."""
+    found = []
+    for o in cases:
+        trainer = start(rt, o)
+        loss = validation_loss(trainer.hybrid, trainer.batches)
+        # longer than the window, so that it moves on
+        texts = generate(trainer.hybrid, [100, 101], 16, o.sequence, 3, 7, 1.0, samples=2)
+        found.append((loss, texts))
+    return found
+
+
+def test_evaluation_and_text_are_the_same_on_every_mesh() -> None:
+    # 9 samples in batches of 8: the last has one, and fills the others' places
+    o = options(model="nano-mixtral", batch=8, evaluation=9)
+    ((loss, texts),) = looked_at(ALONE, [o])
+    model, batches = (
+        Transformer(CONFIGS[o.model], o.seed, torch.float64),
+        Shuffled(o, ALONE.world, ALONE.device),
+    )
+    held = (len(batches.text.validation) - 1) // o.sequence
+    samples = [batches.text.validation[i * held // 9 * o.sequence :][: o.sequence + 1] for i in range(9)]
+    windows = torch.from_numpy(np.stack(samples).astype(np.int64))
+    logits = model(windows[:, :-1]).flatten(0, 1)
+    assert loss == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten()).item(), rel=1e-12
+    )
+    assert texts[0] != texts[1]
+    for rank in spawn(looked_at, 4, [replace(o, **mesh) for mesh in MESHES]):
+        for (their_loss, their_texts), mesh in zip(rank, MESHES, strict=True):
+            assert their_loss == pytest.approx(loss, rel=1e-12), mesh
+            assert their_texts == texts, mesh
+
+
+def test_a_token_is_drawn_by_its_share() -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.3]], dtype=torch.float64).log()
+    uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    drawn = choose(logits.expand(1000, 3), uniform, 1.0)
+    assert torch.bincount(drawn).tolist() == [500, 200, 300]
+    assert choose(logits, uniform[-1:], 0.0).tolist() == [0]
+    sharper = torch.bincount(choose(logits.expand(1000, 3), uniform, 0.5)).tolist()
+    assert sharper == [round(1000 * p * p / 0.38) for p in (0.5, 0.2, 0.3)]
+
+
+def there_and_back(rt: Runtime, folder: Path, names: list[str]) -> list[bool]:
+    """A step on one mesh, exported; begun with on another: is it the same?"""
+    same = []
+    for name in names:
+        moe = {"dp": 1, "ep": 2} if CONFIGS[name].experts else {"dp": 2}
+        trainer = start(rt, options(model=name, steps=1, tp=2, zero=1, **moe))
+        trainer.run()
+        export(trainer.hybrid, folder / name)
+        trained = gather_to_rank_0(trainer.hybrid)
+        again = start(rt, options(init=folder / name, dp=1, pp=2, tp=2))
+        theirs = gather_to_rank_0(again.hybrid)
+        same.append(
+            all(torch.equal(x, theirs[key]) for key, x in trained.items()) and trained.keys() == theirs.keys()
+        )
+    return same
+
+
+@pytest.mark.usefixtures("in_double")
+def test_transformers_reads_what_a_mesh_exports(tmp_path: Path) -> None:
+    names = ["nano-llama", "nano-gpt2", "nano-mixtral"]
+    assert spawn(there_and_back, 4, tmp_path, names)[0] == [True] * 3
+    for name in names:
+        ours = read_huggingface(tmp_path / name, torch.float64)
+        hf = type(theirs(ours.config)).from_pretrained(
+            tmp_path / name,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            **({"experts_implementation": "eager"} if ours.config.experts else {}),
+        )
+        tokens_BS = tokens(ours.config)
+        torch.testing.assert_close(hf(tokens_BS).logits, ours(tokens_BS), rtol=0, atol=1e-10)
+        assert (
+            ours.embed_tokens.weight - Transformer(ours.config, 0, torch.float64).embed_tokens.weight
+        ).any()
+
+
+def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
+    o = TrainOptions(steps=101, warm_up=20, learning_rate=2.0, final=0.1)
+    rates = [learning_rate(t, o) for t in range(101)]
+    assert rates[:20] == pytest.approx([0.1 * (t + 1) for t in range(20)])
+    assert rates[20] == 2.0
+    assert rates[60] == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2))
+    assert rates[100] == pytest.approx(0.2)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    names = [name for name, _ in Transformer(CONFIGS["gpt2-tiny"]).named_parameters()]
+    free = {name.split(".", 2)[-1] for name in names if not decays(name)}
+    assert "attention.q_proj.bias" in free
+    assert "attention_norm.weight" in free
+    assert not any(name.endswith("proj.weight") or "embed" in name for name in free)
+
+
+def test_token_files_hold_what_was_written(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 200, 1000)
+    np.save(tmp_path / "a.npy", numbers.astype(np.uint16))
+    numbers.astype("<u4").tofile(tmp_path / "a.bin")
+    for file, kind in (("a.npy", "bytes"), ("a.bin", "uint32")):
+        text = load_tokens(tmp_path / file, kind)
+        assert np.array_equal(text.train, numbers[:900])
+        assert np.array_equal(text.validation, numbers[900:])
+        batches = Shuffled(options(data=tmp_path / file, tokens=kind), ALONE.world, ALONE.device)
+        ((tokens_BS, _), *_) = batches.parts(0)
+        assert tokens_BS[0].tolist() in [numbers[i * 16 : i * 16 + 16].tolist() for i in range(60)]
+    even = load_tokens(tmp_path / "a.bin", "uint32")
+    assert unigram_entropy(even) <= math.log(200)
+    assert unigram_entropy(load_text()) == pytest.approx(3.1, abs=0.3)
+
+
+def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('steps = 7\nlearning-rate = 0.5\ncheckpointing = true\nmodel = "gpt2-tiny"\nzero = 1\n')
+    o = parse(TrainOptions, args=["--config", str(file), "--steps", "9", "--no-checkpointing"])
+    assert (o.steps, o.learning_rate, o.checkpointing, o.model, o.zero) == (9, 0.5, False, "gpt2-tiny", 1)
+    assert parse(TrainOptions, args=[f"--config={file}"]).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("stepz = 3", "no option 'stepz'; did you mean steps?"),
+        ('steps = "many"', "steps = 'many' is not of type int"),
+        ("zero = 7", "zero = 7 is not of type"),
+        ("steps = ", "is not TOML"),
+        ("[mesh]\npp = 2", "no option 'mesh'"),
+    ],
+)
+def test_a_bad_file_gets_one_line(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=message) as error:
+        parse(TrainOptions, args=["--config", str(file)])
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="cannot read --config"):
+        parse(TrainOptions, args=["--config", str(tmp_path / "none.toml")])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(model="llama-1t"), "model 'llama-1t' is unknown"),
+        (dict(batch=1), "too few for 2 micro-batches; give --batch 2"),
+        (dict(sequence=10**6), "has no sample of 1000000|no sample of 1000000"),
+        (dict(model="nano-gpt2", sequence=32), "32 tokens is too long for a model with 16"),
+        (dict(dp=2), "needs 2 ranks, the world has 1"),
+        (dict(steps=0), "--steps 0: give at least 1"),
+        (dict(learning_rate=-1.0), "--learning-rate -1"),
+        (dict(init=Path("no-such-folder")), "cannot read no-such-folder"),
+        (dict(data=Path("no-such-file")), "no such file"),
+        (dict(data=Path("no-such-file"), tokens="uint16"), "cannot read --data"),
+        (dict(data=Path(np.__file__), tokens="uint16"), "a vocabulary of 256"),
+        (dict(plot=Path("a.png")), "--json"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_before_anyone_waits(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        start(ALONE, options(**given))
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    go(ALONE, options(steps=1, checkpoints=tmp_path))
+    for other, message in (
+        (dict(batch=8), "a run with batch 6, this one has 8"),
+        (dict(seed=1), "a run with seed 0"),
+        (dict(model="nano-gpt2"), "is of another model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            start(ALONE, options(checkpoints=tmp_path, **other))
+    assert start(ALONE, options(checkpoints=tmp_path, resume="no", seed=1)).step == 0

@@ -1,0 +1,86 @@
+"""Runs of the trainer for its tests: tiny models, what each step found, and stops in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from hybrid_export import gather_to_rank_0
+from hybrid_log import Log
+from hybrid_options import TrainOptions
+from hybrid_trainer import Trainer, start
+from torch import Tensor
+
+from common.models.configs import CONFIGS, gpt2, llama, mixtral
+from common.runtime import Runtime
+
+CONFIGS["nano-llama"] = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, sequence=16)
+CONFIGS["nano-mixtral"] = mixtral(
+    layers=4, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4
+)
+CONFIGS["nano-gpt2"] = gpt2(layers=2, width=16, heads=2, sequence=16)
+
+
+@dataclass
+class Ran:
+    """What a run left on one rank; weights are whole, on rank 0."""
+
+    finished: bool = False
+    losses: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    errors: str = ""
+
+
+def options(**given: Any) -> TrainOptions:
+    """Those of a short run in float64."""
+    short = dict(model="nano-llama", steps=6, batch=6, sequence=16, warm_up=2, learning_rate=1e-2)
+    short |= dict(dtype="float64", evaluation=5, evaluate_every=0, log_every=100, peak_tflops=1.0)
+    return TrainOptions(**(short | given))
+
+
+def go(
+    rt: Runtime, o: TrainOptions, stop_after: int = 0, change: Callable[[Trainer], None] | None = None
+) -> Ran:
+    """A run; the last rank gets SIGTERM after a step, where one is given. change: the test's own fault."""
+    ran, trainer = Ran(), start(rt, o)
+    if change:
+        change(trainer)
+    train = trainer.train
+
+    def watched() -> dict[str, float]:
+        found = train()
+        ran.losses[trainer.step] = found["loss"]
+        if stop_after == trainer.step and rt.rank == rt.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    trainer.train = watched  # type: ignore[method-assign]
+    errors = io.StringIO()
+
+    def noted(log: Log, kind: str, step: int, **values: Any) -> None:
+        if kind == "evaluation":
+            ran.validation[step] = values["validation_loss"]
+        if kind == "text":
+            ran.texts[step] = values["text"]
+        record(log, kind, step, **values)
+
+    record = Log.record
+    screen = contextlib.redirect_stdout(io.StringIO())
+    with patch.object(Log, "record", noted), contextlib.redirect_stderr(errors), screen:
+        ran.finished = trainer.run()
+    ran.weights, ran.errors = gather_to_rank_0(trainer.hybrid), errors.getvalue()
+    return ran
+
+
+def file_of(folder: Path) -> bytes:
+    """The exported weights, every bit."""
+    return (folder / "model.safetensors").read_bytes()
