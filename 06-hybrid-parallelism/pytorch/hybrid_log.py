@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the screen, a file of JSON lines, TensorBoard. Rank 0 writes; the others keep quiet.
+"""Where the numbers of a run go: the screen, a file of JSON lines, TensorBoard, a picture. Rank 0 alone writes.
 
 A record is a line {"kind": ..., "step": ..., ...}: run (once a start), step, evaluation, text, checkpoint, end. A run
 that was resumed after a crash repeats the steps since its checkpoint; whoever reads the file takes the last of each.
@@ -6,6 +6,8 @@ that was resumed after a crash repeats the steps since its checkpoint; whoever r
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from common.lesson import console, write_records
 from common.runtime import Runtime, UsageError
+from common.utils.visualizer import figure, run_curves
 
+# of a record, what TensorBoard shows
 SHOWN = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_mb", "validation_loss")
 
 
@@ -84,3 +88,20 @@ class Log:
             f"   {found['tokens_per_second']:8,.0f}   {found['mfu']:4.0%}   {found['memory_mb']:,.0f}"
         )
         self.record("step", step, **found)
+
+
+def draw(file: Path, picture: Path) -> None:
+    """All runs of a file of records in one plot, and the unigram entropy as a line."""
+    losses: dict[str, dict[int, float]] = {}
+    evaluated: dict[str, dict[int, float]] = {}
+    name, entropy = "", 0.0
+    for record in map(json.loads, file.read_text().splitlines()):
+        if record["kind"] == "run":
+            name = f"{record['mesh']}, from step {record['step'] + 1}"
+            entropy = record["unigram_entropy"]
+        elif record["kind"] == "step":
+            losses.setdefault(name, {})[record["step"]] = record["loss"]
+        elif record["kind"] == "evaluation":
+            evaluated.setdefault(name, {})[record["step"]] = record["validation_loss"]
+    with figure(picture) as (axes,):
+        run_curves(axes, losses, evaluated, {f"unigram entropy {entropy:.2f}": entropy})

@@ -130,7 +130,7 @@ def parse(options_type: type[T], description: str | None = None, args: Sequence[
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file = finder.parse_known_args(given)[0].config
-    default = from_file(options_type, file) if file else None
+    default = from_file(options_type, file) if file else options_type()
     return tyro.cli(options_type, default=default, args=given, description=description)
 
 

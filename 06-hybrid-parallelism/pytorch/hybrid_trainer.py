@@ -28,7 +28,7 @@ from hybrid_data import Shuffled, unigram_entropy
 from hybrid_evaluate import validation_loss
 from hybrid_export import export
 from hybrid_generate import decode, generate
-from hybrid_log import Log
+from hybrid_log import Log, draw
 from hybrid_metrics import Meter
 from hybrid_model import Hybrid
 from hybrid_optimizer import learning_rate, make_optimizer
@@ -108,6 +108,8 @@ class Trainer:
                 export(self.hybrid, self.o.export)
                 self.log.say(f"exported to {self.o.export}")
             self.log.record("end", self.step, stopped=self.stopped)
+            if self.o.plot and self.o.json and self.rt.rank == 0:
+                draw(self.o.json, self.o.plot)
         return True
 
     def train(self) -> dict[str, float]:
@@ -143,8 +145,8 @@ class Trainer:
         self.attempt(self.checkpoints.finish if self.checkpoints else lambda: None)
         if self.rt.rank == 0:
             print(
-                f"error: step {self.step} has loss {found['loss']:g} and gradient norm {found['gradient_norm']:g}; no "
-                f"weight was changed by it. --nonfinite skip would leave such steps out",
+                f"error: in step {self.step} the loss or the gradient is not finite (rank 0: loss {found['loss']:g}, "
+                f"norm {found['gradient_norm']:g}); it changed no weight, and --nonfinite skip would leave it out",
                 file=sys.stderr,
             )
         return False

@@ -257,6 +257,33 @@ def loss_curves(
     axes.legend(loc="best", handlelength=3.5)
 
 
+def run_curves(
+    axes: Axes,
+    losses: Mapping[str, Mapping[int, float]],
+    evaluated: Mapping[str, Mapping[int, float]],
+    limits: Mapping[str, float],
+    *,
+    unit: str = "nats a token",
+    title: str = "",
+) -> None:
+    """Runs that continue one another: name -> step -> loss. Rings are `evaluated`; a limit is a line across."""
+    for place, (name, of_step) in enumerate(losses.items()):
+        axes.plot(list(of_step), list(of_step.values()), linewidth=1.2, color=colour(place), label=name)
+        rings = evaluated.get(name, {})
+        style: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": colour(place), "zorder": 3}
+        axes.plot(list(rings), list(rings.values()), "o", **style)
+    axes.plot([], [], "o", markerfacecolor="white", markeredgecolor=INK, label="on validation text")
+    for name, value in limits.items():
+        axes.axhline(value, color=FAINT, linestyle="--", linewidth=1.5)
+        axes.text(
+            0.99, value, name, va="bottom", ha="right", fontsize=9, transform=axes.get_yaxis_transform()
+        )
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.grid(axis="y")
+    axes.legend(loc="upper right")
+
+
 def load_map(
     axes: Axes,
     loads: Mapping[str, Sequence[float]],

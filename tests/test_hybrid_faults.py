@@ -1,0 +1,199 @@
+"""What goes wrong in a run: what it says, its exit code, and that nothing is lost. The faults are the tests' own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid_checkpoint import Checkpoints, SaveFailed
+from hybrid_options import TrainOptions
+from hybrid_trainer import Trainer, start
+from mpi.launch import ROOT, run
+from test_hybrid_trainer import ALONE
+from training_runs import Ran, file_of, go, options
+
+from common.runtime import Runtime
+from common.spawn import RankError, spawn
+
+SIZES = dict(steps=6, batch=6, sequence=16, log_every=1, evaluate_every=0, checkpoint_every=2, peak_tflops=1)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+def arguments(**more: Any) -> list[str]:
+    """Options of a command line."""
+    return [f"--{key.replace('_', '-')}={value}" for key, value in (SIZES | more).items()]
+
+
+def records(file: Path, kind: str) -> list[dict[str, Any]]:
+    """Of one kind, in a file of JSON lines."""
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [record for record in found if record["kind"] == kind]
+
+
+def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
+    """SIGKILL under torchrun: the restarted run ends with the weights of one that nothing happened to, bit for bit."""
+    script = str(ROOT / "tests/scripts/faulty_training.py")
+    given = dict(model="nano-llama", dp=1, tp=2, checkpoints=tmp_path / "runs", json=tmp_path / "log")
+    ended = run(
+        [*TORCHRUN, "--max-restarts=1", script, "kill", "3", *arguments(**given, export=tmp_path / "killed")]
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "failed (exitcode: -9) local_rank: 1" in ended.stderr
+    assert "resumed after step 2 from" in ended.stdout
+    assert [r["step"] for r in records(tmp_path / "log", "step")] == [1, 2, 3, 3, 4, 5, 6]
+    whole = options(
+        **SIZES | dict(model="nano-llama", dp=1, tp=2, dtype="float32", export=tmp_path / "whole")
+    )
+    # as the command line has them
+    whole = replace(whole, learning_rate=TrainOptions.learning_rate, warm_up=TrainOptions.warm_up)
+    spawn(go, 2, whole)
+    assert file_of(tmp_path / "killed") == file_of(tmp_path / "whole")
+
+
+def test_sigterm_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+    """The process that one sees passes the signal on; its exit code is 0, since it did as it was told."""
+    script = str(ROOT / "06-hybrid-parallelism/examples/train_llama.py")
+    given = arguments(
+        model="llama-tiny", steps=100000, nproc=2, checkpoints=tmp_path / "runs", json=tmp_path / "log"
+    )
+    process = subprocess.Popen(
+        [sys.executable, script, *given], stdout=-1, stderr=-1, text=True, env=os.environ
+    )
+    end = time.monotonic() + 120
+    while not records(tmp_path / "log", "step") and time.monotonic() < end and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (ended,) = records(tmp_path / "log", "end")
+    assert ended["stopped"]
+    assert f"told to stop: after step {ended['step']} of 100000" in out
+    newest = max((tmp_path / "runs").iterdir())
+    assert json.loads((newest / "about.json").read_text())["step"] == ended["step"]
+
+
+def hangs(rt: Runtime, o: TrainOptions) -> None:
+    """Rank 1 falls asleep in its third step."""
+
+    def change(trainer: Trainer) -> None:
+        backward = trainer.backward
+        trainer.backward = lambda t: sleep_in_the_third(rt, t, backward)
+
+    go(rt, o, change=change)
+
+
+def sleep_in_the_third(rt: Runtime, step: int, backward: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    if step == 2 and rt.rank == 1:
+        time.sleep(1000)
+    return backward(step)
+
+
+def test_a_rank_that_hangs_is_named_with_where() -> None:
+    with pytest.raises(RankError) as error:
+        spawn(hangs, 2, options(), timeout=4.0, limit=None)
+    assert "rank 0 failed in all_reduce over" in str(error.value)
+    assert "rank 1 stood" in str(error.value)
+    assert "(sleep_in_the_third)" in str(error.value)
+
+
+def not_a_number(trainer: Trainer) -> None:
+    """Rank 1 alone finds a loss that is not finite in the third step."""
+    backward, rank = trainer.backward, trainer.rt.rank
+
+    def broken(t: int) -> torch.Tensor:
+        loss = backward(t)
+        return loss * math.nan if t == 2 and rank == 1 else loss
+
+    trainer.backward = broken
+
+
+def infinite_gradient(trainer: Trainer) -> None:
+    """In the third step rank 1 has a gradient that is not finite; every loss is."""
+    clip, rank = trainer.hybrid.clip, trainer.rt.rank
+
+    def broken(*given: Any) -> torch.Tensor:
+        if trainer.step == 2 and rank == 1:
+            next(p for p in trainer.hybrid.parameters() if p.numel()).grad.mul_(math.inf)  # type: ignore[union-attr]
+
+        return clip(*given)
+
+    trainer.hybrid.clip = broken  # type: ignore[method-assign]
+
+
+def left_out(trainer: Trainer) -> None:
+    """The third step moves no weight, and nothing else is wrong."""
+    step = trainer.optimizer.step
+
+    def but_the_third(*given: Any) -> Any:
+        return step(*given) if trainer.step != 2 else None
+
+    trainer.optimizer.step = but_the_third  # type: ignore[method-assign]
+
+
+def several(rt: Runtime, *given: tuple[TrainOptions, int, Callable[[Trainer], None] | None]) -> list[Ran]:
+    """Runs with faults, one after the other."""
+    return [go(rt, *one) for one in given]
+
+
+def test_what_is_not_finite_stops_all_ranks_or_is_left_out() -> None:
+    o = options(zero=1)
+    skip = replace(o, nonfinite="skip")
+    ranks = spawn(
+        several,
+        2,
+        (o, 0, not_a_number),
+        (o, 1, None),
+        (skip, 0, not_a_number),
+        (o, 0, left_out),
+        (replace(o, zero=0), 0, infinite_gradient),
+    )
+    for rank, (stopped, two_steps, skipped, by_hand, infinite) in enumerate(ranks):
+        assert not stopped.finished
+        assert list(stopped.losses) == [1, 2, 3]  # all in the same step
+        assert two_steps.finished
+        assert list(two_steps.losses) == [1, 2]
+        assert skipped.finished
+        assert list(skipped.losses) == [1, 2, 3, 4, 5, 6]
+        assert stopped.errors.count("\n") == (rank == 0)
+        assert by_hand.finished
+        assert not infinite.finished
+        assert list(infinite.losses) == [1, 2, 3]
+    stopped, two_steps, skipped, by_hand, infinite = ranks[0]
+    assert "norm nan)" in infinite.errors
+    assert stopped.errors.startswith("error: in step 3 the loss or the gradient is not finite")
+    for name, x in two_steps.weights.items():
+        assert torch.equal(stopped.weights[name], x), name
+        assert torch.equal(skipped.weights[name], by_hand.weights[name]), name
+        assert not torch.equal(skipped.weights[name], x), name
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_no_run_but_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk: training goes on, with a warning. At the end weights would be lost: exit code 1."""
+    save = Checkpoints.save
+
+    def full(self: Checkpoints, step: int, *given: Any) -> None:
+        if step in bad:
+            raise SaveFailed(f"checkpoint {step} was not written: No space left on device")
+        save(self, step, *given)
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    o = options(checkpoints=tmp_path, checkpoint_every=2)
+    bad = {4}
+    assert start(ALONE, o).run()
+    assert "warning: checkpoint 4 was not written: No space left" in capsys.readouterr().out
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000006"]
+    bad = {8}
+    assert not start(ALONE, replace(o, steps=8)).run()
