@@ -1,6 +1,6 @@
 """The module ep_libtorch against the plain mixture, on every size of group up to the ranks of one mpirun.
 
-python ep_libtorch_worker.py RESULT, under mpirun; rank 0 writes what the ranks of each group found.
+libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    from mpi.worker import on_groups, write
+def on_mpi() -> dict[int, list[Any]]:
+    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    from mpi.worker import on_groups
 
-    write(on_groups(outcomes))
+    return on_groups(outcomes)

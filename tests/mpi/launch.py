@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -90,12 +91,28 @@ def run_worker(
     return json.loads(result.read_text())
 
 
+LIBTORCH = ("sp_libtorch", "tp_libtorch", "ep_libtorch", "pp_libtorch")
+
+
 def on_mpi(worker: str, factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What tests/mpi/<worker>_worker.py finds on groups of 1 to 4 ranks, under one mpirun: each rank's outcomes."""
+    """What tests/mpi/<worker>_worker.py finds on groups of 1 to 4 ranks, under one mpirun: each rank's outcomes.
+
+    Where xdist runs files in several processes, the first to come runs all of LIBTORCH; the others wait and read.
+    """
     need_module(worker)
-    found = run_worker(4, f"{worker}_worker.py", factory.mktemp(worker))
-    assert [len(ranks) for ranks in found.values()] == [1, 2, 3, 4]
-    return {int(size): ranks for size, ranks in found.items()}
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    folder = factory.getbasetemp().parent if several else factory.mktemp(worker)
+    with (folder / "libtorch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / "libtorch.json"
+        if not kept.exists():
+            found = run_worker(
+                4, "libtorch_worker.py", factory.mktemp("all"), *(LIBTORCH if several else [worker])
+            )
+            kept.write_text(json.dumps(found))
+    of_worker = json.loads(kept.read_text())[worker]
+    assert [len(ranks) for ranks in of_worker.values()] == [1, 2, 3, 4]
+    return {int(size): ranks for size, ranks in of_worker.items()}
 
 
 def _outcomes(rt: Runtime, worker: str) -> dict[str, Any]:

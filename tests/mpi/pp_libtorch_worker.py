@@ -1,6 +1,6 @@
 """The module pp_libtorch against the plain Transformer, on every size of group up to the ranks of one mpirun.
 
-python pp_libtorch_worker.py RESULT, under mpirun; rank 0 writes what the ranks of each group found.
+libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
 
 from __future__ import annotations
@@ -117,12 +117,13 @@ def outcomes(up: dist.ProcessGroup | None, down: dist.ProcessGroup | None = None
     }
 
 
-if __name__ == "__main__":
-    from mpi.worker import WORLD, on_first_ranks, write
+def on_mpi() -> dict[int, list[Any]]:
+    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    from mpi.worker import WORLD, on_first_ranks
 
     from common.runtime import runtime
 
     with runtime():
         sizes = range(1, WORLD.size + 1)
         ways = {n: [dist.new_group(list(range(n))) for _ in range(2)] for n in sizes if n > 1}
-        write(on_first_ranks(sizes, lambda n: outcomes(*ways.get(n, [None]))))
+        return on_first_ranks(sizes, lambda n: outcomes(*ways.get(n, [None])))

@@ -1,6 +1,6 @@
 """The module sp_libtorch against scaled_dot_product_attention, on every size of group up to the ranks of one mpirun.
 
-python sp_libtorch_worker.py RESULT, under mpirun; rank 0 writes what the ranks of each group found.
+libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    from mpi.worker import on_groups, write
+def on_mpi() -> dict[int, list[Any]]:
+    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    from mpi.worker import on_groups
 
-    write(on_groups(outcomes))
+    return on_groups(outcomes)
