@@ -1,0 +1,108 @@
+"""Museum of silent bugs, a run that stops and goes on: its loss curve looks fine, and it is another run.
+
+Four steps, of which the last two come after a restart, on two ranks; against four steps on one device. First the order
+of the data, then the masks of dropout, whose random state must differ where ranks hold different numbers and agree
+where they hold the same. `pytest -s tests/test_museum_hybrid_trainer.py` prints the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hybrid_model import Hybrid
+from hybrid_training import HybridOptions, mesh_step, reference
+from museum import Found, is_right, visit_all
+from torch import Tensor
+
+from common.equality import OPTIMIZERS, Followed, compare, follow
+from common.models.configs import CONFIGS, gpt2
+from common.models.dropout import Dropout
+from common.runtime import Runtime
+from common.training import Batches
+
+CONFIGS["museum-run"] = replace(gpt2(layers=2, width=16, heads=2, sequence=8), dropout=0.2)
+OPTIONS = HybridOptions(model="museum-run", batch=4, sequence=8, steps=4)
+RESUMED = 2  # steps before the restart
+
+
+@dataclass
+class Exhibit:
+    """A mesh; which batch step t gets after the restart; what a dropout takes for its step, first sample and seed."""
+
+    mesh: dict[str, Any] = field(default_factory=lambda: dict(dp=2))
+    batch: Callable[[int], int] = lambda t: t
+    dropout: Callable[[Dropout, int], tuple[int, int, int]] = lambda d, rank: (d.step, d.first_sample, d.seed)
+
+
+EXHIBITS = {
+    # the number of the last step was saved, not that of the next
+    "a batch seen twice": Exhibit(batch=lambda t: t - 1),
+    # the loader had the next batch ready when its state was saved
+    "a batch never seen": Exhibit(batch=lambda t: t + 1),
+    # the loader is new, and nobody told it where it was
+    "the data from the beginning": Exhibit(batch=lambda t: t - RESUMED),
+    # every rank has the same seed and draws for the samples it has: replicas drop the same places
+    "masks equal over dp": Exhibit(dropout=lambda d, rank: (d.step, 0, d.seed)),
+    # every rank has its own seed: what all ranks along tp hold in common is dropped otherwise on each
+    "masks different over tp": Exhibit(
+        dict(dp=1, tp=2), dropout=lambda d, rank: (d.step, d.first_sample, d.seed + rank)
+    ),
+    # the random state was not in the checkpoint
+    "masks from the beginning": Exhibit(dropout=lambda d, rank: (d.step % RESUMED, d.first_sample, d.seed)),
+    "right": Exhibit(),
+    "right over tp": Exhibit(dict(dp=1, tp=2)),
+    "right over tp, its tokens in slices": Exhibit(dict(dp=1, tp=2, sequence_parallel=True)),
+    "right over pp": Exhibit(dict(dp=1, pp=2, checkpointing=True)),
+}
+
+
+@functools.cache
+def alone(rt: Runtime, optimizer: str) -> Followed:
+    """What one device leaves: the same for all exhibits."""
+    return reference(rt, OPTIONS, optimizer)
+
+
+def visit(rt: Runtime, name: str) -> Found:
+    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    exhibit, found = EXHIBITS[name], {}
+    o = replace(OPTIONS, **exhibit.mesh)
+    mesh, forward, take = o.mesh(rt), Dropout.forward, Batches.take
+
+    def dropped(self: Dropout, x: Tensor, positions_S: Tensor) -> Tensor:
+        right = self.step, self.first_sample, self.seed
+        self.step, self.first_sample, self.seed = exhibit.dropout(self, rt.rank)
+        try:
+            return forward(self, x, positions_S)
+        finally:
+            self.step, self.first_sample, self.seed = right
+
+    def taken(self: Batches, t: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        return take(self, t if t < RESUMED else exhibit.batch(t), lo, hi)
+
+    for optimizer in OPTIMIZERS:
+        right = alone(rt, optimizer)
+        hybrid = Hybrid(o.model_config(), mesh, o.layout(), rt.device, torch.float64, o.seed)
+        with patch.object(Dropout, "forward", dropped), patch.object(Batches, "take", taken):
+            found[optimizer] = compare(
+                right, follow(hybrid, optimizer, o.steps, mesh_step(hybrid, rt, o), mesh)
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def visited() -> dict[str, Found]:
+    return visit_all(visit, EXHIBITS)
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_exhibit(name: str, visited: dict[str, Found]) -> None:
+    worst = visited[name]
+    if not is_right(name, worst):
+        assert all(found["gradients"].value > 1e-3 for found in worst.values())
+        assert worst["sgd"]["weights"].value > 1e-5
