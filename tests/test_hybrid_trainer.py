@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ from hybrid_export import export, gather_to_rank_0
 from hybrid_generate import choose, generate
 from hybrid_optimizer import decays, learning_rate
 from hybrid_options import TrainOptions, parse
-from hybrid_trainer import start
+from hybrid_trainer import Trainer, start
 from small_models import tokens
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_huggingface import in_double, theirs  # noqa: F401
 from training_runs import Ran, go, options
 
@@ -247,4 +251,44 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             start(ALONE, options(checkpoints=tmp_path, **other))
-    assert start(ALONE, options(checkpoints=tmp_path, resume="no", seed=1)).step == 0
+    with pytest.raises(UsageError, match="holds step-00000001; a run with --resume no"):
+        start(ALONE, options(checkpoints=tmp_path, resume="no"))
+
+
+def crash_in_the_fifth(trainer: Trainer) -> None:
+    """And in the first somebody asks for a trace."""
+    backward = trainer.backward
+
+    def crashing(t: int) -> torch.Tensor:
+        if t == 4:
+            raise RuntimeError("in the fifth")
+        if t == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return backward(t)
+
+    trainer.backward = crashing
+
+
+def test_numbers_go_to_files_tensorboard_traces_and_a_picture(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("json", "tensorboard", "trace", "plot.png", "checkpoints")}
+    files["plot"] = files.pop("plot.png")
+    o = options(**files, log_every=2, evaluate_every=3, checkpoint_every=4)
+    with pytest.raises(RuntimeError, match="in the fifth"):  # a crash after the checkpoint of the fourth
+        go(ALONE, o, change=crash_in_the_fifth)
+    ran = go(ALONE, o)
+    records = [json.loads(line) for line in files["json"].read_text().splitlines()]
+    seen = [(r["kind"], r["step"]) for r in records]
+    first = [("run", 0), ("step", 2), ("evaluation", 3), ("step", 4), ("checkpoint", 4)]
+    assert seen == [*first, ("run", 4), ("step", 6), ("checkpoint", 6), ("evaluation", 6), ("end", 6)]
+    assert list(ran.losses) == [5, 6]
+    (last,) = (r for r in records if r["kind"] == "step" and r["step"] == 6)
+    assert last["loss"] == ran.losses[6]
+    model, seconds = Transformer(CONFIGS[o.model]), last["step_seconds"]
+    assert last["tokens_per_second"] == pytest.approx(6 * 16 / seconds)
+    assert last["mfu"] == pytest.approx(model.flops_per_token(16) * 6 * 16 / seconds / 1e12)
+    assert sorted(path.name for path in files["trace"].iterdir()) == ["step-2", "step-3"]
+    assert (files["trace"] / "step-2" / "trace.json").stat().st_size > 1000
+    assert files["plot"].read_bytes().startswith(b"\x89PNG")
+    shown = EventAccumulator(str(files["tensorboard"])).Reload()
+    assert [(e.step, e.value) for e in shown.Scalars("loss")][-1] == (6, pytest.approx(ran.losses[6]))
+    assert [e.step for e in shown.Scalars("validation_loss")] == [3, 6]

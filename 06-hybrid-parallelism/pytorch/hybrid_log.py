@@ -11,10 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybrid_data import unigram_entropy
+from hybrid_metrics import Meter
 from hybrid_options import TrainOptions
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from common.data.text import Text
 from common.lesson import console, write_records
 from common.runtime import Runtime, UsageError
 from common.utils.visualizer import figure, run_curves
@@ -26,7 +29,8 @@ SHOWN = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "
 class Log:
     """Open while the `with` block runs."""
 
-    def __init__(self, rt: Runtime, o: TrainOptions) -> None:
+    def __init__(self, rt: Runtime, o: TrainOptions, begin: int) -> None:
+        self.rt, self.begin = rt, begin
         self.speaks, self.file, self.out, self.board = rt.rank == 0, o.json, console(rt), None
         if o.tensorboard and self.speaks:
             try:
@@ -34,7 +38,7 @@ class Log:
             except ImportError:
                 raise UsageError("--tensorboard needs the package: pip install tensorboard") from None
             try:
-                self.board = SummaryWriter(str(o.tensorboard))
+                self.board = SummaryWriter(str(o.tensorboard), purge_step=begin + 1)
             except OSError as error:
                 raise UsageError(
                     f"--tensorboard {o.tensorboard} cannot be written: {error.strerror}"
@@ -54,6 +58,22 @@ class Log:
         self.bar.stop()
         if self.board:
             self.board.close()
+
+    def announce(self, o: TrainOptions, mesh: dict[str, int], text: Text, meter: Meter) -> None:
+        """What runs, on what, from where."""
+        if not self.speaks:
+            return
+        axes = " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one rank"
+        entropy, given = unigram_entropy(text), "given" if o.peak_tflops else "measured"
+        where = f"{axes} ({self.rt.backend}, {self.rt.device.type})"
+        tokens = f"{len(text.train) / 1e6:.3g} M tokens to train on, {o.batch * o.sequence} a step"
+        self.say(f"{o.init or o.model}, {meter.parameters / 1e6:.3g} M parameters in {o.dtype}, on {where}")
+        self.say(f"{text.name}: {tokens}; unigram entropy {entropy:.3f} nats")
+        self.say(f"peak of all ranks {meter.peak / 1e9:,.0f} GFLOP/s, {given}")
+        if self.begin:
+            self.say(f"resumed after step {self.begin} of {o.steps} from {o.checkpoints}")
+        ranks, peak = self.rt.world_size, meter.peak
+        self.record("run", self.begin, mesh=axes, ranks=ranks, unigram_entropy=entropy, peak=peak)
 
     def say(self, text: str) -> None:
         """A line on the screen."""

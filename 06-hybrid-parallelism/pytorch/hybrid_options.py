@@ -87,7 +87,7 @@ class TrainOptions(HybridOptions):
     asynchronous: bool = False
     """Write checkpoints while training goes on."""
     resume: Literal["auto", "no"] = "auto"
-    """no: begin anew, whatever is in the folder of checkpoints."""
+    """no: begin anew; the folder of checkpoints must be empty, or what is in it would be taken for this run's."""
     export: Path | None = None
     """Folder for the trained model as Hugging Face's transformers reads it."""
     tensorboard: Path | None = None

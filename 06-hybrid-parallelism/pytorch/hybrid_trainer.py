@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from hybrid_check import check
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
-from hybrid_data import Shuffled, unigram_entropy
+from hybrid_data import Shuffled
 from hybrid_evaluate import validation_loss
 from hybrid_export import export
+from hybrid_files import steps
 from hybrid_generate import decode, generate
 from hybrid_log import Log, draw
 from hybrid_metrics import Meter
@@ -61,7 +62,14 @@ class Trainer:
 
         Raises UsageError for a checkpoint whose run had other batches: their order could not go on.
         """
-        if self.checkpoints is None or self.o.resume == "no":
+        if self.checkpoints is None:
+            return 0
+        if self.o.resume == "no":
+            if there := steps(self.checkpoints.folder):
+                raise UsageError(
+                    f"{self.o.checkpoints} holds {there[-1]}; a run with --resume no begins anew and needs a folder "
+                    f"without checkpoints"
+                )
             return 0
         found = self.checkpoints.restore(self.entries())
         if found is None:
@@ -82,35 +90,40 @@ class Trainer:
 
     def run(self) -> bool:
         """All steps that are left. True at the end, or when told to stop; False where it could not go on."""
-        with Log(self.rt, self.o) as self.log, Signals() as self.signals:
-            self.meter = Meter(self.rt, self.o)
-            self.announce()
-            while self.step < self.o.steps and not self.stopped:
+        o = self.o
+        with Log(self.rt, o, self.begin) as self.log, Signals() as self.signals:
+            self.meter = Meter(self.rt, o)
+            self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter)
+            while self.step < o.steps and not self.stopped:
                 with self.traced():
                     found = self.train()
-                if not found["finite"] and self.o.nonfinite == "stop":
+                if not found["finite"] and o.nonfinite == "stop":
                     return self.give_up(found)
-                last = self.stopped or self.step == self.o.steps
-                if last or self.step % self.o.log_every == 0:
+                last = self.stopped or self.step == o.steps
+                if self.due(o.log_every):
                     self.log.numbers(self.step, found | self.meter.read())
-                if (
-                    self.checkpoints
-                    and (last or self.step % self.o.checkpoint_every == 0)
-                    and not self.save(last)
-                ):
+                if self.checkpoints and self.due(o.checkpoint_every) and not self.save(last):
                     return False
-                every = self.o.evaluate_every
-                if every and not self.stopped and (last or self.step % every == 0):
+                if o.evaluate_every and self.due(o.evaluate_every) and not self.stopped:
                     self.evaluate()
             if self.stopped:
-                self.log.say(f"told to stop: after step {self.step} of {self.o.steps}")
-            elif self.o.export:
-                export(self.hybrid, self.o.export)
-                self.log.say(f"exported to {self.o.export}")
+                kept = (
+                    f"a checkpoint is in {o.checkpoints}"
+                    if o.checkpoints
+                    else "without --checkpoints nothing is kept"
+                )
+                self.log.say(f"told to stop: after step {self.step} of {o.steps}; {kept}")
+            elif o.export:
+                export(self.hybrid, o.export)
+                self.log.say(f"exported to {o.export}")
             self.log.record("end", self.step, stopped=self.stopped)
-            if self.o.plot and self.o.json and self.rt.rank == 0:
-                draw(self.o.json, self.o.plot)
+            if o.plot and o.json and self.rt.rank == 0:
+                draw(o.json, o.plot)
         return True
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and after the last, happens now."""
+        return self.stopped or self.step == self.o.steps or self.step % every == 0
 
     def train(self) -> dict[str, float]:
         """One step: what it found. All ranks know the same after it."""
@@ -192,34 +205,6 @@ class Trainer:
             self.log.say(f"step {self.step + 1} is traced: {folder / f'step-{self.step + 1}' / 'trace.json'}")
             return profile(self.rt, folder / f"step-{self.step + 1}")
         return nullcontext()
-
-    def announce(self) -> None:
-        """What runs, on what, from where."""
-        o, shape, text = self.o, self.hybrid.mesh.shape, self.batches.text
-        entropy = unigram_entropy(text) if self.rt.rank == 0 else 0.0
-        mesh = " x ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1) or "one rank"
-        self.log.say(
-            f"{o.init or o.model}, {self.meter.parameters / 1e6:.3g} M parameters in {o.dtype}, on {mesh} "
-            f"({self.rt.backend}, {self.rt.device.type})"
-        )
-        self.log.say(
-            f"{text.name}: {len(text.train) / 1e6:.3g} M tokens to train on, {o.batch * o.sequence} a step; "
-            f"unigram entropy {entropy:.3f} nats"
-        )
-        self.log.say(
-            f"peak of all ranks {self.meter.peak / 1e9:,.0f} GFLOP/s, "
-            + ("given" if o.peak_tflops else "measured")
-        )
-        if self.begin:
-            self.log.say(f"resumed after step {self.begin} from {o.checkpoints}")
-        self.log.record(
-            "run",
-            self.begin,
-            mesh=mesh,
-            ranks=self.rt.world_size,
-            unigram_entropy=entropy,
-            peak=self.meter.peak,
-        )
 
 
 def start(rt: Runtime, o: TrainOptions) -> Trainer:
