@@ -6,7 +6,7 @@ export VENV ?= .venv
 ACTIVATE := . "$$(cd "$$VENV" && pwd)/bin/activate" &&
 CPP_FILES := git ls-files -z '*.cpp' '*.hpp'
 
-.PHONY: help setup test benchmark lint format clean
+.PHONY: help setup test proof benchmark lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s%s\n", $$1, $$2 }' Makefile
@@ -17,6 +17,9 @@ setup: ## environment, packages and C++; nothing to do when up to date
 test: setup ## all tests, C++ and Python, three files at a time: starting ranks is mostly waiting
 	@$(ACTIVATE) ctest --preset release
 	@$(ACTIVATE) python -m pytest -n 3 --dist loadfile
+
+proof: setup ## every mesh of 8 ranks and some of 12, 16 and 32 against one device, into docs/proof.md
+	@$(ACTIVATE) python 06-hybrid-parallelism/pytorch/hybrid_proof.py --write docs/proof.md
 
 benchmark: setup ## run every implementation and write results/report.html
 	@$(ACTIVATE) python common/benchmarks/benchmark_all.py

@@ -56,14 +56,15 @@ class Deferred:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: Deferred) -> Tensor:
-        ctx.save_for_backward(x)
+        y = x @ weight.T
+        ctx.save_for_backward(x.to(y.dtype))  # under autocast the product is in 16 bits
         ctx.weight, ctx.deferred = weight, deferred  # saved, checkpointing would give back a copy
-        return x @ weight.T
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         (x,), (dy,), weight = ctx.saved_tensors, grads, ctx.weight
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None
         waiting = ctx.deferred.waiting
@@ -80,6 +81,6 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 @torch.no_grad()
 def _add(weight: Tensor, gradient: Tensor) -> None:
     if weight.grad is None:
-        weight.grad = gradient
+        weight.grad = gradient.to(weight.dtype)
     else:
         weight.grad += gradient

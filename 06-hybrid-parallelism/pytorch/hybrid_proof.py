@@ -4,10 +4,11 @@
     python hybrid_proof.py --write docs/proof.md    the same into a file: make proof
     python hybrid_proof.py --every 9                every ninth row
 
-A row is a mesh and a model: GPT-2, LLaMA, and LLaMA with 8 experts, of 8 layers and 8 heads. Schedule, attention, ZeRO,
-sequence parallelism, checkpointing, clipping and dropout take turns from row to row. Compared are the loss, every
-gradient and their norm in two steps, and the weights after them, with SGD and with AdamW, in float64; and on every rank
-the bytes of each step, for each group, with the formula.
+A row is a mesh and a model: GPT-2, LLaMA, or LLaMA with 8 experts, of 8 heads and 4 layers, 8 where there are more than
+2 stages. Schedule, attention, ZeRO, sequence parallelism, checkpointing, clipping and dropout take turns from row to
+row. Compared are the loss, every gradient and their norm in two steps, and the weights after them, with SGD and with
+AdamW, in float64; the bytes of each step and group with the formula, on every rank; and the bits of weights that
+several ranks hold.
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ from common.models.configs import CONFIGS, gpt2, llama, mixtral
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
 
-CONFIGS["proof-gpt2"] = gpt2(layers=8, width=32, heads=8, sequence=48)
-CONFIGS["proof-gpt2-dropout"] = replace(CONFIGS["proof-gpt2"], dropout=0.1)
-CONFIGS["proof-llama"] = llama(layers=8, width=32, heads=8, kv_heads=2, mlp_width=44, sequence=48)
-CONFIGS["proof-moe"] = mixtral(layers=8, width=32, heads=8, kv_heads=4, mlp_width=12, sequence=48, experts=8)
-MODELS = ("proof-gpt2", "proof-llama", "proof-moe")
+MODELS = {
+    "gpt2": gpt2(layers=4, width=32, heads=8, sequence=48),
+    "llama": llama(layers=4, width=32, heads=8, kv_heads=2, mlp_width=44, sequence=48),
+    "moe": mixtral(layers=4, width=32, heads=8, kv_heads=4, mlp_width=12, sequence=48, experts=8),
+}
+MODELS["gpt2-dropout"] = replace(MODELS["gpt2"], dropout=0.1)
+for name, shape in MODELS.items():
+    CONFIGS[f"proof-{name}"] = shape
+    CONFIGS[f"proof-{name}-deep"] = replace(shape, layers=8)
 
 Shape = tuple[int, int, int, int, int]  # pp, dp, ep, sp, tp
 SAMPLE: dict[int, list[Shape]] = {
@@ -90,12 +95,14 @@ def options(shape: Shape, model: str, turn: int) -> HybridOptions:
     """The row's options: what the mesh allows takes turns."""
     pp, dp, ep, sp, tp = shape
     checkpointing = turn % 3 == 2
-    if model == "proof-gpt2" and sp == 1 and not checkpointing:
-        model = "proof-gpt2-dropout"
-    schedules = ("1f1b", "zb-h1", "gpipe") if pp > 4 else ("1f1b", "zb-v", "interleaved", "zb-h1", "gpipe")
+    if model == "gpt2" and sp == 1 and not checkpointing:
+        model = "gpt2-dropout"
+    schedules = (
+        ("1f1b", "zb-h1", "gpipe") if pp in (3, 8) else ("1f1b", "zb-v", "interleaved", "zb-h1", "gpipe")
+    )
     attentions = ("zigzag", "ring", "allgather", *(("ulysses",) if 8 // tp % sp == 0 else ()))
     return HybridOptions(
-        model=model,
+        model=f"proof-{model}-deep" if pp > 2 else f"proof-{model}",
         batch=max(18, 2 * dp * ep),
         sequence=48,
         steps=2,
@@ -118,7 +125,8 @@ def rows(every: int = 1) -> dict[int, list[Row]]:
     meshes = {8: ways(8), **SAMPLE}
     turns = itertools.count()
     cases = {
-        n: [Row(options(s, m, next(turns))) for s in shapes for m in MODELS] for n, shapes in meshes.items()
+        n: [Row(options(s, m, next(turns))) for s in shapes for m in ("gpt2", "llama", "moe")]
+        for n, shapes in meshes.items()
     }
     return {n: chosen for n, all_of_n in cases.items() if (chosen := all_of_n[::every])}
 
@@ -183,7 +191,7 @@ def cells(row: Row) -> list[str]:
     numbers = [f"{worst[kind]:.1e}" for kind in KINDS]
     return [
         *shape,
-        o.model.removeprefix("proof-"),
+        o.model.removeprefix("proof-").removesuffix("-deep"),
         ", ".join(split) or "-",
         *numbers,
         "yes" if row.holds else "**NO**",

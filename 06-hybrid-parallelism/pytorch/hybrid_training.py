@@ -27,7 +27,7 @@ from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
 from common.proof import Proof
-from common.runtime import Runtime
+from common.runtime import Runtime, UsageError
 from common.training import (
     Batches,
     TrainingOptions,
@@ -181,6 +181,10 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
     if o.benchmark:
         report(rt, o, timed(rt, o, mesh))
         return True
+    if o.precision != "full":
+        raise UsageError(
+            "--precision bfloat16 rounds otherwise than one device does; time it, with --benchmark"
+        )
     proof, apart = Proof(DTYPES[o.dtype]), []  # type: tuple[Proof, list[str]]
     for optimizer in OPTIMIZERS:
         hybrid = make_hybrid(rt, o, mesh)

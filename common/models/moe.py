@@ -63,7 +63,8 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor) -> Routing:
         """Route every token."""
         precise = torch.promote_types(x_BSD.dtype, torch.float32)
-        logits_BSE = F.linear(x_BSD.to(precise), self.weight.to(precise))
+        with torch.autocast(x_BSD.device.type, enabled=False):
+            logits_BSE = F.linear(x_BSD.to(precise), self.weight.to(precise))
         scores_BSE = logits_BSE.sigmoid() if self.kind == "sigmoid" else logits_BSE.softmax(-1)
         wanted_BSE = scores_BSE if self.choice_bias is None else scores_BSE + self.choice_bias
         experts_BSK = wanted_BSE.topk(self.k, -1).indices

@@ -1,0 +1,231 @@
+"""Five dimensions at once: equal to one device, bytes in every group, replicas to the bit, memory, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import hybrid_torch
+import pytest
+import torch
+from hybrid_bytes import StepBytes
+from hybrid_explain import label, members
+from hybrid_model import Hybrid, Layout
+from hybrid_proof import prove, rows, ways
+from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
+from torch import nn
+
+from common.comm import Group
+from common.equality import compare, follow, unequal_replicas, whole, worst_of_world
+from common.mesh import Mesh
+from common.models.configs import CONFIGS, gpt2, mixtral, switch
+from common.placement import Run, Shard, piece, place, whole_shape
+from common.runtime import Runtime, UsageError
+from common.spawn import spawn
+from common.training import make_model
+from common.utils.memory import peak_allocated
+
+# sizes that divide by next to nothing
+CONFIGS["odd-mixtral"] = mixtral(
+    layers=3, width=24, heads=6, kv_heads=3, mlp_width=7, sequence=48, experts=5, vocabulary=257
+)
+CONFIGS["odd-gpt2"] = gpt2(layers=3, width=24, heads=6, sequence=48, vocabulary=257)
+CONFIGS["odd-switch"] = replace(switch(layers=3, width=24, heads=6, sequence=48, experts=5), mlp_width=9)
+CONFIGS["odd-deepseek"] = replace(
+    CONFIGS["odd-mixtral"], router="sigmoid", shared_experts=2, experts_per_token=3, dropout=0.2
+)
+
+
+def options(**given: Any) -> HybridOptions:
+    return HybridOptions(**{"model": "odd-mixtral", "batch": 9, "sequence": 48, "steps": 2, **given})
+
+
+ODD = [
+    options(dp=2, tp=2, zero=3),
+    options(ep=2, tp=2, model="odd-deepseek"),
+    options(pp=2, tp=2, model="odd-switch", sequence_parallel=True, sequence=47, schedule="zb-h1", clip=0.3),
+    options(pp=2, ep=2, zero=1, micro_batches=3),
+    options(ep=2, sp=2, attention="ring", zero=1, clip=0.3),
+    options(dp=2, tp=2, model="odd-gpt2", zero=2, sequence=31, sequence_parallel=True),
+    options(sp=2, tp=2, attention="allgather", checkpointing=True),
+    options(pp=2, dp=2, model="odd-gpt2", zero=1, schedule="gpipe"),
+]
+
+
+def odd(rt: Runtime) -> list[tuple[dict[str, float], bool, list[str]]]:
+    """Of each case: the largest differences, do the bytes agree, which replicas are apart."""
+    found = []
+    for o in ODD:
+        mesh = o.mesh(rt)
+        for optimizer in ("sgd", "adamw"):
+            hybrid = make_hybrid(rt, o, mesh)
+            run = Counted(
+                mesh_step(hybrid, rt, o), StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
+            )
+            followed = follow(hybrid, optimizer, o.steps, run, mesh)
+            worst = worst_of_world(compare(reference(rt, o, optimizer), followed), mesh)
+            apart = unequal_replicas(hybrid.named_parameters(), mesh)
+            found.append(({kind: d.value for kind, d in worst.items()}, run.agree, apart))
+        mesh.close()
+    return found
+
+
+def test_sizes_that_do_not_divide() -> None:
+    ranks = spawn(odd, 4, timeout=120)
+    for i, (worst, _, apart) in enumerate(ranks[0]):
+        assert max(worst.values()) <= 1e-12, (ODD[i // 2], worst)
+        assert apart == []
+    assert all(agree for rank in ranks for _, agree, _ in rank)
+
+
+@pytest.mark.parametrize(("world", "every"), [(8, 29), (12, 14)])
+def test_rows_of_the_proof_table(world: int, every: int) -> None:
+    todo = rows(every)[world]
+    for row in spawn(prove, world, todo, False, limit=240)[0]:
+        assert row.holds, (row.options, row.found, row.bytes_agree, row.apart)
+
+
+def test_there_are_35_ways_to_write_8() -> None:
+    assert len(set(ways(8))) == len(ways(8)) == 35
+
+
+def initial(rt: Runtime) -> list[bool]:
+    """On several meshes: is the model the one that a single device makes, to the bit?"""
+    plain = dict(make_model(options(), rt.device).named_parameters())
+    same = []
+    for o in (options(pp=2, tp=2), options(dp=2, ep=2, zero=3), options(sp=2, ep=2), options(dp=4, zero=1)):
+        mesh = o.mesh(rt)
+        hybrid = make_hybrid(rt, o, mesh)
+        for name, p in hybrid.named_parameters():
+            same.append(torch.equal(whole(p, p, mesh), plain[name].detach()))
+    return same
+
+
+def test_the_same_seed_gives_the_same_model_on_every_mesh() -> None:
+    assert all(all(rank) for rank in spawn(initial, 4))
+
+
+def alone() -> Group:
+    return Group("world", 0, 1, (0,))
+
+
+def test_making_a_model_holds_its_pieces_and_one_parameter() -> None:
+    config, made = gpt2(layers=24, width=64, heads=4, sequence=32), []
+
+    def make() -> None:
+        made.append(Hybrid(config, Mesh(alone()), Layout(), torch.device("cpu"), torch.float32))
+
+    peak = peak_allocated(make, "cpu")
+    held = sum(p.numel() * p.element_size() for p in made[0].parameters())
+    largest = max(p.numel() for p in made[0].parameters())
+    assert held <= peak <= held + 3 * 8 * largest  # random numbers are float64
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ([Shard(1, (2, 2, 1))], [[2, 3], [7, 8]]),
+        ([Run(torch.Size((2, 5)), (4, 3, 3))], [4, 5, 6]),
+    ],
+)
+def test_a_piece_is_what_lies_at_the_rank_s_place(split: list[Any], expected: list[Any]) -> None:
+    mesh = Mesh(Group("world", 1, 3, (0, 1, 2)), dp=3)
+    x = torch.arange(10).view(2, 5)
+    p = nn.Parameter(torch.empty(2, 2) if isinstance(split[0], Shard) else torch.empty(3))
+    place(p, "dp", split[0])
+    assert piece(x, p, mesh).tolist() == expected
+    assert whole_shape(p, mesh) == x.shape
+
+
+def bytes_of_a_formula_that_is_wrong(rt: Runtime) -> bool:
+    o = options(tp=2, model="odd-gpt2")
+    hybrid = make_hybrid(rt, o, o.mesh(rt))
+    formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence)
+    formula.tokens += 1
+    run = Counted(mesh_step(hybrid, rt, o), formula)
+    run(0)
+    return run.agree
+
+
+def test_a_wrong_formula_is_caught() -> None:
+    assert spawn(bytes_of_a_formula_that_is_wrong, 2) == [False, False]
+
+
+def in_16_bits(rt: Runtime) -> list[dict[str, float]]:
+    """Loss, gradients and norm of a step in bfloat16, against those of one device in bfloat16."""
+    found = []
+    for given in (
+        {"pp": 2, "tp": 2, "schedule": "zb-h1"},
+        {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3},
+    ):
+        o = options(model="llama-tiny", steps=1, dtype="float32", precision="bfloat16", **given)
+        mesh = o.mesh(rt)
+        hybrid = make_hybrid(rt, o, mesh)
+        followed = follow(hybrid, "sgd", 1, mesh_step(hybrid, rt, o), mesh)
+        worst = compare(reference(rt, o, "sgd"), followed)
+        apart = compare(reference(rt, replace(o, precision="full"), "sgd"), followed)
+        found.append({kind: worst[kind].value for kind in ("loss", "gradients", "gradient norm")})
+        found[-1]["rounded"] = apart["gradients"].value
+    return found
+
+
+def test_bfloat16_rounds_as_one_device_does() -> None:
+    for found in spawn(in_16_bits, 4)[0]:
+        assert found["gradients"] <= 32 * 2**-8
+        assert found["loss"] <= 2**-10
+        assert found["gradient norm"] <= 2**-8
+        assert found["rounded"] > 2**-10, "products were not in 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "message"),
+    [
+        (4, {"pp": 3}, "would fit"),
+        (4, {"pp": 4}, "3 layers cannot be cut into 4 stages"),
+        (4, {"tp": 4}, "6 heads do not divide over 4 ranks along tp; 1, 2, 3, 6 would do"),
+        (6, {"ep": 6}, "6 ranks along ep are more than the 5 experts; at most 5 would do"),
+        (4, {"sp": 4, "sequence": 36}, "does not divide into 8 pieces"),
+        (4, {"sp": 4, "attention": "ulysses"}, "6 heads do not divide over 4 ranks"),
+        (8, {"sp": 4, "tp": 2, "attention": "ulysses"}, "3 heads do not divide over 4 ranks"),
+        (
+            8,
+            {"dp": 8},
+            "--batch 9 gives each of 8 places along dp and ep 1 samples, too few for 2 micro-batches",
+        ),
+        (4, {"pp": 2, "zero": 3}, "would gather all weights once for each micro-batch"),
+        (4, {"pp": 2, "zero": 2}, "would reduce all gradients once for each micro-batch"),
+        (4, {"dp": 4, "batch": 16, "zero": 2, "schedule": "gpipe"}, "use --schedule 1f1b, not gpipe"),
+        (4, {"sequence_parallel": True}, "--sequence-parallel cuts the tokens over tp, which has 1 rank"),
+        (4, {"pp": 2, "schedule": "interleaved"}, "3 layers cannot be cut into 4 stages"),
+        (2, {"sp": 2, "model": "odd-deepseek"}, "cannot drop attention weights"),
+        (2, {"sp": 2, "model": "odd-switch"}, "an even share"),
+        (2, {"model": "odd-gpt2", "sequence": 49}, "too long for a model with 48 learned positions"),
+        (2, {"chunks": 0}, "a rank needs at least 1 stage"),
+    ],
+)
+def test_what_does_not_fit_is_refused(world: int, given: dict[str, Any], message: str) -> None:
+    o = options(**given)
+    group = Group("world", 0, world, tuple(range(world)))
+    rt = Runtime(0, world, 0, world, "none", torch.device("cpu"), "gloo", 60.0, group)
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")), patch("torch.distributed.new_group"):
+        make_hybrid(rt, o, o.mesh(rt))
+
+
+def test_groups_on_paper() -> None:
+    mesh = Mesh(Group("world", 0, 8, tuple(range(8))), pp=2, dp=2, tp=2)
+    assert members(mesh, ("tp",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert members(mesh, ("dp", "ep", "sp", "tp")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert label("dp+ep+sp", mesh) == "dp"
+    assert label("world", mesh) == "world"
+
+
+def torch_parts(rt: Runtime) -> list[bool]:
+    """hybrid_torch on two meshes, without its timing."""
+    with patch.object(hybrid_torch, "timed", return_value=[]), patch.object(hybrid_torch, "report"):
+        cases = [{"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}]
+        return [hybrid_torch.main(rt, hybrid_torch.Options(steps=2, **given)) for given in cases]
+
+
+def test_torch_s_parts_compose_to_the_same() -> None:
+    assert spawn(torch_parts, 4, timeout=120)[0] == [True, True]
