@@ -3,6 +3,7 @@
     python common/benchmarks/benchmark_all.py                      make benchmark does the same
     python common/benchmarks/benchmark_all.py --only 'dp_mpi*' --ranks 1 2 4
     python common/benchmarks/benchmark_all.py --resume             goes on where an earlier run ended
+    scripts/benchmark_cluster.sh hosts                             the same over several hosts, or under Slurm
 
 Writes into --output: records.jsonl (one record a line: what, where, when, by which command, how fast), plots/,
 logs/ and report.html. Chapters list what to run in their benchmark.toml: see common/benchmarks/cases.py.
@@ -65,7 +66,11 @@ class Options:
     only: tuple[str, ...] = ()
     """Patterns of the cases to run, such as dp_basic or '*-weak-2'."""
     ranks: tuple[int, ...] = ()
-    """Rank counts; left out: those that the cases list, up to twice the cores of this machine."""
+    """Rank counts; left out: those that the cases list, up to the cores."""
+    cores: int | None = None
+    """Cores of all hosts together; left out: those of this machine."""
+    launch: str = ""
+    """What starts the ranks in place of mpirun and torchrun, such as 'mpirun --hostfile hosts -np {ranks}'."""
     quick: bool = False
     """Fewer steps: to see that all works."""
     resume: bool = False
@@ -76,10 +81,17 @@ class Options:
     """File for the figure of the README."""
 
 
+def terminal() -> Console:
+    """Where to print: as wide as it is, and 110 columns where it is a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=110)
+
+
 def main(options: Options, root: Path = ROOT) -> int:
     """Run the cases and write the report; the exit code. Raises UsageError."""
     os.environ["PATH"] = runner.environment()["PATH"]
-    tasks = select(load(root), options.only, options.ranks, options.quick, plots.cores())
+    cores = options.cores or plots.cores()
+    tasks = select(load(root), options.only, options.ranks, options.quick, cores, options.launch)
     file = options.output / "records.jsonl"
     earlier = report.read(file) if options.resume else []
     failed = {r["command"] for r in earlier if "error" in r}
@@ -91,19 +103,18 @@ def main(options: Options, root: Path = ROOT) -> int:
         file.write_text("".join(json.dumps(r) + "\n" for r in records))
     except OSError as error:
         raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
-    where = {"machine": machine(), "commit": commit(root)}
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=110)
-    with progress(console, len(tasks)) as show:
+    where = {"machine": machine(), "cores": cores, "commit": commit(root)}
+    console = terminal()
+    with progress(console, len(tasks)) as show_progress:
         for task in tasks:
-            show(task.name, None)
+            show_progress(task.name, None)
             outcome = runner.run(task, options.output / "logs", options.timeout)
             made = [_record(task, outcome, one, where, root) for one in _outcomes(outcome)]
             with file.open("a") as lines:
                 lines.writelines(json.dumps(r) + "\n" for r in made)
             records += made
-            show(task.name, outcome)
-    return _finish(records, options, console)
+            show_progress(task.name, outcome)
+    return show(records, options.output, options.picture, console)
 
 
 def command_line(task: Task, root: Path) -> str:
@@ -195,13 +206,14 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Out
         yield show
 
 
-def _finish(records: Sequence[Record], options: Options, console: Console) -> int:
-    path = report.write(records, options.output)
+def show(records: Sequence[Record], output: Path, picture: Path | None, console: Console) -> int:
+    """Draw everything that the records say into `output` and the terminal; 1 when a case failed."""
+    path = report.write(records, output)
     timed = [t for t in timings(records) if t.purpose == "time"]
-    if options.picture and not timed:
-        raise UsageError(f"--picture {options.picture}: no case that was run measures steps")
-    if options.picture:
-        plots.picture(timed, options.picture)
+    if picture and not timed:
+        raise UsageError(f"--picture {picture}: no case that was run measures steps")
+    if picture:
+        plots.picture(timed, picture)
     for work in dict.fromkeys(t.work for t in timed):
         same = report.in_order([t for t in timed if t.work == work and t.scaling == "strong"])
         if same:
@@ -212,10 +224,10 @@ def _finish(records: Sequence[Record], options: Options, console: Console) -> in
     return 1 if any("error" in r for r in records) else 0
 
 
-def show_table(table: tables.Table, console: Console) -> None:
+def show_table(table: tables.Table, console: Console, columns: Sequence[str] = IMPORTANT) -> None:
     """A table of the report in the terminal, its most important columns."""
     shown = RichTable(title=table.title, title_justify="left")
-    chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in IMPORTANT]
+    chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in columns]
     for head in (table.heads[place] for place in chosen):
         shown.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left")
     for row in table.rows:

@@ -25,7 +25,7 @@ import shlex
 import string
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Task:
     scaling: str
     variant: str = ""
     quick: bool = False
+    launch: str = ""
 
     @property
     def name(self) -> str:
@@ -85,8 +86,11 @@ class Task:
 
     @property
     def command(self) -> str:
-        """What a person types in that folder."""
-        words = LAUNCHERS[self.case.launcher] + self.case.command
+        """What a person types in that folder. `launch` takes the place of mpirun and torchrun."""
+        starts = LAUNCHERS[self.case.launcher]
+        if self.launch and self.case.launcher != "python":
+            starts = f"{self.launch} {'python ' if self.case.launcher == 'torchrun' else ''}"
+        words = starts + self.case.command
         words = words.format(ranks=self.ranks, scaling=self.scaling, variant=self.variant)
         return f"{words} {self.case.quick}" if self.quick and self.case.quick else words
 
@@ -163,14 +167,20 @@ def select(
     ranks: Sequence[int] = (),
     quick: bool = False,
     cores: int = 1,
+    launch: str = "",
 ) -> list[Task]:
     """The tasks to run, in order.
 
-    `only` are patterns of case or task names; `ranks` are counts to run; without them a timed case runs with up to
-    twice as many ranks as there are cores (weak scaling: up to as many), and at least with its smallest count.
+    `only` are patterns of case or task names; `ranks` are counts to run; without them a timed case runs with as many
+    ranks as there are cores at most (beyond, ranks wait for one another's core), and at least with its smallest count.
+    `launch` is what starts {ranks} ranks, such as "srun --ntasks={ranks}", for cases that mpirun or torchrun starts.
     Raises UsageError when that leaves nothing.
     """
-    tasks = [task for case in cases for task in _tasks(case, ranks, quick, cores)]
+    if launch and "{ranks}" not in launch:
+        raise UsageError(
+            f"--launch {launch} does not say how many; give {{ranks}}, as in mpirun -np {{ranks}}"
+        )
+    tasks = [replace(task, launch=launch) for case in cases for task in _tasks(case, ranks, quick, cores)]
     if not tasks:
         known = sorted({n for case in cases for n in case.ranks})
         raise UsageError(f"no case runs with {list(ranks)} ranks; they run with {known}")
@@ -182,12 +192,9 @@ def select(
 
 
 def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> Iterable[Task]:
-    fit = [n for n in case.ranks if n <= 2 * cores or case.purpose == "equality"] or [min(case.ranks)]
+    fit = [n for n in case.ranks if n <= cores or case.purpose == "equality"] or [min(case.ranks)]
     counts = [n for n in case.ranks if n in ranks] if ranks else fit
     for scaling in case.scalings:
         for n in counts:
-            shared = (
-                scaling == "weak" and n > cores and not ranks
-            )  # n times the work on cores that are all busy
-            if not shared and (n > 1 or scaling == case.scalings[0]):
+            if n > 1 or scaling == case.scalings[0]:
                 yield from (Task(case, n, scaling, variant, quick) for variant in case.variants)

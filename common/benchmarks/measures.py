@@ -56,6 +56,8 @@ class Timing:
     chapter: str = ""
     command: str = ""
     purpose: str = "time"
+    case: str = ""
+    cores: int | None = None  # of the hosts that it ran on
 
     @property
     def seconds(self) -> float:

@@ -66,7 +66,7 @@ def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
         plots.append(Plot(f"{prefix}-throughput", f"Throughput: {work}.", draw, 1, _height(rates)))
     ups = {kind: _speed_ups(timings, kind) for kind in ("strong", "weak")}
     if ups := {kind: series for kind, series in ups.items() if series}:
-        draw = partial(_scaling, ups)
+        draw = partial(_scaling, ups, timings[0].cores)
         plots.append(
             Plot(f"{prefix}-scaling", f"{' and '.join(ups)} scaling: {work}.".capitalize(), draw, len(ups))
         )
@@ -115,9 +115,9 @@ def _throughput(rates: Series, axes: tuple[Axes, ...]) -> None:
     visualizer.throughput_bars(axes[0], rates, unit="tokens/s")
 
 
-def _scaling(ups: Mapping[str, Series], axes: tuple[Axes, ...]) -> None:
+def _scaling(ups: Mapping[str, Series], cores: int | None, axes: tuple[Axes, ...]) -> None:
     for one, (kind, series) in zip(axes, ups.items(), strict=True):
-        visualizer.scaling_lines(one, series, cores=cores(), title=f"{kind} scaling".capitalize())
+        visualizer.scaling_lines(one, series, cores=cores, title=f"{kind} scaling".capitalize())
     low, high = zip(*(one.get_ylim() for one in axes), strict=True)
     for one in axes:
         one.set_ylim(min(low), max(high))
@@ -188,4 +188,4 @@ def picture(timings: Sequence[Timing], path: Path) -> None:
     with visualizer.figure(path, columns=2, width=9, height=max(3.6, _height(rates))) as (left, right):
         visualizer.throughput_bars(left, rates, unit="tokens/s", title="Throughput")
         ups = _speed_ups(same, kind)
-        visualizer.scaling_lines(right, ups, cores=cores(), title=f"{kind} scaling".capitalize())
+        visualizer.scaling_lines(right, ups, cores=same[0].cores, title=f"{kind} scaling".capitalize())

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from common.benchmarks import plots, tables
+from common.benchmarks import beside, plots, tables
 from common.benchmarks.measures import Timing, timings
 from common.benchmarks.tables import Table
 
@@ -44,6 +44,39 @@ def write(records: Sequence[Record], output: Path) -> Path:
     """Draw the plots into output/plots and write output/report.html; the page's path."""
     chapters = list(dict.fromkeys(r["chapter"] for r in records))
     content = [_section(title, [r for r in records if r["chapter"] == title], output) for title in chapters]
+    return _page(output / "report.html", content, verdicts(records), _about(records))
+
+
+def write_comparison(first: Sequence[Record], second: Sequence[Record], path: Path) -> Path:
+    """Write a page of two runs side by side, a table for each chapter, to `path`. Raises ValueError without any."""
+    content = []
+    for title in dict.fromkeys(r["chapter"] for r in (*first, *second)):
+        both, alone = beside.pairs(*([r for r in run if r["chapter"] == title] for run in (first, second)))
+        if both or alone:
+            content.append(Section(title, [beside.table(both, "Two runs side by side", alone)]))
+    about = {
+        f"{which} run, {key}": value
+        for which, run in (("first", first), ("second", second))
+        for key, value in _about(run).items()
+    }
+    return _page(path, content, compared(first, second), about)
+
+
+def compared(first: Sequence[Record], second: Sequence[Record]) -> list[tuple[bool, str]]:
+    """What two runs side by side show, one sentence each, and whether it is good."""
+    both, alone = beside.pairs(first, second)
+    found = [(True, f"{len(both)} timings are in both runs, {len(alone)} in one only.")]
+    for verdict in ("slower", "faster"):
+        if so := [f"{p.first.case} ({p.first.implementation})" for p in both if p.verdict == verdict]:
+            found.append(
+                (verdict == "faster", f"The second run is {verdict} beyond the spread: {', '.join(so)}.")
+            )
+    return found
+
+
+def _page(
+    path: Path, content: Sequence[Section], said: Sequence[tuple[bool, str]], about: Mapping[str, str]
+) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -52,11 +85,10 @@ def write(records: Sequence[Record], output: Path) -> Path:
     )
     page = environment.get_template("report.html.j2").render(
         sections=content,
-        verdicts=verdicts(records),
-        about=_about(records),
+        verdicts=said,
+        about=about,
         is_table=lambda b: isinstance(b, Table),
     )
-    path = output / "report.html"
     path.write_text(page)
     return path
 

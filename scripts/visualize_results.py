@@ -1,0 +1,73 @@
+"""Draws the benchmark's report again from the records that it kept, or lays two runs side by side; runs nothing.
+
+    python scripts/visualize_results.py results                       results/report.html and results/plots/, anew
+    python scripts/visualize_results.py results --compare earlier     results/comparison.html, and in the terminal
+
+A folder of results is what benchmark_all.py wrote: its records.jsonl is enough. Exit code 0; with --compare 1 where the
+second run is slower than the first by more than their spread; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from common.benchmarks import benchmark_all, beside, report
+from common.watchdog import UsageError
+
+
+@dataclass
+class Options:
+    """What to draw and where to."""
+
+    results: Annotated[Path, tyro.conf.Positional] = Path("results")
+    """Folder of a run; with --compare the first of two."""
+    compare: Path | None = None
+    """Folder of the second run."""
+    output: Path | None = None
+    """Where to write; left out: the first folder."""
+    picture: Path | None = None
+    """File for the figure of the README."""
+
+
+def stored(folder: Path) -> list[dict[str, Any]]:
+    """The records of a folder. Raises UsageError when it has none."""
+    file = folder / "records.jsonl"
+    records = report.read(file) if file.is_file() else []
+    if not records:
+        raise UsageError(f"{file} holds no record; make benchmark writes results/, --output other folders")
+    return records
+
+
+def main(o: Options) -> int:
+    """Draw; the exit code. Raises UsageError."""
+    output, first, console = o.output or o.results, stored(o.results), benchmark_all.terminal()
+    second = stored(o.compare) if o.compare else []
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if not o.compare:
+            benchmark_all.show(first, output, o.picture, console)
+            return 0
+        path = report.write_comparison(first, second, output / "comparison.html")
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error.strerror}") from None
+    both, alone = beside.pairs(first, second)
+    table = beside.table(both, f"{o.results} beside {o.compare}", alone)
+    benchmark_all.show_table(table, console, [head.lstrip(">") for head in table.heads])
+    said = report.compared(first, second)
+    for _, sentence in said:
+        console.print(sentence, markup=False)
+    console.print(f"comparison: {path}", markup=False, soft_wrap=True)
+    return int(not all(good for good, _ in said))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Options, description=__doc__)))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
