@@ -188,7 +188,7 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, also: Tensor | None 
             for axis in AXES:
                 if axis != "pp" and axis not in lies:
                     copies *= mesh.shape[axis]
-            total += local(p.grad).double().square().sum() / copies
+            total += torch.linalg.vector_norm(local(p.grad)).double().square() / copies
     sums = total[None] if also is None else torch.cat([total[None], also.to(total.device)])
     comm.all_reduce(sums, mesh.group(*AXES))
     if also is not None:

@@ -1,0 +1,93 @@
+"""What the machinery costs on one rank: the trainer's step beside a loop of a dozen lines of plain PyTorch.
+
+    for inputs, targets in micro-batches:
+        (cross_entropy(model(inputs), targets, reduction="sum") / tokens).backward()
+    clip_grad_norm_;  AdamW.step;  zero_grad
+
+Both see the same batches; the weights after the timed steps must be equal. What the trainer does beside that: it runs
+the loop as a schedule of one stage, asks whether anybody stopped or found a number that is not finite, and counts.
+
+    OMP_NUM_THREADS=1 python hybrid_plain_loop.py --model llama-10m --sequence 128 --steps 11
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.nn.functional as F
+from hybrid_log import Log
+from hybrid_metrics import Meter
+from hybrid_optimizer import learning_rate, make_optimizer
+from hybrid_options import TrainOptions
+from hybrid_signals import Signals
+from hybrid_trainer import Trainer, start
+from torch import nn
+from tyro.conf import Suppress
+
+from common.comparison import records, report
+from common.equality import TOLERANCE, largest
+from common.lesson import DTYPES, console, run
+from common.measure import in_turn
+from common.models.transformer import Transformer
+from common.runtime import Runtime, UsageError
+from common.training import make_model, shape_of
+
+WARM_UP = 2
+
+
+@dataclass
+class Options(TrainOptions):
+    """The model and the batch; everything else is the trainer's default."""
+
+    steps: int = 7
+    """Timed steps of each."""
+    config: Suppress[Any] = None
+    checkpoints: Suppress[Any] = None
+
+
+def plain_loop(model: Transformer, trainer: Trainer) -> Callable[[], None]:
+    """A step of training, without any of this repository but the model and the data."""
+    o, batches, at = trainer.o, trainer.batches, iter(range(10**9))
+    optimizer = make_optimizer(cast(Any, model), o)
+
+    def step() -> None:
+        t = next(at)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(t, o)
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batches.parts(t):
+            logits_NV = model(tokens_BS).flatten(0, 1)
+            loss = F.cross_entropy(logits_NV, targets_BS.flatten(), reduction="sum") / (o.batch * o.sequence)
+            loss.backward()
+            loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        optimizer.step()
+
+    return step
+
+
+def main(rt: Runtime, o: Options) -> bool:
+    """Time both in turn; then hold their weights against each other."""
+    if rt.world_size > 1:
+        raise UsageError(f"a plain loop runs on one rank, not on {rt.world_size}; leave --nproc out")
+    timed, o.steps = o.steps, o.steps + WARM_UP
+    trainer, model = start(rt, o), make_model(o, rt.device)
+    loop = plain_loop(model, trainer)
+    cases: dict[str, Callable[[], object]] = {"plain loop": loop, "trainer": trainer.train}
+    with Log(rt, o, trainer.begin) as trainer.log, Signals() as trainer.signals:
+        trainer.meter = Meter(rt, o)
+        measured = in_turn(cases, timed, rt.world, WARM_UP, rt.device.type)
+    difference = largest(dict(model.named_parameters()), dict(trainer.hybrid.named_parameters()), "")
+    report(rt, o, records(rt, o, measured, shape_of(o), dict.fromkeys(cases, 0), axis="hybrid"))
+    out, equal = console(rt), difference.value <= TOLERANCE[DTYPES[o.dtype]]
+    ratio = measured["trainer"].median / measured["plain loop"].median
+    out.print(
+        f"trainer / plain loop: {ratio:.3f}; weights differ by {difference.value:.1e} {difference.where}"
+    )
+    return equal
+
+
+if __name__ == "__main__":
+    run(main, Options)
