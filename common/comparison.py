@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
+from common import comm
 from common.comm import Group
 from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
 from common.ledger import Ledger
@@ -83,6 +84,7 @@ def records(
     """What was measured, a record a version. A round was `steps` steps; the records are of one."""
     assert isinstance(model, Transformer)
     tokens, memory = o.batch * o.sequence, peak_memory(rt.world)
+    waits = comm.everyones({name: m.by_axis for name, m in measured.items()}, rt.world)
     return [
         BenchmarkRecord(
             strategy=axis,
@@ -101,9 +103,20 @@ def records(
             bytes_formula=float(step_bytes[name]),
             peak_memory_bytes=memory,
             scaling=o.scaling,
+            seconds_by_axis=None if name in unseen else mean_by_axis([of[name] for of in waits], steps),
         )
         for name, m in measured.items()
     ]
+
+
+def mean_by_axis(ranks: list[list[dict[str, float]]], steps: int) -> dict[str, float]:
+    """Of rounds of ranks: the median of each axis on each rank, averaged over the ranks, a step."""
+    axes = sorted({axis for rounds in ranks for round in rounds for axis in round})
+    return {
+        axis: statistics.mean(statistics.median(round.get(axis, 0.0) for round in rounds) for rounds in ranks)
+        / steps
+        for axis in axes
+    }
 
 
 def timing_table(records: list[BenchmarkRecord]) -> Table:

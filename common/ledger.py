@@ -56,6 +56,13 @@ class Ledger:
         """Seconds this rank was blocked in communication."""
         return sum(r.seconds for r in self.rows)
 
+    def seconds_by_axis(self) -> dict[str, float]:
+        """The same for each axis, or group of axes."""
+        blocked: dict[str, float] = {}
+        for row in self.rows:
+            blocked[row.axis] = blocked.get(row.axis, 0.0) + row.seconds
+        return blocked
+
     def table(self, title: str = "communication of this rank") -> Table:
         """One line for each operation and axis: calls, bytes, seconds blocked."""
         table = Table(title=title, title_justify="left")

@@ -24,11 +24,13 @@ from common.utils.profiler import peak_resident
 
 @dataclass
 class Measured:
-    """Per round: seconds of the slowest rank, its seconds blocked in communication, bytes this rank sent."""
+    """Per round: seconds of the slowest rank, the most that one was blocked in communication, bytes this rank sent."""
 
     seconds: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
+    by_axis: list[dict[str, float]] = field(default_factory=list)
+    """Seconds that this rank was blocked along each axis."""
 
     @property
     def median(self) -> float:
@@ -61,6 +63,7 @@ def in_turn(
                 measured[name].seconds.append(seconds)
                 measured[name].blocked.append(blocked)
                 measured[name].sent.append(float(ledger.bytes()))
+                measured[name].by_axis.append(ledger.seconds_by_axis())
     return measured
 
 
@@ -97,6 +100,8 @@ class BenchmarkRecord:
     bytes_formula: float
     peak_memory_bytes: int
     scaling: str
+    seconds_by_axis: dict[str, float] | None = None
+    """Blocked in communication along each axis, the mean over the ranks."""
     equal: bool | None = None
     largest_difference: float | None = None
 

@@ -125,7 +125,7 @@ def main(rt: Runtime, o: Options) -> bool:
     zero: Literal[0, 1, 2] = 0 if mesh.shape["dp"] == 1 else 1 if mesh.shape["pp"] > 1 else 2
     o = replace(o, zero=o.zero or zero)
     if o.benchmark:
-        report(rt, o, timed(rt, o, mesh, {"torch": make_torch(rt, o, mesh)}))
+        report(rt, o, timed(rt, o, mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)}))
         return True
     proof = Proof(DTYPES[o.dtype])
     dp = mesh.group("dp")
@@ -137,7 +137,7 @@ def main(rt: Runtime, o: Options) -> bool:
     out.print(
         proof.tables(f"{title(mesh)} of torch against one device: {o.model}, {o.dtype}, {o.steps} steps")
     )
-    records = timed(rt, replace(o, steps=5), mesh, {"torch": make_torch(rt, o, mesh)})
+    records = timed(rt, replace(o, steps=5), mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)})
     report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
     out.print(proof.sentence())
     return proof.holds

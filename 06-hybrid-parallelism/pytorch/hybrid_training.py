@@ -224,7 +224,8 @@ def timed(
         step()
         sent.append(sum(formula.all().values(), Fraction(0)))
 
-    cases: dict[str, Callable[[], object]] = {title(mesh): ours}
+    zero = f", ZeRO-{o.zero}" if o.zero else ""
+    cases: dict[str, Callable[[], object]] = {title(mesh) + zero: ours}
     for name, version in (beside or {}).items():
         cases[name] = whole_step(version, batches, hybrid.tokens)
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)

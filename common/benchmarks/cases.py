@@ -21,6 +21,7 @@ weak and strong scaling are the same work, which runs once.
 from __future__ import annotations
 
 import importlib
+import re
 import shlex
 import string
 import sys
@@ -77,7 +78,8 @@ class Task:
     @property
     def name(self) -> str:
         """Unique among all tasks; also the name of its logs."""
-        return "-".join(filter(None, (self.case.name, self.variant, self.scaling, str(self.ranks))))
+        variant = re.sub(r"[^\w.]+", "-", self.variant).strip("-")
+        return "-".join(filter(None, (self.case.name, variant, self.scaling, str(self.ranks))))
 
     @property
     def folder(self) -> Path:

@@ -48,6 +48,7 @@ class Timing:
     tokens_per_step: float | None = None  # all ranks together, as the next one
     flop_per_step: float | None = None
     communication_seconds: float | None = None  # a step, exposed
+    seconds_by_axis: Mapping[str, float] | None = None  # of that, the mean of the ranks
     bytes_counted: float | None = None  # a rank and step
     bytes_formula: float | None = None
     peak_memory_bytes: float | None = None  # the largest rank's
@@ -142,13 +143,14 @@ def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
 def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:
     """Throughput over that of one rank, of the same implementation on the same work; None without one.
 
+    Meshes of one model are compared with "one rank", which is an implementation of its own.
     Strong scaling: T(1) / T(n) for the same tokens. Weak: n T(1) / T(n), n times the tokens.
     """
     ours = [
         t
         for t in among
         if t.ranks == 1
-        and t.who[:2] == timing.who[:2]
+        and (t.who[:2] == timing.who[:2] or (t.strategy, t.implementation) == (timing.strategy, "one rank"))
         and t.work == timing.work
         and t.purpose == timing.purpose
     ]

@@ -145,6 +145,7 @@ def communication(timings: Sequence[Timing]) -> Table:
             ">step (ms)",
             ">exposed communication (ms)",
             ">share of the step",
+            "along which axis",
             ">bytes counted",
             ">bytes by formula",
         ),
@@ -159,12 +160,20 @@ def communication(timings: Sequence[Timing]) -> Table:
             digits(t.seconds, 1e3),
             digits(t.communication_seconds, 1e3),
             text(t.communication_share, "{:.1%}"),
+            along(t),
             text(t.bytes_counted),
             text(t.bytes_formula) + (" ≠" if wrong else ""),
         ]
         table.rows.append(Row(cells, (t.command,), bad=wrong))
     table.note = "Bytes that a rank sends in a step. A dash: not seen from outside the library."
     return table
+
+
+def along(timing: Timing) -> str:
+    """`tp 21%, dp 8%`: shares of a step, the mean of the ranks, the largest first; what is below 0.5 % is left out."""
+    shares = {axis: waits / timing.seconds for axis, waits in (timing.seconds_by_axis or {}).items()}
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{axis} {share:.0%}" for axis, share in largest if share >= 0.005) or NONE
 
 
 def scaling(timings: Sequence[Timing]) -> Table:
