@@ -20,7 +20,7 @@ FOLDER = ROOT / "scripts" / "launch"
 TORCHRUN, MPIRUN, SLURM = (str(FOLDER / name) for name in ("torchrun.sh", "mpirun.sh", "slurm.sbatch"))
 SMALL = str(ROOT / "tests" / "scripts" / "small_lesson.py")
 # What runs on two hosts and on one: a lesson and its options.
-LESSONS = [("01-data-parallelism/pytorch/dp_basic.py", "--versions", "bucketed")]
+LESSONS = [("06-hybrid-parallelism/pytorch/hybrid_5d.py", "--pp", "2", "--ep", "2")]
 
 
 @pytest.fixture(autouse=True)
