@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hybrid_checkpoint import Checkpoints, SaveFailed
+from hybrid_files import Writer
 from hybrid_options import TrainOptions
 from hybrid_trainer import Trainer, start
 from mpi.launch import ROOT, run
@@ -105,6 +107,29 @@ def test_a_rank_that_hangs_is_named_with_where() -> None:
     assert "rank 0 failed in all_reduce over" in str(error.value)
     assert "rank 1 stood" in str(error.value)
     assert "(sleep_in_the_third)" in str(error.value)
+
+
+def never_writes(rt: Runtime, o: TrainOptions) -> None:
+    """Rank 1 falls asleep over a checkpoint."""
+    write = Writer.write_data
+
+    def sleepy(self: Writer, *given: Any) -> Any:
+        if rt.rank == 1:
+            time.sleep(1000)
+        return write(self, *given)
+
+    with patch.object(Writer, "write_data", sleepy):
+        go(rt, o)
+
+
+def test_a_checkpoint_that_never_comes_is_named_too(tmp_path: Path) -> None:
+    """Asynchronous, so that a thread of rank 1 hangs, and rank 1 itself waits for it."""
+    o = options(checkpoints=tmp_path, checkpoint_every=2, asynchronous=True)
+    with pytest.raises(RankError) as error:
+        spawn(never_writes, 2, o, timeout=4.0, limit=None)
+    assert "rank 0 failed in a checkpoint over 'world'" in str(error.value)
+    assert "rank 1 stood in a checkpoint over 'world'" in str(error.value)
+    assert not list(tmp_path.glob("step-????????"))
 
 
 def not_a_number(trainer: Trainer) -> None:

@@ -42,7 +42,9 @@ def runs(rt: Runtime, *given: tuple[TrainOptions, int]) -> list[Ran]:
 
 
 def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
-    o = options(model="nano-mixtral", evaluate_every=1, generate=3, checkpoints=tmp_path / "runs")
+    o = options(
+        model="nano-mixtral", evaluate_every=1, evaluation=3, generate=2, checkpoints=tmp_path / "runs"
+    )
     alone = go(ALONE, replace(o, checkpoints=None))
     first = replace(o, dp=2, tp=2, zero=1, sequence_parallel=True)
     second = replace(o, pp=2, dp=1, sp=2, asynchronous=True)
@@ -82,7 +84,7 @@ def looked_at(rt: Runtime, cases: list[TrainOptions]) -> list[tuple[float, list[
         trainer = start(rt, o)
         loss = validation_loss(trainer.hybrid, trainer.batches)
         # longer than the window, so that it moves on
-        texts = generate(trainer.hybrid, list(range(40, 54)), 4, o.sequence, 3, 7, 1.0, samples=2)
+        texts = generate(trainer.hybrid, list(range(40, 55)), 2, o.sequence, 3, 7, 1.0, samples=2)
         found.append((loss, texts))
     return found
 

@@ -114,7 +114,7 @@ class Checkpoints:
         self.folder, self.mesh, self.keep, self.asynchronous = folder, mesh, keep, asynchronous
         self.pg = mesh.world.pg
         if asynchronous and self.pg is not None:
-            self.pg = dist.new_group(list(mesh.world.ranks), backend="gloo")
+            self.pg = dist.new_group(list(mesh.world.ranks), mesh.timeout, "gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
         self.host: dict[MetadataIndex, Tensor] = {}

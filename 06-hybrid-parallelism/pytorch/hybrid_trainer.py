@@ -36,6 +36,7 @@ from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
 from hybrid_signals import Signals
 
+from common.comm import blocked_in
 from common.lesson import DTYPES
 from common.models.huggingface import model_type, read_weights
 from common.runtime import Runtime, UsageError
@@ -166,12 +167,17 @@ class Trainer:
 
     def attempt(self, write: Callable[[], None]) -> bool:
         """Whether it could be written; if not, training goes on, and the reason is shown."""
+        blocked_in.update(
+            op="a checkpoint", axis="world", since=time.perf_counter()
+        )  # for the report on a hang
+        failed = ""
         try:
             write()
         except SaveFailed as failure:
-            self.log.say(f"warning: {failure}")
-            return False
-        return True
+            failed = str(failure)
+            self.log.say(f"warning: {failed}")
+        blocked_in.clear()
+        return not failed
 
     def save(self, last: bool) -> bool:
         """A checkpoint. False when it is the last one and is not on the disk."""
