@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -204,12 +205,14 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
     worst = max(done, key=lambda row: row.largest)
     yield "# The proof table"
     yield ""
-    yield (
+    yield from textwrap.wrap(
         "Each row trains a model on a mesh and on one device, two steps with SGD and two with AdamW, in float64, and "
         "gives the largest relative difference of the loss, of any gradient, of the gradients' norm and of any weight. "
         "`equal` says that all are at most 1e-12, that every rank sent, in each step and group, exactly the bytes of "
         "the formula, and that weights which several ranks hold are the same to the bit. What the columns `pp` to `tp` "
-        "mean: [docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md)."
+        "mean: [docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md).",
+        width=120,
+        break_on_hyphens=False,
     )
     yield ""
     failing = sum(not row.holds for row in done)
