@@ -32,9 +32,11 @@ def _visit_each(rt: Runtime, visit: Callable[[Runtime, str], Found], names: list
     return {name: visit(rt, name) for name in names}
 
 
-def visit_all(visit: Callable[[Runtime, str], Found], names: Iterable[str]) -> dict[str, Found]:
-    """What `visit(rt, name)` finds of each exhibit, the largest of 2 ranks, which start once for all."""
-    ranks = spawn(_visit_each, 2, visit, list(names), timeout=120)
+def visit_all(
+    visit: Callable[[Runtime, str], Found], names: Iterable[str], world: int = 2
+) -> dict[str, Found]:
+    """What `visit(rt, name)` finds of each exhibit, the largest of all ranks, which start once for all."""
+    ranks = spawn(_visit_each, world, visit, list(names), timeout=120, limit=240)
     return {name: worst_of([found[name] for found in ranks]) for name in ranks[0]}
 
 
