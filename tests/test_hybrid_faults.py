@@ -59,7 +59,7 @@ def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     )
     # as the command line has them
     whole = replace(whole, learning_rate=TrainOptions.learning_rate, warm_up=TrainOptions.warm_up)
-    spawn(go, 2, whole)
+    spawn(go, 2, whole, timeout=200)
     assert file_of(tmp_path / "killed") == file_of(tmp_path / "whole")
 
 
@@ -103,7 +103,7 @@ def sleep_in_the_third(rt: Runtime, step: int, backward: Callable[[int], torch.T
 
 def test_a_rank_that_hangs_is_named_with_where() -> None:
     with pytest.raises(RankError) as error:
-        spawn(hangs, 2, options(), timeout=4.0, limit=None)
+        spawn(hangs, 2, options(), timeout=6.0, limit=None)
     assert "rank 0 failed in all_reduce over" in str(error.value)
     assert "rank 1 stood" in str(error.value)
     assert "(sleep_in_the_third)" in str(error.value)
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_never_comes_is_named_too(tmp_path: Path) -> None:
     """Asynchronous, so that a thread of rank 1 hangs, and rank 1 itself waits for it."""
     o = options(checkpoints=tmp_path, checkpoint_every=2, asynchronous=True)
     with pytest.raises(RankError) as error:
-        spawn(never_writes, 2, o, timeout=4.0, limit=None)
+        spawn(never_writes, 2, o, timeout=6.0, limit=None)
     assert "rank 0 failed in a checkpoint over 'world'" in str(error.value)
     assert "rank 1 stood in a checkpoint over 'world'" in str(error.value)
     assert not list(tmp_path.glob("step-????????"))
@@ -182,6 +182,7 @@ def test_what_is_not_finite_stops_all_ranks_or_is_left_out() -> None:
         (skip, 0, not_a_number),
         (o, 0, left_out),
         (replace(o, zero=0), 0, infinite_gradient),
+        timeout=200,
     )
     for rank, (stopped, two_steps, skipped, by_hand, infinite) in enumerate(ranks):
         assert not stopped.finished
