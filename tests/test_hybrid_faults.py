@@ -45,11 +45,9 @@ def records(file: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     """SIGKILL under torchrun: the restarted run ends with the weights of one that nothing happened to, bit for bit."""
-    script = str(ROOT / "tests/scripts/faulty_training.py")
+    script = str(ROOT / "tests/scripts/killed_training.py")
     given = dict(model="nano-llama", dp=1, tp=2, checkpoints=tmp_path / "runs", json=tmp_path / "log")
-    ended = run(
-        [*TORCHRUN, "--max-restarts=1", script, "kill", "3", *arguments(**given, export=tmp_path / "killed")]
-    )
+    ended = run([*TORCHRUN, "--max-restarts=1", script, "3", *arguments(**given, export=tmp_path / "killed")])
     assert ended.returncode == 0, ended.stderr
     assert "failed (exitcode: -9) local_rank: 1" in ended.stderr
     assert "resumed after step 2 of 6 from" in ended.stdout
