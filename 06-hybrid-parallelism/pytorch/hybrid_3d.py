@@ -22,9 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_training import HybridOptions, lesson
+from sp_sequence_parallel import Attention
 from tyro.conf import Suppress
 
 from common.lesson import run
+from common.runtime import Runtime
 
 
 @dataclass
@@ -35,7 +37,13 @@ class Options(HybridOptions):
     """A name of common/models/configs.py."""
     ep: Suppress[int] = 1
     sp: Suppress[int] = 1
+    attention: Suppress[Attention] = "zigzag"
+
+
+def main(rt: Runtime, o: Options) -> bool:
+    """Three dimensions against one device; with --benchmark their time alone."""
+    return lesson(rt, o)
 
 
 if __name__ == "__main__":
-    run(lesson, Options)
+    run(main, Options)

@@ -16,7 +16,7 @@ summed over exactly the axes along which tokens are split and its parameter is w
 is wrong in one cell trains, too; tests/test_museum_hybrid.py has them.
 
 Cost: --explain prints what a step sends along each axis. Memory: weights, gradients and states over pp, tp, and for
-experts ep; activations over all five.
+experts ep; activations over sp and tp, and a rank's part of the batch over dp and ep.
 
     python hybrid_5d.py --nproc 8 --pp 2 --dp 2 --tp 2 --explain
     torchrun --nproc_per_node=8 hybrid_5d.py --pp 2 --sp 2 --ep 2
@@ -29,6 +29,13 @@ from __future__ import annotations
 from hybrid_training import HybridOptions, lesson
 
 from common.lesson import run
+from common.runtime import Runtime
+
+
+def main(rt: Runtime, o: HybridOptions) -> bool:
+    """Five dimensions against one device; with --benchmark their time alone."""
+    return lesson(rt, o)
+
 
 if __name__ == "__main__":
-    run(lesson, HybridOptions)
+    run(main, HybridOptions)

@@ -9,13 +9,15 @@ from fractions import Fraction
 from hybrid_model import Hybrid
 from rich.console import Group
 from rich.table import Table
+from torch import Tensor
 
+from common import comm
 from common.ledger import Row, show_bytes
 from common.mesh import AXES, Mesh
 from common.placement import TOKEN_AXES, gradient_axes
 
 WHAT = {
-    "pp": "activations on to the next stage, gradients back; the loss; a tied head",
+    "pp": "activations on to the next stage, gradients back; the loss",
     "dp": "ZeRO: gradients reduce-scattered, weights all-gathered",
     "ep": "rows to their experts and back",
     "sp": "keys and values, or heads for tokens",
@@ -41,7 +43,7 @@ def axes_table(mesh: Mesh) -> Table:
     splits = {
         "pp": "layers into stages",
         "dp": "samples; with ZeRO states, gradients, weights",
-        "ep": "samples, and experts",
+        "ep": "samples, and experts where there are some",
         "sp": "the tokens of each sample",
         "tp": "heads, matrices and the vocabulary",
     }
@@ -72,7 +74,7 @@ def members(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
     return list(groups.values())
 
 
-def groups_table(hybrid: Hybrid) -> Table:
+def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
     """Every group that talks in a step of rank 0, and the sums of gradients that follow from how parameters lie."""
     mesh = hybrid.mesh
     talks: dict[tuple[str, ...], list[str]] = {(axis,): [what] for axis, what in WHAT.items()}
@@ -80,7 +82,11 @@ def groups_table(hybrid: Hybrid) -> Table:
         del talks["dp",]
     if not hybrid.exchanges:
         del talks["ep",]
+    if hybrid.config.tied:
+        talks["pp",] = [WHAT["pp"] + "; the head's gradient, which is the embedding's"]
     talks[TOKEN_AXES] = ["the loss and the number of targets"]
+    if clip:
+        talks[AXES] = ["the norm of the gradient"]
     summed: dict[tuple[str, ...], list[str]] = {}
     for name, p in hybrid.named_parameters():
         summed.setdefault(gradient_axes(p), []).append(name)
@@ -89,8 +95,9 @@ def groups_table(hybrid: Hybrid) -> Table:
         talks.setdefault(axes, []).append(f"gradients of {names[0]}{more}")
     by_label: dict[str, tuple[tuple[str, ...], list[str]]] = {}
     for axes, what in talks.items():
-        by_label.setdefault(label("+".join(axes), mesh), (axes, []))[1].extend(what)
-    table = Table(title="groups that talk in a step", title_justify="left")
+        name = "world" if axes == AXES else "+".join(axes)
+        by_label.setdefault(label(name, mesh), (axes, []))[1].extend(what)
+    table = Table(title="groups that talk in a step, as rank 0 takes part in them", title_justify="left")
     for column in ("along", "ranks", "what"):
         table.add_column(column)
     for shown, (axes, what) in by_label.items():
@@ -107,22 +114,50 @@ def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row]
     table = Table(title=title, title_justify="left", min_width=len(title))
     for column in ("along", "formula", *(() if rows is None else ("counted", "calls", "seconds blocked"))):
         table.add_column(column, justify="left" if column == "along" else "right")
+    by_label: dict[str, Fraction] = {}
     for name, sent in sorted(formula.items()):
-        cells = [label(name, mesh), show_bytes(sent)]
+        by_label[label(name, mesh)] = by_label.get(label(name, mesh), Fraction(0)) + sent
+    for shown, sent in by_label.items():
+        cells = [shown, show_bytes(sent)]
         if rows is not None:
-            mine = [row for row in rows if row.axis == name and row.bytes]
+            mine = [row for row in rows if label(row.axis, mesh) == shown and row.bytes]
             counted = sum((row.bytes for row in mine), Fraction(0))
             cells += [show_bytes(counted), calls(mine), f"{sum(row.seconds for row in mine):.4f}"]
         table.add_row(*cells)
     return table
 
 
+def count(parameters: Iterable[Tensor]) -> int:
+    """Numbers in all of them."""
+    return sum(p.numel() for p in parameters)
+
+
 def calls(rows: Sequence[Row]) -> str:
     """`4 all_reduce, 2 send`."""
-    count = Counter(row.op for row in rows)
-    return ", ".join(f"{n} {op}" for op, n in sorted(count.items()))
+    said = Counter(row.op for row in rows)
+    return ", ".join(f"{n} {op}" for op, n in sorted(said.items()))
 
 
-def explain(hybrid: Hybrid) -> Group:
-    """The three tables."""
-    return Group(axes_table(hybrid.mesh), ranks_table(hybrid.mesh), groups_table(hybrid))
+def stages_table(hybrid: Hybrid) -> Table:
+    """What each rank along pp holds: layers, numbers. All ranks call it."""
+    mesh = hybrid.mesh
+    layers = sorted(
+        {name.split(".")[1] for name, _ in hybrid.model.named_parameters() if name[:7] == "layers."}, key=int
+    )
+    mine = (
+        layers,
+        sum(p.numel() for p in hybrid.model.parameters()),
+        sum(p.numel() for p in hybrid.parameters()),
+    )
+    table = Table(title="what a rank holds, by its place along pp", title_justify="left")
+    for column in ("pp", "layers", "weights (numbers)", "steps on (numbers)"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    for place, (numbers, held, owned) in enumerate(comm.everyones(mine, mesh.group("pp"))):
+        table.add_row(str(place), " ".join(numbers), f"{held:,}", f"{owned:,}")
+    return table
+
+
+def explain(hybrid: Hybrid, clip: bool = False) -> Group:
+    """The four tables. All ranks call it."""
+    mesh = hybrid.mesh
+    return Group(axes_table(mesh), ranks_table(mesh), stages_table(hybrid), groups_table(hybrid, clip))

@@ -50,6 +50,7 @@ class Options(HybridOptions):
     """A name of common/models/configs.py: one whose head is not its embedding."""
     ep: Suppress[int] = 1
     sp: Suppress[int] = 1
+    explain: Suppress[bool] = False
 
 
 def sharded(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> FSDPModule:
@@ -114,8 +115,10 @@ def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
             f"as many as stages; --batch {max(1, o.batch // parts) * parts} "
             f"--micro-batches {max(o.micro_batches, o.pp)} would do"
         )
-    if o.schedule != "1f1b" or o.sequence_parallel or o.checkpointing or o.precision != "full":
-        raise UsageError("here the schedule is 1f1b, without sequence parallelism, checkpointing and 16 bits")
+    if o.schedule != "1f1b" or o.sequence_parallel or o.checkpointing or o.precision != "full" or o.clip:
+        raise UsageError(
+            "here the schedule is 1f1b, without sequence parallelism, checkpointing, clipping and 16 bits"
+        )
 
 
 def main(rt: Runtime, o: Options) -> bool:

@@ -26,6 +26,7 @@ from hybrid_check import check
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
 from hybrid_data import Shuffled
 from hybrid_evaluate import validation_loss
+from hybrid_explain import explain
 from hybrid_export import export
 from hybrid_files import steps
 from hybrid_generate import decode, generate
@@ -37,7 +38,7 @@ from hybrid_options import TrainOptions
 from hybrid_signals import Signals
 
 from common.comm import blocked_in
-from common.lesson import DTYPES
+from common.lesson import DTYPES, console
 from common.models.huggingface import model_type, read_weights
 from common.runtime import Runtime, UsageError
 from common.training import training_step
@@ -223,4 +224,6 @@ def start(rt: Runtime, o: TrainOptions) -> Trainer:
         model_type(config)  # known now, not at the end
     whole = read_weights(o.init, config) if o.init else None
     hybrid = Hybrid(config, mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed, whole)
+    if o.explain:
+        console(rt).print(explain(hybrid, clip=True))
     return Trainer(rt, o, hybrid)

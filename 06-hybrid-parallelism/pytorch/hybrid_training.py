@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ class HybridOptions(TrainingOptions):
 
     model: str = "mixtral-tiny"
     """A name of common/models/configs.py."""
-    batch: int = 8
+    batch: int = 16
     """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
     pp: int = 1
     """Ranks along pp: stages of layers."""
@@ -99,6 +100,8 @@ class HybridOptions(TrainingOptions):
 def make_hybrid(rt: Runtime, o: HybridOptions, mesh: Mesh) -> Hybrid:
     """The model of the options on the mesh. Raises UsageError where it does not fit, on all ranks alike."""
     check(o.model_config(), mesh, o.layout(), o.batch, o.sequence)
+    if not 0 <= o.clip < math.inf:
+        raise UsageError(f"--clip {o.clip:g}: give a norm above 0, such as 1, or 0 for none")
     return Hybrid(o.model_config(), mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed)
 
 
@@ -178,6 +181,10 @@ class Counted:
 def lesson(rt: Runtime, o: HybridOptions) -> bool:
     """The model on the mesh against one device; with --explain the mesh, too, with --benchmark the time alone."""
     mesh, out = o.mesh(rt), console(rt)
+    if o.explain:
+        hybrid = make_hybrid(rt, o, mesh)
+        formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
+        out.print(explain(hybrid, o.clip > 0), bytes_table(mesh, formula.all()))
     if o.benchmark:
         report(rt, o, timed(rt, o, mesh))
         return True
@@ -191,9 +198,6 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
         run = Counted(
             mesh_step(hybrid, rt, o), StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
         )
-        if o.explain and not proof.rows:
-            out.print(explain(hybrid))
-            out.print(bytes_table(mesh, run.formula.all()))
         found = compare(reference(rt, o, optimizer), follow(hybrid, optimizer, o.steps, run, mesh))
         proof.add(title(mesh), optimizer, worst_of_world(found, mesh), run.sent, run.by_formula)
         proof.elsewhere &= all(comm.everyones(run.agree, rt.world))
