@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
@@ -20,6 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from common import comm
 from common.data.text import load_text
 from common.launch import resolve
 from common.runtime import Runtime, runtime
@@ -57,6 +58,11 @@ class LessonOptions:
     plot: Path | None = None
     """File for this lesson's picture."""
     trace_all: ClassVar[bool] = True  # a lesson is short
+
+    def look_at_data(self) -> None:
+        """Raises UsageError for a text that cannot be read."""
+        if self.data is not None:
+            load_text(self.data)
 
 
 O = TypeVar("O", bound=LessonOptions)  # noqa: E741
@@ -118,20 +124,29 @@ def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) 
         raise UsageError(f"there is not enough memory for these sizes; give smaller ones ({line})") from None
 
 
-def _with_data(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
-    """A lesson that reads no text refuses a file that is not there, too."""
-    if options.data is not None:
-        load_text(options.data)
+def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
+    """What all ranks must agree on before they work: a lesson that reads no text refuses a missing file, too."""
+    options.look_at_data()
+    mine = {field.name: str(getattr(options, field.name)) for field in fields(options)}
+    for rank, theirs in enumerate(comm.everyones(mine, rt.world)):
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {value} on rank {rt.rank} and {theirs[name]} on rank {rank}; "
+                    f"give all ranks the same"
+                )
     return main(rt, options)
 
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
-    launch, main = resolve(), partial(_within_memory, partial(_with_data, main))
+    launch, main = resolve(), partial(_within_memory, partial(_checked, main))
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")
+    if options.steps < 1:
+        raise UsageError(f"--steps {options.steps}: at least 1 is needed")
     if not 0 <= options.seed < 2**63:
         raise UsageError(f"--seed {options.seed}: give a number from 0 to {2**63 - 1}")
     if options.nproc is not None and options.nproc < 1:

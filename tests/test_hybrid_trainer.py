@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_huggingface import in_double, theirs  # noqa: F401
 from training_runs import Ran, go, options
 
+from common import lesson
 from common.comm import Group
 from common.data.text import load_text
 from common.models.configs import CONFIGS
@@ -39,6 +40,37 @@ ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("wo
 def runs(rt: Runtime, *given: tuple[TrainOptions, int]) -> list[Ran]:
     """One run after the other, each stopped after a step."""
     return [go(rt, o, stop_after) for o, stop_after in given]
+
+
+def by_hand(o: TrainOptions) -> dict[str, torch.Tensor]:
+    """The same training written down: schedule, clipping, AdamW and its decay, without the trainer's parts."""
+    model, held = Transformer(o.model_config(), o.seed, torch.float64), Shuffled(o, ALONE.world, ALONE.device)
+    mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    square = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for t in range(o.steps):
+        tokens_BS, targets_BS = held.take(t, 0, o.batch)
+        logits_BSV = model(tokens_BS)
+        loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        up, along = (t + 1) / o.warm_up, (t - o.warm_up) / (o.steps - 1 - o.warm_up)
+        rate = o.learning_rate * (up if t < o.warm_up else 0.55 + 0.45 * math.cos(math.pi * along))
+        with torch.no_grad():
+            for (name, p), g in zip(model.named_parameters(), gradients, strict=True):
+                g = g * min(1.0, o.clip / (norm + 1e-6))
+                mean[name] = 0.9 * mean[name] + 0.1 * g
+                square[name] = 0.95 * square[name] + 0.05 * g.square()
+                p *= 1 - rate * (0.0 if "norm" in name or name.endswith("bias") else o.weight_decay)
+                step = mean[name] / (1 - 0.9 ** (t + 1))
+                p -= rate * step / ((square[name] / (1 - 0.95 ** (t + 1))).sqrt() + 1e-5)
+    return dict(model.named_parameters())
+
+
+def test_it_trains_as_the_equations_say() -> None:
+    o = options(model="nano-gpt2", clip=0.7, weight_decay=0.3)
+    ran, expected = go(ALONE, o), by_hand(o)
+    for name, x in ran.weights.items():
+        torch.testing.assert_close(x, expected[name].detach(), rtol=1e-10, atol=1e-12)
 
 
 def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
@@ -64,7 +96,9 @@ def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
         wanted = {step: value for step, value in getattr(alone, kind).items() if step in found}
         assert len(found) >= 4
         assert found == pytest.approx(wanted, rel=1e-10)
-    assert {step: text for ran in ranks[0] for step, text in ran.texts.items()}.items() <= alone.texts.items()
+    texts = {step: text for ran in ranks[0] for step, text in ran.texts.items()}
+    assert len(texts) == 4  # not in the steps after which it was stopped
+    assert texts.items() <= alone.texts.items()
     for name, x in alone.weights.items():
         torch.testing.assert_close(ranks[0][-1].weights[name], x, rtol=1e-10, atol=1e-10)
 
@@ -187,7 +221,7 @@ def test_token_files_hold_what_was_written(tmp_path: Path) -> None:
         assert tokens_BS[0].tolist() in [numbers[i * 16 : i * 16 + 16].tolist() for i in range(60)]
     np.full(100, 256, "<u2").tofile(tmp_path / "large.bin")
     with pytest.raises(
-        UsageError, match="token 256, but the model has a vocabulary of 256; is --tokens uint16"
+        UsageError, match="tokens 0 to 256, but the model has a vocabulary of 256; is --tokens uint16"
     ):
         Shuffled(options(data=tmp_path / "large.bin", tokens="uint16"), ALONE.world, ALONE.device)
     assert unigram_entropy(load_tokens(tmp_path / "a.bin", "uint32")) <= math.log(200)
@@ -294,3 +328,15 @@ def test_numbers_go_to_files_tensorboard_traces_and_a_picture(tmp_path: Path) ->
     shown = EventAccumulator(str(files["tensorboard"])).Reload()
     assert [(e.step, e.value) for e in shown.Scalars("loss")][-1] == (6, pytest.approx(ran.losses[6]))
     assert [e.step for e in shown.Scalars("validation_loss")] == [3, 6]
+
+
+def not_of_one_mind(rt: Runtime) -> str:
+    """A configuration file of which each host has its own."""
+    with pytest.raises(UsageError) as error:
+        lesson._checked(lambda rt, o: True, rt, options(learning_rate=0.1 * (1 + rt.rank)))
+    return str(error.value)
+
+
+def test_ranks_with_other_options_are_refused() -> None:
+    expected = "--learning-rate is 0.1 on rank 0 and 0.2 on rank 1; give all ranks the same"
+    assert spawn(not_of_one_mind, 2)[0] == expected

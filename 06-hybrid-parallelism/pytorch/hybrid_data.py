@@ -45,10 +45,10 @@ class Shuffled(Batches):
                 )
             # each rank looks at its part of a file that may be long
             mine = part[slice(*rank_slice(len(part), self.group.rank, self.group.size))]
-            largest = int(mine.max(initial=0))
-            if largest >= vocabulary:
+            least, largest = int(mine.min(initial=0)), int(mine.max(initial=0))
+            if least < 0 or largest >= vocabulary:
                 raise UsageError(
-                    f"{text.name} holds token {largest}, but the model has a vocabulary of {vocabulary}; "
+                    f"{text.name} holds tokens {least} to {largest}, but the model has a vocabulary of {vocabulary}; "
                     f"is --tokens {o.tokens} right?"
                 )
         self.held = (len(text.train) - 1) // o.sequence
@@ -59,14 +59,18 @@ class Shuffled(Batches):
         o, first = self.options, step * self.options.batch
         return lm_samples(self.text.train, samples_at(o.seed, self.held, first + lo, first + hi), o.sequence)
 
+    @property
+    def evaluated(self) -> int:
+        """Samples in an evaluation: `--evaluation`, or as many as the validation text has."""
+        return min(self.options.evaluation, (len(self.text.validation) - 1) // self.options.sequence)
+
     def validation(self, first: int) -> list[tuple[Tensor, Tensor]]:
         """Micro-batches of a global batch of validation samples, from number `first` of all `--evaluation` on.
 
         They lie evenly in the validation text. Beyond the last there are repeats whose targets count for nothing.
         """
-        o = self.options
+        o, count, parts = self.options, self.evaluated, []
         held = (len(self.text.validation) - 1) // o.sequence
-        count, parts = min(o.evaluation, held), []
         for lo, hi in self.samples():
             number = np.arange(first + lo, first + hi)
             at = np.minimum(number, count - 1) * held // count
@@ -98,6 +102,8 @@ def load_tokens(data: Path | None, kind: str) -> Text:
             tokens = np.memmap(data, np.dtype(kind).newbyteorder("<"), "r")
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"cannot read --data {data} as token numbers: {error}") from None
+    if not isinstance(tokens, np.ndarray):
+        raise UsageError(f"--data {data} is an archive of arrays; give a file of one")
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise UsageError(
             f"--data {data} holds {tokens.dtype} of shape {list(tokens.shape)}; token numbers in a row are needed"

@@ -30,7 +30,7 @@ def validation_loss(hybrid: Hybrid, batches: Shuffled) -> float:
     """Nats a token over the first samples of the validation text, the same on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=batches.device)  # of losses, and of targets
     with evaluating(hybrid):
-        for first in range(0, batches.options.evaluation, batches.options.batch):
+        for first in range(0, batches.evaluated, batches.options.batch):
             parts = [hybrid.split(*part) for part in batches.validation(first)]
             sums[0] += hybrid.pipe.evaluate(parts)
             sums[1] += sum((targets_Bs != -100).sum() for *_, targets_Bs in parts)

@@ -115,7 +115,8 @@ def draw(file: Path, picture: Path) -> None:
     losses: dict[str, dict[int, float]] = {}
     evaluated: dict[str, dict[int, float]] = {}
     name, entropy = "", 0.0
-    for record in map(json.loads, file.read_text().splitlines()):
+    records = (json.loads(line) for line in file.read_text().splitlines())
+    for record in (record for record in records if "kind" in record):
         if record["kind"] == "run":
             name = f"{record['mesh']}, from step {record['step'] + 1}"
             entropy = record["unigram_entropy"]

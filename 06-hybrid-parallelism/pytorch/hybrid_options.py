@@ -107,8 +107,15 @@ class TrainOptions(HybridOptions):
         """The model's shape: that of the folder, or of the name."""
         return read_config(self.init) if self.init else super().model_config()
 
+    def look_at_data(self) -> None:
+        """A file of tokens may be larger than the memory: `Shuffled` looks at it."""
+
     def check(self) -> None:
-        """Raises UsageError for numbers that no run can have."""
+        """Raises UsageError for numbers that no run can have, and for targets that cannot be written."""
+        for name in ("checkpoints", "export", "trace", "tensorboard"):
+            folder: Path | None = getattr(self, name)
+            if folder and folder.exists() and not folder.is_dir():
+                raise UsageError(f"--{name} {folder} is a file; give a folder")
         at_least = dict.fromkeys(("steps", "log_every", "keep", "checkpoint_every", "evaluation"), 1)
         at_least |= dict.fromkeys(("warm_up", "generate", "evaluate_every"), 0)
         for name, least in at_least.items():
@@ -120,8 +127,13 @@ class TrainOptions(HybridOptions):
                 raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number of at least 0")
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
-        if self.generate and not self.prompt:
-            raise UsageError("--prompt is empty; --generate needs at least one character to begin with")
+        if self.generate:
+            prompt = self.prompt.encode(errors="surrogateescape")
+            if not prompt or max(prompt) >= self.model_config().vocabulary:
+                raise UsageError(
+                    f"--prompt {self.prompt!a} is taken as bytes; --generate needs at least one, and a model that "
+                    f"knows them: its vocabulary is {self.model_config().vocabulary}"
+                )
 
 
 def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:

@@ -72,9 +72,9 @@ def main(rt: Runtime, o: Options) -> bool:
     """Time both in turn; then hold their weights against each other."""
     if rt.world_size > 1:
         raise UsageError(f"a plain loop runs on one rank, not on {rt.world_size}; leave --nproc out")
-    if o.zero or o.checkpointing or o.precision != "full" or o.init:
+    if o.zero or not o.clip or o.checkpointing or o.precision != "full" or o.init:
         raise UsageError(
-            "a plain loop has no ZeRO, checkpointing or 16 bits, and begins with the seed's weights"
+            "here the plain loop clips, has no ZeRO, checkpointing or 16 bits, and begins with the seed's weights"
         )
     timed, o.steps = o.steps, o.steps + WARM_UP
     trainer, model = start(rt, o), make_model(o, rt.device)

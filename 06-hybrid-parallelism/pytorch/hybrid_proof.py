@@ -42,7 +42,7 @@ from common.equality import (
 from common.lesson import DTYPES
 from common.mesh import AXES
 from common.models.configs import CONFIGS, gpt2, llama, mixtral
-from common.runtime import Runtime
+from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
 MODELS = {
@@ -241,6 +241,12 @@ class ProofOptions:
 def main(o: ProofOptions) -> int:
     """0 where all rows hold, 1 where one does not."""
     todo = {n: of_n for n, of_n in rows(max(1, o.every)).items() if n in o.ranks}
+    if not todo:
+        raise UsageError(
+            f"--ranks {' '.join(map(str, o.ranks))}: the table has rows of 8, 12, 16 and 32 ranks"
+        )
+    if o.write and not o.write.absolute().parent.is_dir():
+        raise UsageError(f"--write {o.write}: there is no folder {o.write.parent}")
     proved = {n: spawn(prove, n, of_n, timeout=120, limit=None)[0] for n, of_n in todo.items()}
     failing = [row for of_n in proved.values() for row in of_n if not row.holds]
     if o.write:
@@ -256,6 +262,9 @@ def main(o: ProofOptions) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(ProofOptions, description=__doc__)))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except RankError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)

@@ -38,8 +38,8 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        for number, handler in self.before.items():  # told twice, it is still on its way out
+            signal.signal(number, signal.SIG_IGN if self.stop and number in STOP else handler)
 
 
 def pass_on() -> None:

@@ -197,7 +197,7 @@ class Trainer:
         self.log.say(f"{self.step:6d}  validation loss {loss:.4f}")
         self.log.record("evaluation", self.step, validation_loss=loss)
         if o.generate:
-            prompt = list(o.prompt.encode())
+            prompt = list(o.prompt.encode(errors="surrogateescape"))
             (tokens,) = generate(
                 self.hybrid, prompt, o.generate, o.sequence, o.seed, self.step, o.temperature
             )
