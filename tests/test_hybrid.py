@@ -12,7 +12,7 @@ import torch
 from hybrid_bytes import StepBytes
 from hybrid_explain import label, members
 from hybrid_model import Hybrid, Layout
-from hybrid_proof import prove, rows, ways
+from hybrid_proof import of_meshes, prove, rows, ways
 from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
 from torch import nn
 
@@ -84,6 +84,23 @@ def test_rows_of_the_proof_table(world: int, every: int) -> None:
     todo = rows(every)[world]
     for row in spawn(prove, world, todo, False, limit=240)[0]:
         assert row.holds, (row.options, row.found, row.bytes_agree, row.apart)
+
+
+def test_meshes_in_words() -> None:
+    todo = of_meshes(["dp=2 zero=1", "tp=2", "ep=3"])
+    assert {n: [row.options.model for row in of_n] for n, of_n in todo.items()} == {
+        2: ["proof-llama", "proof-llama"],
+        3: ["proof-moe"],
+    }
+    proved = spawn(prove, 2, todo[2], False, True)[0]
+    assert [(r.record.implementation, r.record.equal) for r in proved] == [
+        ("dp=2, ZeRO-1", True),
+        ("tp=2", True),
+    ]
+    assert all(0 < r.record.largest_difference <= 1e-12 for r in proved)
+    for words in ("", "dp", "dp=0", "dp=²", "xp=2", "dp=2,tp=2", "zero=4", "dp=2 zero="):
+        with pytest.raises(UsageError, match="say it like"):
+            of_meshes([words])
 
 
 def test_there_are_35_ways_to_write_8() -> None:

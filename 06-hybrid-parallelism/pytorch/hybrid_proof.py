@@ -3,6 +3,7 @@
     python hybrid_proof.py                          all rows: a quarter of an hour on two cores
     python hybrid_proof.py --write docs/proof.md    the same into a file: make proof
     python hybrid_proof.py --every 9                every ninth row
+    python hybrid_proof.py --meshes "dp=4 zero=3" "pp=2 tp=2"        these meshes, of LLaMA, with experts where ep > 1
 
 A row is a mesh and a model: GPT-2, LLaMA, or LLaMA with 8 experts, of 8 heads and 4 layers, 8 where there are more than
 2 stages. Schedule, attention, ZeRO, sequence parallelism, checkpointing, clipping and dropout take turns from row to
@@ -15,16 +16,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from hybrid_bytes import StepBytes
-from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
+from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of, timed
 from rich.console import Console
 
 from common import comm
@@ -39,7 +43,8 @@ from common.equality import (
     unequal_replicas,
     worst_of_world,
 )
-from common.lesson import DTYPES
+from common.lesson import DTYPES, write_records
+from common.measure import BenchmarkRecord
 from common.mesh import AXES
 from common.models.configs import CONFIGS, gpt2, llama, mixtral
 from common.runtime import Runtime, UsageError
@@ -63,6 +68,9 @@ SAMPLE: dict[int, list[Shape]] = {
 }
 
 
+WORD = rf"(?:{'|'.join(AXES)})=[1-9]\d*|zero=[0-3]"
+
+
 def ways(ranks: int) -> list[Shape]:
     """All ways to write `ranks` as a product of five."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -79,6 +87,7 @@ class Row:
     apart: list[str] = field(default_factory=list)
     """Parameters of which ranks hold different replicas."""
     seconds: float = 0.0
+    record: BenchmarkRecord | None = None
 
     @property
     def largest(self) -> float:
@@ -148,10 +157,16 @@ def references(rt: Runtime, todo: list[Row]) -> dict[Key, Followed]:
     return {k: followed for of_rank in comm.everyones(computed, rt.world) for k, followed in of_rank.items()}
 
 
-def prove(rt: Runtime, todo: list[Row], show: bool = True) -> list[Row]:
-    """Every row on the ranks of this world."""
+def prove(rt: Runtime, todo: list[Row], show: bool = True, time_too: bool = False) -> list[Row]:
+    """Every row on the ranks of this world; a record of each, with the time of a step, where time_too."""
     expected = references(rt, todo)
-    return [shown(rt, prove_row(rt, row.options, expected), show) for row in todo]
+    proved = []
+    for todo_row in todo:
+        row = prove_row(rt, todo_row.options, expected)
+        if show and rt.rank == 0:
+            print(" | ".join(cells(row)), f"{row.seconds:.1f} s", flush=True)
+        proved.append(replace(row, record=record_of(rt, row)) if time_too else row)
+    return proved
 
 
 def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> Row:
@@ -170,11 +185,12 @@ def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> R
     return Row(o, found, agree, apart, time.perf_counter() - start)
 
 
-def shown(rt: Runtime, row: Row, show: bool) -> Row:
-    """Prints the row on rank 0."""
-    if show and rt.rank == 0:
-        print(" | ".join(cells(row)), f"{row.seconds:.1f} s", flush=True)
-    return row
+def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
+    """A line of --json: the row's verdict beside a timed step."""
+    mesh = row.options.mesh(rt)
+    (record,) = timed(rt, replace(row.options, steps=1), mesh)
+    mesh.close()
+    return replace(record, equal=row.holds, largest_difference=row.largest)
 
 
 def cells(row: Row) -> list[str]:
@@ -226,6 +242,27 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
         yield from (f"| {' | '.join(cells(row))} |" for row in of_n)
 
 
+def mesh_of(text: str) -> Row:
+    """The row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for words that say none."""
+    words = text.split()
+    if not words or not all(re.fullmatch(WORD, word, re.ASCII) for word in words):
+        raise UsageError(
+            f"--meshes {text!r}: say it like 'pp=2 dp=2 zero=1', of {', '.join((*AXES, 'zero'))}"
+        )
+    numbers: dict[str, Any] = {"dp": 1, **{word.split("=")[0]: int(word.split("=")[1]) for word in words}}
+    model = "moe" if numbers.get("ep", 1) > 1 else "llama"
+    return Row(HybridOptions(model=f"proof-{model}", batch=18, sequence=48, steps=2, **numbers))
+
+
+def of_meshes(texts: Iterable[str]) -> dict[int, list[Row]]:
+    """A row of each mesh, by the number of its ranks."""
+    by_ranks: dict[int, list[Row]] = {}
+    for row in map(mesh_of, texts):
+        ranks = math.prod(getattr(row.options, axis) for axis in AXES)
+        by_ranks.setdefault(ranks, []).append(row)
+    return by_ranks
+
+
 @dataclass
 class ProofOptions:
     """Which rows, and where to."""
@@ -234,28 +271,34 @@ class ProofOptions:
     """One row of so many."""
     ranks: tuple[int, ...] = (8, 12, 16, 32)
     """Sizes of the worlds."""
+    meshes: tuple[str, ...] = ()
+    """Meshes to prove in place of the table's, each in words: 'pp=2 dp=2 zero=1'."""
     write: Path | None = None
     """File for the table, in Markdown."""
+    json: Path | None = None
+    """File to which a record of each row is appended, with the time of a step."""
 
 
 def main(o: ProofOptions) -> int:
     """0 where all rows hold, 1 where one does not."""
-    todo = {n: of_n for n, of_n in rows(max(1, o.every)).items() if n in o.ranks}
+    table = {n: of_n for n, of_n in rows(max(1, o.every)).items() if n in o.ranks}
+    todo = of_meshes(o.meshes) or table
     if not todo:
         raise UsageError(
             f"--ranks {' '.join(map(str, o.ranks))}: the table has rows of 8, 12, 16 and 32 ranks"
         )
     if o.write and not o.write.absolute().parent.is_dir():
         raise UsageError(f"--write {o.write}: there is no folder {o.write.parent}")
-    proved = {n: spawn(prove, n, of_n, timeout=120, limit=None)[0] for n, of_n in todo.items()}
-    failing = [row for of_n in proved.values() for row in of_n if not row.holds]
+    write_records(o.json, [])  # a file that cannot be written is known before the work
+    work = partial(prove, time_too=o.json is not None)
+    proved = {n: spawn(work, n, of_n, timeout=120, limit=None)[0] for n, of_n in todo.items()}
+    done = [row for of_n in proved.values() for row in of_n]
+    write_records(o.json, [row.record.as_json() for row in done if row.record])
+    failing = [row for row in done if not row.holds]
     if o.write:
         o.write.write_text("\n".join(markdown(proved)) + "\n")
-    count, largest = (
-        sum(map(len, proved.values())),
-        max(row.largest for of_n in proved.values() for row in of_n),
-    )
-    Console().print(f"{count} rows, {len(failing)} failing; largest difference {largest:.1e}")
+    largest = max(row.largest for row in done)
+    Console().print(f"{len(done)} rows, {len(failing)} failing; largest difference {largest:.1e}")
     return 1 if failing else 0
 
 
