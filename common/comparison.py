@@ -220,7 +220,3 @@ def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:
             raise UsageError(f"--versions {name!r} is unknown; choose from {', '.join(known)}")
     if not o.versions:
         raise UsageError(f"--versions is empty; choose from {', '.join(known)}")
-    if o.steps < 1:
-        raise UsageError(f"--steps {o.steps}: at least 1 is needed")
-    if o.plot and o.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {o.plot}: the name must end in .png, .svg or .pdf")

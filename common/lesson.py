@@ -28,6 +28,7 @@ from common.spawn import RankError, spawn
 from common.utils.profiler import profiled
 from common.watchdog import UsageError
 
+PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -143,6 +144,8 @@ def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
+    if options.plot and options.plot.suffix not in PICTURES:
+        raise UsageError(f"--plot {options.plot}: the name must end in {', '.join(PICTURES)}")
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")
     if options.steps < 1:

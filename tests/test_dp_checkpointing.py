@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from dataclasses import replace
 
 import pytest
@@ -134,9 +133,5 @@ def test_saved_bytes_count_a_storage_once_and_no_parameters() -> None:
     assert saved_bytes(lambda: torch.tanh((y := model(x)) * y), model) == (30 + 60 + 60) * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"versions": ("all",)}, "--versions 'all' is unknown"), ({"steps": 0}, "--steps 0: at least 1")],
-)
-def test_bad_input_is_one_line(options: dict[str, object], message: str) -> None:
-    assert re.search(message, refused(main, 2, replace(OPTIONS, **options)))
+def test_bad_input_is_one_line() -> None:
+    assert "--versions 'all' is unknown" in refused(main, 2, replace(OPTIONS, versions=("all",)))

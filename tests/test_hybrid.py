@@ -237,12 +237,18 @@ def test_groups_on_paper() -> None:
     assert label("world", mesh) == "world"
 
 
-def torch_parts(rt: Runtime) -> list[bool]:
-    """hybrid_torch on two meshes, without its timing."""
-    with patch.object(hybrid_torch, "timed", return_value=[]), patch.object(hybrid_torch, "report"):
-        cases = [{"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}]
-        return [hybrid_torch.main(rt, hybrid_torch.Options(steps=2, **given)) for given in cases]
+def torch_parts(rt: Runtime) -> list[tuple[bool, dict[str, Any]]]:
+    """hybrid_torch on two meshes: its verdict, and what it says of whom in its records."""
+    found = []
+    for shape in ({"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}):
+        with patch.object(hybrid_torch, "report") as report:
+            good = hybrid_torch.main(rt, hybrid_torch.Options(steps=2, **shape))
+        found.append((good, {record.implementation: record.equal for record in report.call_args.args[2]}))
+    return found
 
 
 def test_torch_s_parts_compose_to_the_same() -> None:
-    assert spawn(torch_parts, 4, timeout=120)[0] == [True, True]
+    assert spawn(torch_parts, 4, timeout=120)[0] == [
+        (True, {"pp=2 dp=2, ZeRO-1": None, "pp=2 dp=2, torch": True}),
+        (True, {"dp=2 tp=2, ZeRO-2": None, "dp=2 tp=2, torch": True}),
+    ]

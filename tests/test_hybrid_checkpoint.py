@@ -336,6 +336,33 @@ def test_a_rank_killed_while_it_saves_loses_nothing(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]
 
 
+def killed_between_names(rt: Runtime, folder: Path) -> None:
+    """A save of a step that is there already, which ends when the old one has lost its name and the new has none."""
+    rename = Path.rename
+
+    def last(path: Path, target: Path) -> Path:
+        renamed = rename(path, target)
+        if target.suffix == ".replaced":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return renamed
+
+    with patch.object(Path, "rename", last):
+        saved(folder, 1)
+
+
+def test_a_rank_killed_between_two_names_loses_nothing(tmp_path: Path) -> None:
+    checkpoints, w = saved(tmp_path, 1), torch.zeros(50, 50)
+    with pytest.raises(RankError, match="SIGKILL"):
+        spawn(killed_between_names, 1, tmp_path)
+    assert steps(tmp_path) == []
+    assert checkpoints.restore([Entry("w", w, w)]) == {"step": 1, "seed": 5}
+    with pytest.raises(RankError, match="SIGKILL"):
+        spawn(killed_between_names, 1, tmp_path)
+    saved(tmp_path, 2)  # without a look at what is there
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == steps(tmp_path)
+
+
 def asynchronously(rt: Runtime, folder: Path) -> dict[str, Any]:
     """A checkpoint whose writing is held up until the weights are others, and training has talked meanwhile."""
     mesh, found = Mesh(rt.world, tp=2, dp=2), {}

@@ -221,3 +221,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run_but_the_last(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000006"]
     bad = {8}
     assert not start(ALONE, replace(o, steps=8)).run()
+
+
+def test_a_full_disk_ends_the_records_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(ALONE, options(json=Path("/dev/full"))).run()
+    said = capsys.readouterr().out
+    assert (
+        said.count("warning: --json /dev/full cannot be written: No space left on device; the run goes on")
+        == 1
+    )

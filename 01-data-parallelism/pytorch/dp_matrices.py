@@ -63,10 +63,6 @@ class MatrixOptions(LessonOptions):
             raise UsageError(f"--splits is empty; choose from {', '.join(SPLITS)}")
         if self.panels < 1:
             raise UsageError(f"--panels {self.panels}: at least 1 is needed")
-        if self.steps < 1:
-            raise UsageError(f"--steps {self.steps}: at least 1 is needed")
-        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise UsageError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")
 
 
 class Factors(Product):

@@ -210,7 +210,3 @@ class GridOptions(LessonOptions):
             self.algorithms = ALGORITHMS if rows == columns else ALGORITHMS[:1]
         if self.panels < 1:
             raise UsageError(f"--panels {self.panels}: at least 1 is needed")
-        if self.steps < 1:
-            raise UsageError(f"--steps {self.steps}: at least 1 is needed")
-        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise UsageError(f"--plot {self.plot}: the name must end in .png, .svg or .pdf")

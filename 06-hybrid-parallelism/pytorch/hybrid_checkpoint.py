@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hybrid_files import Writer, fault, steps
+from hybrid_files import Writer, fault, put_back, steps
 from hybrid_pieces import Entry, LoadPieces, Piece, SavePieces, pieces, writes
 from torch import Tensor, nn
 from torch.distributed.checkpoint import (
@@ -147,6 +147,8 @@ class Checkpoints:
         """
         self.finish()
         world, damaged = self.mesh.world, []
+        if world.rank == 0:
+            put_back(self.folder)
         for name in reversed(comm.everyones(steps(self.folder), world)[0]):
             faults = comm.everyones(fault(self.folder / name, world.rank, world.size), world)
             found = next(filter(None, faults), None)

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -40,6 +40,21 @@ def steps(folder: Path) -> list[str]:
     """The checkpoints of a folder by name, the oldest first."""
     found = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=lambda name: int(name[5:]))
+
+
+def remove(path: Path) -> None:
+    """A folder, or a file where a checkpoint should have been; what cannot be removed stays."""
+    with suppress(OSError):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+
+def put_back(folder: Path) -> None:
+    """A checkpoint that was to be replaced, where the process ended before the other one had its name."""
+    for left in folder.glob("step-*.replaced"):
+        if left.with_suffix("").exists():
+            remove(left)
+        else:
+            left.rename(left.with_suffix(""))
 
 
 def fault(place: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -119,11 +134,10 @@ class Writer(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             self.final.parent.mkdir(parents=True, exist_ok=True)
-            for left in (
-                *self.final.parent.glob("step-*.partial"),
-                *self.final.parent.glob("step-*.removed"),
-            ):
-                shutil.rmtree(left)
+            put_back(self.final.parent)
+            for ending in ("partial", "removed"):
+                for left in self.final.parent.glob(f"step-*.{ending}"):
+                    remove(left)
             Path(self.path).mkdir()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -150,17 +164,17 @@ class Writer(FileSystemWriter):
         self._write("about.json", self.about)
         self._write(SUMS, "".join(f"{total}  {name}\n" for name, total in sorted(self.fs.sums.items())))
         sync(Path(self.path))
-        removed = self.final.with_suffix(".removed")
+        replaced = self.final.with_suffix(".replaced")
         if self.final.exists():
-            self.final.rename(removed)
+            self.final.rename(replaced)
         Path(self.path).rename(self.final)
         sync(folder)
-        shutil.rmtree(removed, ignore_errors=True)
+        remove(replaced)
         before = [name for name in steps(folder) if int(name[5:]) <= int(self.final.name[5:])]
         for name in before[: -self.keep]:
             removed = (folder / name).with_suffix(".removed")
             (folder / name).rename(removed)  # at once, so that half of it is never taken for a checkpoint
-            shutil.rmtree(removed, ignore_errors=True)
+            remove(removed)
 
     def _write(self, name: str, text: str) -> None:
         with self.fs.create_stream(Path(self.path) / name, "wb") as stream:

@@ -7,6 +7,8 @@ that was resumed after a crash repeats the steps since its checkpoint; whoever r
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,7 +89,11 @@ class Log:
         """Into the files."""
         if not self.speaks:
             return
-        write_records(self.file, [{"kind": kind, "step": step, **values}])
+        try:
+            write_records(self.file, [{"kind": kind, "step": step, **values}])
+        except UsageError as error:
+            self.say(f"warning: {error}; the run goes on without")
+            self.file = None
         if self.board:
             for name in SHOWN:
                 if name in values:
@@ -110,13 +116,21 @@ class Log:
         self.record("step", step, **found)
 
 
+def records_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of runs in a file; other lines, and one that a crash cut short, are passed over."""
+    for line in file.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and "kind" in record:
+                yield record
+
+
 def draw(file: Path, picture: Path) -> None:
     """All runs of a file of records in one plot, and the unigram entropy as a line."""
     losses: dict[str, dict[int, float]] = {}
     evaluated: dict[str, dict[int, float]] = {}
     name, entropy = "", 0.0
-    records = (json.loads(line) for line in file.read_text().splitlines())
-    for record in (record for record in records if "kind" in record):
+    for record in records_of(file):
         if record["kind"] == "run":
             name = f"{record['mesh']}, from step {record['step'] + 1}"
             entropy = record["unigram_entropy"]

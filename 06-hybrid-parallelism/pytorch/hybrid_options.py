@@ -101,7 +101,6 @@ class TrainOptions(HybridOptions):
     trace_all: ClassVar[bool] = False
     benchmark: tyro.conf.Suppress[bool] = False
     scaling: tyro.conf.Suppress[Literal["strong", "weak"]] = "strong"
-    versions: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def model_config(self) -> TransformerConfig:
         """The model's shape: that of the folder, or of the name."""
@@ -123,8 +122,8 @@ class TrainOptions(HybridOptions):
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} {getattr(self, name)}: give at least {least}")
         for name in ("learning_rate", "weight_decay", "clip", "temperature", "final", "peak_tflops"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
-                raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number of at least 0")
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1e30:
+                raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number from 0 to 1e30")
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
         if self.generate:

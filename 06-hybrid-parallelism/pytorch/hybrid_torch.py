@@ -15,6 +15,7 @@ which is what FSDP2 does when it keeps weights from the forward to the backward 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -130,6 +131,8 @@ def main(rt: Runtime, o: Options) -> bool:
     if o.benchmark:
         report(rt, o, timed(rt, o, mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)}))
         return True
+    # full_tensor, by which gradients are compared, takes two messages where one would do; a step has none of them
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     proof = Proof(DTYPES[o.dtype])
     dp = mesh.group("dp")
     for optimizer in OPTIMIZERS:
@@ -140,8 +143,8 @@ def main(rt: Runtime, o: Options) -> bool:
     out.print(
         proof.tables(f"{title(mesh)} of torch against one device: {o.model}, {o.dtype}, {o.steps} steps")
     )
-    records = timed(rt, replace(o, steps=5), mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)})
-    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    ours, theirs = timed(rt, replace(o, steps=5), mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)})
+    report(rt, o, [ours, replace(theirs, equal=proof.equal, largest_difference=proof.largest)])
     out.print(proof.sentence())
     return proof.holds
 

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
+import tyro
 from hybrid_bytes import StepBytes
 from hybrid_check import check
 from hybrid_explain import bytes_table, explain, title
@@ -74,6 +75,7 @@ class HybridOptions(TrainingOptions):
     """Type in which products are computed; full is that of the weights."""
     clip: float = 0.0
     """Largest norm of the gradient; 0 leaves it as it is."""
+    versions: tyro.conf.Suppress[tuple[str, ...]] = ()
     explain: bool = False
     """Print the mesh, everyone's place, the groups, and the bytes of a step before it runs."""
 

@@ -30,8 +30,6 @@ from common.measure import in_turn
 from common.runtime import Runtime, UsageError
 from common.utils.primitives import PRIMITIVES, Primitive, start_of
 
-PICTURES = (".png", ".svg", ".pdf")
-
 
 @dataclass
 class BandwidthOptions(LessonOptions):
@@ -52,8 +50,6 @@ class BandwidthOptions(LessonOptions):
             )
         if self.repeats < 5:
             raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
-        if self.plot and self.plot.suffix not in PICTURES:
-            raise UsageError(f"--plot {self.plot}: pictures end in {', '.join(PICTURES)}")
 
 
 @dataclass
