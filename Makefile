@@ -16,7 +16,7 @@ setup: ## environment, packages and C++; nothing to do when up to date
 
 test: setup ## all tests, C++ and Python, three files at a time: starting ranks is mostly waiting
 	@$(ACTIVATE) ctest --preset release
-	@$(ACTIVATE) python -m pytest -n 3 --dist loadfile
+	@$(ACTIVATE) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 proof: setup ## every mesh of 8 ranks and some of 12, 16 and 32 against one device, into docs/proof.md
 	@$(ACTIVATE) python 06-hybrid-parallelism/pytorch/hybrid_proof.py --write docs/proof.md

@@ -5,9 +5,32 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks and their baseline alike
 
+import pytest
+
 from common import spawn
 
 FOLDERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if (here := str(Path(__file__).parent)) not in FOLDERS:  # the server has another sys.path than pytest
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *FOLDERS]))
 spawn.PRELOAD += ["preloaded"]
+
+# a minute to half a minute each on two cores; the first to be handed out, so that none is waited for at the end
+LONGEST = [
+    *("hybrid", "mpi_backend", "launch_files", "runtime", "hybrid_faults", "pp", "dp_zero", "hybrid_trainer"),
+    *(
+        "lessons",
+        "tp",
+        "dp_mixed_precision",
+        "dp_languages",
+        "ep_libtorch",
+        "mpi_groups",
+        "tp_summa",
+        "museum_hybrid",
+    ),
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; the others as they came."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))

@@ -1,6 +1,6 @@
 """What torch builds on process groups, on ours: each against one device, float64, after two steps of AdamW.
 
-python peers_worker.py RESULT 2 2+2 3+1, under mpirun: on 2 ranks of one host; on two hosts of 2; on hosts of 3 and 1
+python peers_worker.py RESULT 2 3+1, under mpirun: on 2 ranks of one host; on hosts of 3 ranks and of 1
 """
 
 from __future__ import annotations
