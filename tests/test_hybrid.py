@@ -79,7 +79,7 @@ def test_sizes_that_do_not_divide() -> None:
     assert all(agree for rank in ranks for _, agree, _ in rank)
 
 
-@pytest.mark.parametrize(("world", "every"), [(8, 29), (12, 15)])
+@pytest.mark.parametrize(("world", "every"), [(8, 36), (12, 15)])
 def test_rows_of_the_proof_table(world: int, every: int) -> None:
     todo = rows(every)[world]
     for row in spawn(prove, world, todo, False, limit=240)[0]:
