@@ -183,11 +183,12 @@ class Trainer:
     def save(self, last: bool) -> bool:
         """A checkpoint. False when it is the last one and is not on the disk."""
         assert self.checkpoints
+        start = time.perf_counter()
         self.attempt(self.checkpoints.finish)
         about = {"mesh": self.hybrid.mesh.shape, **self.batches.about()}
         good = self.attempt(partial(self.checkpoints.save, self.step, self.entries(), about))
         good = good and (not last or self.attempt(self.checkpoints.finish))
-        self.log.record("checkpoint", self.step, good=good)
+        self.log.record("checkpoint", self.step, good=good, seconds=time.perf_counter() - start)
         return good or not last
 
     def evaluate(self) -> None:
