@@ -9,6 +9,7 @@ set out to prove holds. Exit code 0: proved; 1: it differs, or a rank failed; 2:
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -85,10 +86,21 @@ def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:
     if path is None:
         return
     try:
+        begin = "\n" if _is_cut(path) else ""
         with path.open("a") as file:
+            file.write(begin)
             file.writelines(json.dumps(record) + "\n" for record in records)
     except OSError as error:
         raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a crash left the last line without its end."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def run(
@@ -144,8 +156,8 @@ def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
-    if options.plot and options.plot.suffix not in PICTURES:
-        raise UsageError(f"--plot {options.plot}: the name must end in {', '.join(PICTURES)}")
+    if options.plot and (options.plot.suffix.lower() not in PICTURES or options.plot.is_dir()):
+        raise UsageError(f"--plot {options.plot}: give a file whose name ends in {', '.join(PICTURES)}")
     if not 0 < options.timeout <= 1e6:
         raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")
     if options.steps < 1:

@@ -9,6 +9,7 @@ that do not answer.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -133,6 +134,10 @@ class Watchdog(threading.Thread):
     def failed(self, error: BaseException) -> RankFailed:
         """Show `error` if this rank is the first in the world to fail; otherwise leave that to the first."""
         self.someone_failed = True
+        if self.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # launchers end all when one dies; first, who stood where
         ended, report = RankFailed(exit_code(error)), describe(error, self.rank)
         try:
             if self.store.add("failures", 1) > 1:

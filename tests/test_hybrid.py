@@ -98,9 +98,17 @@ def test_meshes_in_words() -> None:
         ("tp=2", True),
     ]
     assert all(0 < r.record.largest_difference <= 1e-12 for r in proved)
-    for words in ("", "dp", "dp=0", "dp=²", "xp=2", "dp=2,tp=2", "zero=4", "dp=2 zero="):
+    assert of_meshes(["pp=5 dp=4 ep=2"])[40][0].options.model == "proof-moe-deep"
+    for words in ("", "dp", "dp=0", "dp=²", "xp=2", "dp=2,tp=2", "zero=4", "dp=2 zero=", "dp=" + 5000 * "9"):
         with pytest.raises(UsageError, match="say it like"):
             of_meshes([words])
+    for words, message in (
+        ("dp=2 dp=3", "twice"),
+        ("dp=64 tp=8", "512 ranks"),
+        ("tp=3", "8 heads do not divide"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            of_meshes(["dp=2", words])
 
 
 def test_there_are_35_ways_to_write_8() -> None:

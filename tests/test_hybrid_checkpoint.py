@@ -363,6 +363,15 @@ def test_a_rank_killed_between_two_names_loses_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == steps(tmp_path)
 
 
+def test_what_was_to_be_replaced_is_put_back_when_the_other_is_damaged(tmp_path: Path) -> None:
+    checkpoints, w, one = saved(tmp_path, 1), torch.zeros(50, 50), tmp_path / "step-00000001"
+    shutil.copytree(one, one.with_suffix(".replaced"))
+    flip(one / "about.json")
+    (tmp_path / "step-best.replaced").mkdir()  # somebody else's
+    assert checkpoints.restore([Entry("w", w, w)]) == {"step": 1, "seed": 5}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-best.replaced"]
+
+
 def asynchronously(rt: Runtime, folder: Path) -> dict[str, Any]:
     """A checkpoint whose writing is held up until the weights are others, and training has talked meanwhile."""
     mesh, found = Mesh(rt.world, tp=2, dp=2), {}

@@ -119,7 +119,7 @@ def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         (["--steps", "0"], "--steps 0: at least 1 is needed"),
         (["--seed", "-1"], "--seed -1: give a number from 0"),
         (["--timeout", "0"], "--timeout 0: give seconds above 0"),
-        (["--plot", "losses.txt"], "--plot losses.txt: the name must end in .png, .svg, .pdf"),
+        (["--plot", "losses.txt"], "--plot losses.txt: give a file whose name ends in .png, .svg, .pdf"),
         (["--data", str(tmp_path / "none")], "no such file or folder"),
         (["--data", str(empty)], "holds 0 bytes of text; at least 1024 are needed"),
         (["--batch", "1"], "--batch 1 is too small for 2 ranks; give at least 2"),

@@ -22,6 +22,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,9 +148,7 @@ class Checkpoints:
         """
         self.finish()
         world, damaged = self.mesh.world, []
-        if world.rank == 0:
-            put_back(self.folder)
-        for name in reversed(comm.everyones(steps(self.folder), world)[0]):
+        for name in reversed(self.names()):
             faults = comm.everyones(fault(self.folder / name, world.rank, world.size), world)
             found = next(filter(None, faults), None)
             if found is None:
@@ -163,6 +162,15 @@ class Checkpoints:
                 f"give another folder to begin anew"
             )
         return None
+
+    def names(self) -> list[str]:
+        """The checkpoints that rank 0 sees, the oldest first."""
+        if self.mesh.world.rank == 0:
+            try:
+                put_back(self.folder)
+            except OSError as error:
+                print(f"warning: {error.filename}: {error.strerror}", file=sys.stderr)
+        return comm.everyones(steps(self.folder), self.mesh.world)[0]
 
     def _copied(self, mine: list[Piece]) -> list[Piece]:
         """The same pieces in memory that training does not touch, used again by the next save; pinned for a GPU."""
@@ -190,6 +198,8 @@ class Checkpoints:
         except CheckpointException as failure:
             if self.mesh.world.rank == 0:
                 shutil.rmtree(writer.path, ignore_errors=True)
+                with suppress(OSError):
+                    put_back(self.folder)
             before = steps(self.folder)
             there = f"the newest is {before[-1]}" if before else "there is none yet"
             raise SaveFailed(

@@ -45,16 +45,21 @@ def steps(folder: Path) -> list[str]:
 def remove(path: Path) -> None:
     """A folder, or a file where a checkpoint should have been; what cannot be removed stays."""
     with suppress(OSError):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path, ignore_errors=True) if folder else path.unlink()
 
 
 def put_back(folder: Path) -> None:
-    """A checkpoint that was to be replaced, where the process ended before the other one had its name."""
+    """Checkpoints that were to be replaced, where the other one has no name yet, or is damaged. Raises OSError."""
     for left in folder.glob("step-*.replaced"):
-        if left.with_suffix("").exists():
+        there = left.with_suffix("")
+        if not re.fullmatch(r"step-\d{8,}", there.name):
+            continue
+        if fault(there) is None:
             remove(left)
         else:
-            left.rename(left.with_suffix(""))
+            remove(there)
+            left.rename(there)
 
 
 def fault(place: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -173,8 +178,9 @@ class Writer(FileSystemWriter):
         before = [name for name in steps(folder) if int(name[5:]) <= int(self.final.name[5:])]
         for name in before[: -self.keep]:
             removed = (folder / name).with_suffix(".removed")
-            (folder / name).rename(removed)  # at once, so that half of it is never taken for a checkpoint
-            remove(removed)
+            with suppress(OSError):  # one that cannot go stays; the new one is there all the same
+                (folder / name).rename(removed)  # at once, so that half of it is never taken for a checkpoint
+                remove(removed)
 
     def _write(self, name: str, text: str) -> None:
         with self.fs.create_stream(Path(self.path) / name, "wb") as stream:

@@ -59,7 +59,8 @@ class Log:
     ) -> None:
         self.bar.stop()
         if self.board:
-            self.board.close()
+            with suppress(OSError):
+                self.board.close()
 
     def announce(self, o: TrainOptions, mesh: dict[str, int], text: Text, meter: Meter) -> None:
         """What runs, on what, from where."""
@@ -94,6 +95,14 @@ class Log:
         except UsageError as error:
             self.say(f"warning: {error}; the run goes on without")
             self.file = None
+        try:
+            self.show_on_board(kind, step, values)
+        except OSError as error:
+            self.say(f"warning: --tensorboard cannot be written: {error.strerror}; the run goes on without")
+            self.board = None
+
+    def show_on_board(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Into TensorBoard. Raises OSError, also for what was given earlier."""
         if self.board:
             for name in SHOWN:
                 if name in values:
@@ -118,8 +127,8 @@ class Log:
 
 def records_of(file: Path) -> Iterator[dict[str, Any]]:
     """The records of runs in a file; other lines, and one that a crash cut short, are passed over."""
-    for line in file.read_text(errors="replace").splitlines():
-        with suppress(ValueError):
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and "kind" in record:
                 yield record
@@ -131,12 +140,13 @@ def draw(file: Path, picture: Path) -> None:
     evaluated: dict[str, dict[int, float]] = {}
     name, entropy = "", 0.0
     for record in records_of(file):
-        if record["kind"] == "run":
-            name = f"{record['mesh']}, from step {record['step'] + 1}"
-            entropy = record["unigram_entropy"]
-        elif record["kind"] == "step":
-            losses.setdefault(name, {})[record["step"]] = record["loss"]
-        elif record["kind"] == "evaluation":
-            evaluated.setdefault(name, {})[record["step"]] = record["validation_loss"]
+        with suppress(KeyError, TypeError):
+            if record["kind"] == "run":
+                name = f"{record['mesh']}, from step {record['step'] + 1}"
+                entropy = float(record["unigram_entropy"])
+            elif record["kind"] == "step":
+                losses.setdefault(name, {})[record["step"]] = record["loss"]
+            elif record["kind"] == "evaluation":
+                evaluated.setdefault(name, {})[record["step"]] = record["validation_loss"]
     with figure(picture) as (axes,):
         run_curves(axes, losses, evaluated, {f"unigram entropy {entropy:.2f}": entropy})

@@ -28,10 +28,12 @@ from typing import Any
 
 import tyro
 from hybrid_bytes import StepBytes
+from hybrid_check import check
 from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of, timed
 from rich.console import Console
 
 from common import comm
+from common.comm import Group
 from common.equality import (
     KINDS,
     OPTIMIZERS,
@@ -45,7 +47,7 @@ from common.equality import (
 )
 from common.lesson import DTYPES, write_records
 from common.measure import BenchmarkRecord
-from common.mesh import AXES
+from common.mesh import AXES, Mesh
 from common.models.configs import CONFIGS, gpt2, llama, mixtral
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
@@ -68,7 +70,9 @@ SAMPLE: dict[int, list[Shape]] = {
 }
 
 
-WORD = rf"(?:{'|'.join(AXES)})=[1-9]\d*|zero=[0-3]"
+HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "equal")
+WORD = rf"(?:{'|'.join(AXES)})=[1-9]\d{{0,3}}|zero=[0-3]"
+MOST = 128  # ranks of a mesh: all of them start on this machine
 
 
 def ways(ranks: int) -> list[Shape]:
@@ -237,21 +241,31 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
         yield ""
         yield f"## {n} ranks"
         yield ""
-        yield "| pp | dp | ep | sp | tp | model | with | loss | gradients | norm | weights | equal |"
+        yield f"| {' | '.join(HEADS)} |"
         yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|---|"
         yield from (f"| {' | '.join(cells(row))} |" for row in of_n)
 
 
 def mesh_of(text: str) -> Row:
-    """The row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for words that say none."""
+    """The row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for words that say none that can be."""
     words = text.split()
     if not words or not all(re.fullmatch(WORD, word, re.ASCII) for word in words):
         raise UsageError(
             f"--meshes {text!r}: say it like 'pp=2 dp=2 zero=1', of {', '.join((*AXES, 'zero'))}"
         )
-    numbers: dict[str, Any] = {"dp": 1, **{word.split("=")[0]: int(word.split("=")[1]) for word in words}}
-    model = "moe" if numbers.get("ep", 1) > 1 else "llama"
-    return Row(HybridOptions(model=f"proof-{model}", batch=18, sequence=48, steps=2, **numbers))
+    given: dict[str, Any] = {word.split("=")[0]: int(word.split("=")[1]) for word in words}
+    if len(given) < len(words):
+        raise UsageError(f"--meshes {text!r} says one of them twice")
+    pp, dp, ep, sp, tp = shape = tuple(given.get(axis, 1) for axis in AXES)
+    if (ranks := math.prod(shape)) > MOST:
+        raise UsageError(
+            f"--meshes {text!r} has {ranks} ranks, and all would start here; give at most {MOST}"
+        )
+    model = ("proof-moe" if ep > 1 else "proof-llama") + ("-deep" if pp > 2 else "")
+    o = HybridOptions(model=model, batch=max(18, 2 * dp * ep), sequence=48, steps=2, **{"dp": 1, **given})
+    on_paper = Mesh(Group("world", 0, ranks, tuple(range(ranks))), pp, dp, ep, sp, tp)
+    check(o.model_config(), on_paper, o.layout(), o.batch, o.sequence)
+    return Row(o)
 
 
 def of_meshes(texts: Iterable[str]) -> dict[int, list[Row]]:
@@ -274,7 +288,7 @@ class ProofOptions:
     meshes: tuple[str, ...] = ()
     """Meshes to prove in place of the table's, each in words: 'pp=2 dp=2 zero=1'."""
     write: Path | None = None
-    """File for the table, in Markdown."""
+    """File for the table, in Markdown; not with --meshes."""
     json: Path | None = None
     """File to which a record of each row is appended, with the time of a step."""
 
@@ -287,13 +301,16 @@ def main(o: ProofOptions) -> int:
         raise UsageError(
             f"--ranks {' '.join(map(str, o.ranks))}: the table has rows of 8, 12, 16 and 32 ranks"
         )
-    if o.write and not o.write.absolute().parent.is_dir():
-        raise UsageError(f"--write {o.write}: there is no folder {o.write.parent}")
+    if o.write and (o.meshes or o.write.is_dir() or not o.write.absolute().parent.is_dir()):
+        raise UsageError(f"--write {o.write}: give a file in a folder that is there, and no --meshes")
     write_records(o.json, [])  # a file that cannot be written is known before the work
     work = partial(prove, time_too=o.json is not None)
-    proved = {n: spawn(work, n, of_n, timeout=120, limit=None)[0] for n, of_n in todo.items()}
+    print(" | ".join(HEADS), flush=True)
+    proved: dict[int, list[Row]] = {}
+    for n, of_n in todo.items():
+        proved[n] = spawn(work, n, of_n, timeout=120, limit=None)[0]
+        write_records(o.json, [row.record.as_json() for row in proved[n] if row.record])
     done = [row for of_n in proved.values() for row in of_n]
-    write_records(o.json, [row.record.as_json() for row in done if row.record])
     failing = [row for row in done if not row.holds]
     if o.write:
         o.write.write_text("\n".join(markdown(proved)) + "\n")

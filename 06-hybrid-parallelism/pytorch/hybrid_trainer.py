@@ -28,7 +28,6 @@ from hybrid_data import Shuffled
 from hybrid_evaluate import validation_loss
 from hybrid_explain import explain
 from hybrid_export import export
-from hybrid_files import steps
 from hybrid_generate import decode, generate
 from hybrid_log import Log, draw
 from hybrid_metrics import Meter
@@ -67,7 +66,7 @@ class Trainer:
         if self.checkpoints is None:
             return 0
         if self.o.resume == "no":
-            if there := steps(self.checkpoints.folder):
+            if there := self.checkpoints.names():
                 raise UsageError(
                     f"{self.o.checkpoints} holds {there[-1]}; a run with --resume no begins anew and needs a folder "
                     f"without checkpoints"
