@@ -75,6 +75,8 @@ class Log:
         self.say(f"peak of all ranks {meter.peak / 1e9:,.0f} GFLOP/s, {given}")
         if self.begin:
             self.say(f"resumed after step {self.begin} of {o.steps} from {o.checkpoints}")
+        if self.begin >= o.steps:
+            self.say(f"nothing is left to do; more --steps than {self.begin} go on")
         ranks, peak = self.rt.world_size, meter.peak
         self.record("run", self.begin, mesh=axes, ranks=ranks, unigram_entropy=entropy, peak=peak)
 
