@@ -134,10 +134,9 @@ class Watchdog(threading.Thread):
     def failed(self, error: BaseException) -> RankFailed:
         """Show `error` if this rank is the first in the world to fail; otherwise leave that to the first."""
         self.someone_failed = True
+        # launchers send SIGTERM to all when one rank dies; this one ends by itself, after its report
         if self.world_size > 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # launchers end all when one dies; first, who stood where
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ended, report = RankFailed(exit_code(error)), describe(error, self.rank)
         try:
             if self.store.add("failures", 1) > 1:

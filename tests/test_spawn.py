@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from common import comm
+from common import comm, watchdog
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
@@ -28,6 +28,25 @@ def add_up(rt: Runtime, extra: int) -> tuple[int, float]:
 def test_results_come_in_rank_order(world: int) -> None:
     total = sum(rank + 10 for rank in range(world))
     assert spawn(add_up, world, 10) == [(rank, total) for rank in range(world)]
+
+
+def terminated_while_it_fails(rt: Runtime) -> None:
+    """As under a launcher that ends all ranks when one has died: SIGTERM comes before the report is written."""
+    if rt.rank == 0:
+        describe = watchdog.describe
+
+        def later(error: BaseException, rank: int) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return describe(error, rank)
+
+        watchdog.describe = later
+        raise ArithmeticError("the reason")
+    comm.barrier(rt.world)
+
+
+def test_a_rank_reports_before_its_launcher_ends_it() -> None:
+    with pytest.raises(RankError, match="ArithmeticError: the reason"):
+        spawn(terminated_while_it_fails, 2)
 
 
 def raise_on_one(rt: Runtime, bad: int) -> None:
