@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import math
 import os
@@ -293,6 +294,21 @@ def test_all_ranks_agree_on_what_is_damaged(tmp_path: Path) -> None:
             f"all checkpoints in {tmp_path} are damaged: step-00000002 (__0_0.distcp is"
         )
         assert "step-00000001 (about.json is" in message
+
+
+def test_an_old_one_that_cannot_go_is_no_failure_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def held(path: Path, target: Path) -> Path:
+        if target.suffix == ".removed":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", held)
+    saved(tmp_path, 1, 2, keep=1)
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_the_last_k_are_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,12 +20,14 @@ import pytest
 import torch
 from hybrid_checkpoint import Checkpoints, SaveFailed
 from hybrid_files import Writer
+from hybrid_log import records_of
 from hybrid_options import TrainOptions
 from hybrid_trainer import Trainer, start
 from mpi.launch import ROOT, run
 from test_hybrid_trainer import ALONE
 from training_runs import Ran, file_of, go, options
 
+from common.lesson import write_records
 from common.runtime import Runtime
 from common.spawn import RankError, spawn
 
@@ -230,3 +233,27 @@ def test_a_full_disk_ends_the_records_and_not_the_run(capsys: pytest.CaptureFixt
         said.count("warning: --json /dev/full cannot be written: No space left on device; the run goes on")
         == 1
     )
+
+
+def test_a_full_disk_ends_the_board_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    assert start(ALONE, options(tensorboard=tmp_path)).run()
+    assert (
+        capsys.readouterr().out.count("warning: --tensorboard cannot be written: No space left on device")
+        == 1
+    )
+
+
+def test_a_line_that_a_crash_cut_short_costs_no_other(tmp_path: Path) -> None:
+    file, whole = tmp_path / "run.jsonl", {"kind": "end", "step": 6}
+    file.write_text('{"kind": "step", "st')
+    write_records(file, [whole])
+    write_records(file, [whole])
+    assert list(records_of(file)) == [whole, whole]
