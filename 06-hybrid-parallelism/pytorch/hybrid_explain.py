@@ -144,11 +144,7 @@ def stages_table(hybrid: Hybrid) -> Table:
     layers = sorted(
         {name.split(".")[1] for name, _ in hybrid.model.named_parameters() if name[:7] == "layers."}, key=int
     )
-    mine = (
-        layers,
-        sum(p.numel() for p in hybrid.model.parameters()),
-        sum(p.numel() for p in hybrid.parameters()),
-    )
+    mine = layers, count(hybrid.model.parameters()), count(hybrid.parameters())
     table = Table(title="what a rank holds, by its place along pp", title_justify="left")
     for column in ("pp", "layers", "weights (numbers)", "steps on (numbers)"):
         table.add_column(column, justify="left" if column == "layers" else "right")
