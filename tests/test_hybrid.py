@@ -12,7 +12,8 @@ import torch
 from hybrid_bytes import StepBytes
 from hybrid_explain import label, members
 from hybrid_model import Hybrid, Layout
-from hybrid_proof import of_meshes, prove, rows, ways
+from hybrid_proof import prove
+from hybrid_rows import of_meshes, table, ways
 from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
 from torch import nn
 
@@ -81,14 +82,14 @@ def test_sizes_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize(("world", "every"), [(8, 36), (12, 15)])
 def test_rows_of_the_proof_table(world: int, every: int) -> None:
-    todo = rows(every)[world]
+    todo = table(every)[world]
     for row in spawn(prove, world, todo, False, limit=240)[0]:
         assert row.holds, (row.options, row.found, row.bytes_agree, row.apart)
 
 
 def test_meshes_in_words() -> None:
     todo = of_meshes(["dp=2 zero=1", "tp=2", "ep=3"])
-    assert {n: [row.options.model for row in of_n] for n, of_n in todo.items()} == {
+    assert {n: [row.model for row in of_n] for n, of_n in todo.items()} == {
         2: ["proof-llama", "proof-llama"],
         3: ["proof-moe"],
     }
@@ -98,7 +99,7 @@ def test_meshes_in_words() -> None:
         ("tp=2", True),
     ]
     assert all(0 < r.record.largest_difference <= 1e-12 for r in proved)
-    assert of_meshes(["pp=5 dp=4 ep=2"])[40][0].options.model == "proof-moe-deep"
+    assert of_meshes(["pp=5 dp=4 ep=2"])[40][0].model == "proof-moe-deep"
     for words in ("", "dp", "dp=0", "dp=²", "xp=2", "dp=2,tp=2", "zero=4", "dp=2 zero=", "dp=" + 5000 * "9"):
         with pytest.raises(UsageError, match="say it like"):
             of_meshes([words])

@@ -5,35 +5,28 @@
     python hybrid_proof.py --every 9                every ninth row
     python hybrid_proof.py --meshes "dp=4 zero=3" "pp=2 tp=2"        these meshes, of LLaMA, with experts where ep > 1
 
-A row is a mesh and a model: GPT-2, LLaMA, or LLaMA with 8 experts, of 8 heads and 4 layers, 8 where there are more than
-2 stages. Schedule, attention, ZeRO, sequence parallelism, checkpointing, clipping and dropout take turns from row to
-row. Compared are the loss, every gradient and their norm in two steps, and the weights after them, with SGD and with
-AdamW, in float64; the bytes of each step and group with the formula, on every rank; and the bits of weights that
-several ranks hold.
+Which rows there are is in hybrid_rows.py. Compared are the loss, every gradient and their norm in two steps, and the
+weights after them, with SGD and with AdamW, in float64; the bytes of each step and group with the formula, on every
+rank; and the bits of weights that several ranks hold.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tyro
 from hybrid_bytes import StepBytes
-from hybrid_check import check
+from hybrid_rows import of_meshes, table
 from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of, timed
 from rich.console import Console
 
 from common import comm
-from common.comm import Group
 from common.equality import (
     KINDS,
     OPTIMIZERS,
@@ -47,102 +40,36 @@ from common.equality import (
 )
 from common.lesson import DTYPES, write_records
 from common.measure import BenchmarkRecord
-from common.mesh import AXES, Mesh
-from common.models.configs import CONFIGS, gpt2, llama, mixtral
+from common.mesh import AXES
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
-MODELS = {
-    "gpt2": gpt2(layers=4, width=32, heads=8, sequence=48),
-    "llama": llama(layers=4, width=32, heads=8, kv_heads=2, mlp_width=44, sequence=48),
-    "moe": mixtral(layers=4, width=32, heads=8, kv_heads=4, mlp_width=12, sequence=48, experts=8),
-}
-MODELS["gpt2-dropout"] = replace(MODELS["gpt2"], dropout=0.1)
-for name, shape in MODELS.items():
-    CONFIGS[f"proof-{name}"] = shape
-    CONFIGS[f"proof-{name}-deep"] = replace(shape, layers=8)
-
-Shape = tuple[int, int, int, int, int]  # pp, dp, ep, sp, tp
-SAMPLE: dict[int, list[Shape]] = {
-    12: [(3, 2, 1, 1, 2), (2, 3, 1, 2, 1), (1, 1, 3, 1, 4), (1, 2, 2, 3, 1), (3, 1, 2, 2, 1)],
-    16: [(2, 2, 2, 2, 1), (2, 2, 1, 2, 2), (1, 2, 2, 2, 2), (4, 1, 1, 1, 4), (2, 1, 4, 2, 1)],
-    32: [(2, 2, 2, 2, 2), (4, 2, 1, 1, 4), (1, 2, 4, 2, 2)],
-}
-
-
 HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "equal")
-WORD = rf"(?:{'|'.join(AXES)})=[1-9]\d{{0,3}}|zero=[0-3]"
-MOST = 128  # ranks of a mesh: all of them start on this machine
-
-
-def ways(ranks: int) -> list[Shape]:
-    """All ways to write `ranks` as a product of five."""
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    return [s for s in itertools.product(divisors, repeat=5) if math.prod(s) == ranks]  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A mesh, a model and a layout; afterwards what was found, for each optimizer and kind."""
+    """What was found of a mesh, a model and a layout."""
 
     options: HybridOptions
-    found: dict[str, dict[str, Difference]] | None = None
-    bytes_agree: bool = False
-    apart: list[str] = field(default_factory=list)
+    found: dict[str, dict[str, Difference]]
+    """For each optimizer and kind of number."""
+    bytes_agree: bool
+    apart: list[str]
     """Parameters of which ranks hold different replicas."""
-    seconds: float = 0.0
+    seconds: float
     record: BenchmarkRecord | None = None
 
     @property
     def largest(self) -> float:
         """The largest difference of the row."""
-        return max(d.value for kinds in (self.found or {}).values() for d in kinds.values())
+        return max(d.value for kinds in self.found.values() for d in kinds.values())
 
     @property
     def holds(self) -> bool:
         """Equal, in numbers and in bytes, and replicas to the bit."""
         equal = self.largest <= TOLERANCE[DTYPES[self.options.dtype]]
         return equal and self.bytes_agree and not self.apart
-
-
-def options(shape: Shape, model: str, turn: int) -> HybridOptions:
-    """The row's options: what the mesh allows takes turns."""
-    pp, dp, ep, sp, tp = shape
-    checkpointing = turn % 3 == 2
-    if model == "gpt2" and sp == 1 and not checkpointing:
-        model = "gpt2-dropout"
-    schedules = (
-        ("1f1b", "zb-h1", "gpipe") if pp in (3, 8) else ("1f1b", "zb-v", "interleaved", "zb-h1", "gpipe")
-    )
-    attentions = ("zigzag", "ring", "allgather", *(("ulysses",) if 8 // tp % sp == 0 else ()))
-    return HybridOptions(
-        model=f"proof-{model}-deep" if pp > 2 else f"proof-{model}",
-        batch=max(18, 2 * dp * ep),
-        sequence=48,
-        steps=2,
-        pp=pp,
-        dp=dp,
-        ep=ep,
-        sp=sp,
-        tp=tp,
-        schedule=schedules[turn % len(schedules)] if pp > 1 else "1f1b",  # type: ignore[arg-type]
-        attention=attentions[turn % len(attentions)],
-        sequence_parallel=tp > 1 and turn % 2 == 1,
-        zero=(turn // 3 % 2 if pp > 1 else turn // 3 % 4) if dp > 1 else 0,  # type: ignore[arg-type]
-        checkpointing=checkpointing,
-        clip=0.5 * (turn // 2 % 2),
-    )
-
-
-def rows(every: int = 1) -> dict[int, list[Row]]:
-    """All rows by number of ranks, or one of `every`."""
-    meshes = {8: ways(8), **SAMPLE}
-    turns = itertools.count()
-    cases = {
-        n: [Row(options(s, m, next(turns))) for s in shapes for m in ("gpt2", "llama", "moe")]
-        for n, shapes in meshes.items()
-    }
-    return {n: chosen for n, all_of_n in cases.items() if (chosen := all_of_n[::every])}
 
 
 Key = tuple[str, int, float, str]  # model, batch, clip, optimizer
@@ -153,20 +80,20 @@ def key(o: HybridOptions, optimizer: str) -> Key:
     return o.model, o.batch, o.clip, optimizer
 
 
-def references(rt: Runtime, todo: list[Row]) -> dict[Key, Followed]:
+def references(rt: Runtime, todo: list[HybridOptions]) -> dict[Key, Followed]:
     """One device's runs for all rows; each rank computes some, and has them all."""
-    wanted = {key(row.options, name): row.options for row in todo for name in OPTIMIZERS}
+    wanted = {key(o, name): o for o in todo for name in OPTIMIZERS}
     mine = list(wanted)[rt.rank :: rt.world_size]
     computed = {k: reference(rt, wanted[k], k[-1]) for k in mine}
     return {k: followed for of_rank in comm.everyones(computed, rt.world) for k, followed in of_rank.items()}
 
 
-def prove(rt: Runtime, todo: list[Row], show: bool = True, time_too: bool = False) -> list[Row]:
+def prove(rt: Runtime, todo: list[HybridOptions], show: bool = True, time_too: bool = False) -> list[Row]:
     """Every row on the ranks of this world; a record of each, with the time of a step, where time_too."""
     expected = references(rt, todo)
     proved = []
-    for todo_row in todo:
-        row = prove_row(rt, todo_row.options, expected)
+    for o in todo:
+        row = prove_row(rt, o, expected)
         if show and rt.rank == 0:
             print(" | ".join(cells(row)), f"{row.seconds:.1f} s", flush=True)
         proved.append(replace(row, record=record_of(rt, row)) if time_too else row)
@@ -199,7 +126,6 @@ def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
 
 def cells(row: Row) -> list[str]:
     """What the table says of a row."""
-    assert row.found is not None
     o = row.options
     worst = {kind: max(found[kind].value for found in row.found.values()) for kind in KINDS}
     split: list[str] = [o.schedule] if o.pp > 1 else []
@@ -246,37 +172,6 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
         yield from (f"| {' | '.join(cells(row))} |" for row in of_n)
 
 
-def mesh_of(text: str) -> Row:
-    """The row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for words that say none that can be."""
-    words = text.split()
-    if not words or not all(re.fullmatch(WORD, word, re.ASCII) for word in words):
-        raise UsageError(
-            f"--meshes {text!r}: say it like 'pp=2 dp=2 zero=1', of {', '.join((*AXES, 'zero'))}"
-        )
-    given: dict[str, Any] = {word.split("=")[0]: int(word.split("=")[1]) for word in words}
-    if len(given) < len(words):
-        raise UsageError(f"--meshes {text!r} says one of them twice")
-    pp, dp, ep, sp, tp = shape = tuple(given.get(axis, 1) for axis in AXES)
-    if (ranks := math.prod(shape)) > MOST:
-        raise UsageError(
-            f"--meshes {text!r} has {ranks} ranks, and all would start here; give at most {MOST}"
-        )
-    model = ("proof-moe" if ep > 1 else "proof-llama") + ("-deep" if pp > 2 else "")
-    o = HybridOptions(model=model, batch=max(18, 2 * dp * ep), sequence=48, steps=2, **{"dp": 1, **given})
-    on_paper = Mesh(Group("world", 0, ranks, tuple(range(ranks))), pp, dp, ep, sp, tp)
-    check(o.model_config(), on_paper, o.layout(), o.batch, o.sequence)
-    return Row(o)
-
-
-def of_meshes(texts: Iterable[str]) -> dict[int, list[Row]]:
-    """A row of each mesh, by the number of its ranks."""
-    by_ranks: dict[int, list[Row]] = {}
-    for row in map(mesh_of, texts):
-        ranks = math.prod(getattr(row.options, axis) for axis in AXES)
-        by_ranks.setdefault(ranks, []).append(row)
-    return by_ranks
-
-
 @dataclass
 class ProofOptions:
     """Which rows, and where to."""
@@ -295,8 +190,7 @@ class ProofOptions:
 
 def main(o: ProofOptions) -> int:
     """0 where all rows hold, 1 where one does not."""
-    table = {n: of_n for n, of_n in rows(max(1, o.every)).items() if n in o.ranks}
-    todo = of_meshes(o.meshes) or table
+    todo = of_meshes(o.meshes) or {n: of_n for n, of_n in table(max(1, o.every)).items() if n in o.ranks}
     if not todo:
         raise UsageError(
             f"--ranks {' '.join(map(str, o.ranks))}: the table has rows of 8, 12, 16 and 32 ranks"
