@@ -1,7 +1,8 @@
 """Counted communication without autograd: what every differentiable collective and every optimizer is built on.
 
 Each function takes the group it talks in, adds a row to the ledger, and returns at once when the group
-has one rank. Sources and destinations are ranks *inside* the group.
+has one rank. Sources and destinations are ranks *inside* the group. Ranks that share a GPU talk over gloo, and what
+lies on the GPU travels through the host's memory.
 
 Sizes: n ranks in the group, S bytes of the whole tensor. "Sends" is per rank, the mean over the group.
 """
@@ -53,6 +54,7 @@ class Pending:
     work: dist.Work | None = None
     seconds: float = 0.0
     finish: Callable[[], object] = lambda: None
+    call: Callable[[], dist.Work | None] | None = None  # holds what travels until it is there
 
     def wait(self) -> None:
         """Block until done; seconds blocked here are the exposed part of the communication."""
@@ -60,7 +62,7 @@ class Pending:
             self._blocked(self.work.wait)
             self.finish()
             ledger.record(self.op, self.group.axis, self.sent, self.seconds)
-            self.work = None
+            self.work = self.call = None
 
     def _blocked(self, call: Callable[[], T]) -> T:
         start = time.perf_counter()
@@ -72,6 +74,7 @@ class Pending:
 
     def start(self, call: Callable[[], dist.Work | None]) -> None:
         """Hand the work to the process group; some backends block already here."""
+        self.call = call
         self.work = self._blocked(call)
 
 
@@ -97,10 +100,20 @@ def share(x: Tensor, times: int, group: Group) -> Fraction:
     return Fraction(times * (group.size - 1) * x.numel() * x.element_size(), group.size)
 
 
-def _in_place(x: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """What travels for x, and how it gets back into x: libraries take memory as it lies, gaps and all."""
+def over_host(x: Tensor, group: Group) -> bool:
+    """Whether x must travel in the host's memory: of the backends NCCL alone carries a GPU's, in every call."""
+    return x.is_cuda and group.pg is not None and dist.get_backend(group.pg) != "nccl"
+
+
+def _carried(x: Tensor, group: Group) -> Tensor:
+    """What travels for x: libraries take memory as it lies, gaps and all."""
     with torch.no_grad():
-        y = x.contiguous()
+        return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
+
+
+def _in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """What travels for x, and how it gets back into x."""
+    y = _carried(x, group)
 
     def back() -> None:
         with torch.no_grad():
@@ -111,7 +124,7 @@ def _in_place(x: Tensor) -> tuple[Tensor, Callable[[], object]]:
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
     """In place: P(x) to R(x). Sends 2(n-1)/n S (ring: reduce-scatter, then all-gather)."""
-    y, back = _in_place(x)
+    y, back = _in_place(x, group)
     return _run(
         lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True),
         "all_reduce",
@@ -124,7 +137,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
     """In place: x of rank `src` to R(x). Sends (n-1)/n S."""
-    y, back = _in_place(x)
+    y, back = _in_place(x, group)
     return _run(
         lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True),
         "broadcast",
@@ -137,7 +150,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
 
 def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> None:
     """In place: P(x) to the sum on rank `dst`; other ranks' x is spoiled. Sends (n-1)/n S."""
-    y, back = _in_place(x)
+    y, back = _in_place(x, group)
     _run(
         lambda: dist.reduce(y, group.ranks[dst], OPS[op], group=group.pg, async_op=True),
         "reduce",
@@ -203,12 +216,14 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     _check_pieces("all_gather_into", out, x, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
+    y, (room, back) = _carried(x, group), _in_place(out, group)
     return _run(
-        lambda: dist.all_gather_single(out.view(-1), x.view(-1), group=group.pg, async_op=True),
+        lambda: dist.all_gather_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
         "all_gather",
         group,
         share(out, 1, group),
         async_op,
+        finish=back,
     )
 
 
@@ -220,12 +235,14 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
     _check_pieces("reduce_scatter_into", x, out, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
+    y, (room, back) = _carried(x, group), _in_place(out, group)
     return _run(
-        lambda: dist.reduce_scatter_single(out.view(-1), x.view(-1), group=group.pg, async_op=True),
+        lambda: dist.reduce_scatter_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
         "reduce_scatter",
         group,
         share(x, 1, group),
         async_op,
+        finish=back,
     )
 
 
@@ -275,13 +292,14 @@ def all_to_all_into(
         out.copy_(x)
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     send, receive = list(send_sizes), list(receive_sizes)
+    y, (room, back) = _carried(x, group), _in_place(out, group)
     return _run(
-        lambda: dist.all_to_all_single(out, x, receive, send, group=group.pg, async_op=True),
+        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True),
         "all_to_all",
         group,
         (sum(send) - send[group.rank]) * row_bytes,
         async_op,
-        finish=lambda: x,  # holds it until then
+        finish=back,
     )
 
 
@@ -289,34 +307,38 @@ def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
     """Every rank's x as a list on rank `dst`, None elsewhere. Sends S on all ranks but `dst`."""
     if group.size == 1:
         return [x]
-    out = [torch.empty_like(x) for _ in group.ranks] if group.rank == dst else None
+    y = _carried(x, group)
+    out = [torch.empty_like(y) for _ in group.ranks] if group.rank == dst else None
     _run(
-        lambda: dist.gather(x.contiguous(), out, group.ranks[dst], group=group.pg, async_op=True),
+        lambda: dist.gather(y, out, group.ranks[dst], group=group.pg, async_op=True),
         "gather",
         group,
         x.numel() * x.element_size() * (group.rank != dst),
     )
-    return out
+    return out and [piece.to(x.device) for piece in out]
 
 
 def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: Group, src: int = 0) -> Tensor:
     """Piece j of rank `src` to rank j, into `out`. Rank `src` sends all pieces but its own."""
     if group.size == 1:
         return out.copy_(pieces[0]) if pieces else out
-    given = [p.contiguous() for p in pieces] if pieces and group.rank == src else None
+    given = [_carried(p, group) for p in pieces] if pieces and group.rank == src else None
+    room, back = _in_place(out, group)
     _run(
-        lambda: dist.scatter(out, given, group.ranks[src], group=group.pg, async_op=True),
+        lambda: dist.scatter(room, given, group.ranks[src], group=group.pg, async_op=True),
         "scatter",
         group,
         (group.size - 1) * out.numel() * out.element_size() * (group.rank == src),
+        finish=back,
     )
     return out
 
 
 def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message to rank `dst`: sends S."""
+    y = _carried(x, group)
     return _run(
-        lambda: dist.isend(x.contiguous(), group.ranks[dst], group=group.pg, tag=tag),
+        lambda: dist.isend(y, group.ranks[dst], group=group.pg, tag=tag),
         "send",
         group,
         x.numel() * x.element_size(),
@@ -327,13 +349,15 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False
 
 def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message from rank `src` into x: sends nothing."""
+    room, back = _in_place(x, group)
     return _run(
-        lambda: dist.irecv(x, group.ranks[src], group=group.pg, tag=tag),
+        lambda: dist.irecv(room, group.ranks[src], group=group.pg, tag=tag),
         "recv",
         group,
         0,
         async_op,
         peer=f" from {src}",
+        finish=back,
     )
 
 
@@ -357,10 +381,10 @@ def exchange(
     Both are posted as one batch. Posted one after the other, two ranks that are each other's neighbours would wait
     for ever where a backend runs messages in order, as NCCL does.
     """
-    x, (room, back) = x.contiguous(), _in_place(out)
+    y, (room, back) = _carried(x, group), _in_place(out, group)
     posts = [
         dist.P2POp(call, tensor, group.ranks[peer], group=group.pg, tag=tag)
-        for call, tensor, peer in ((dist.isend, x, dst), (dist.irecv, room, src))
+        for call, tensor, peer in ((dist.isend, y, dst), (dist.irecv, room, src))
         if tensor.numel()
     ]
     return _run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -166,6 +167,44 @@ def test_into(n: int) -> None:
         assert own == here == [n * (2.0 * r + i) + n * (n - 1) / 2 for i in range(2)]
         assert sent == 4 * Fraction(n - 1, n) * 2 * n * 4
         assert len(said) == 6
+
+
+def every_call(rt: Runtime) -> list[Tensor]:
+    """What each function of comm gives this rank, also where the tensors have gaps in memory."""
+    n, r, g = rt.world_size, rt.rank, rt.world
+    after, before = (r + 1) % n, (r - 1) % n
+    x, gaps = torch.arange(6.0).view(2, 3) + 10 * r, torch.arange(12.0)[::2] + r
+    summed, shown, reduced = x.clone(), gaps.clone(), x.clone()
+    comm.all_reduce(gaps, g)
+    comm.all_reduce(summed, g, async_op=True).wait()
+    comm.broadcast(shown, g, 1)
+    comm.reduce(reduced, g, 1)
+    parts = comm.gather(x.T, g, 2) or []
+    mine = comm.scatter([x[:, i] for i in range(n)] if r == 0 else None, torch.empty(2), g)
+    came, other = torch.empty(2, 3), torch.zeros(2, 6)[:, ::2]
+    if r == 0:
+        comm.send(x.T, g, 1)
+    elif r == 1:
+        comm.recv(came.T, g, 0)
+    comm.exchange(x, other, g, after, before)
+    return [
+        *(gaps, summed, shown, mine, other, *parts, *into(rt)[:4], *forward_only(rt).values()),
+        *([reduced, came] if r == 1 else []),
+    ]
+
+
+def by_way_of_the_host(rt: Runtime) -> bool:
+    """As it is for tensors on a GPU that ranks share: gloo gets a copy, and the result comes back from it."""
+    straight = every_call(rt)
+    with patch.object(comm, "over_host", lambda x, group: group.size > 1):
+        copied = every_call(rt)
+    return all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(straight, copied, strict=True)
+    )
+
+
+def test_what_travels_by_way_of_the_host() -> None:
+    assert all(spawn(by_way_of_the_host, 3))
 
 
 def test_ledgers_inside_one_another() -> None:
