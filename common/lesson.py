@@ -8,6 +8,7 @@ set out to prove holds. Exit code 0: proved; 1: it differs, or a rank failed; 2:
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -72,6 +73,10 @@ O = TypeVar("O", bound=LessonOptions)  # noqa: E741
 
 def console(rt: Runtime) -> Console:
     """Prints on rank 0 and nowhere else; plain text of 110 columns when it is not the user's own terminal."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # text that a model wrote may hold what the terminal does not know
     out = Console(quiet=rt.rank != 0, highlight=False)
     if out.is_terminal and rt.launcher not in (
         "openmpi",

@@ -24,9 +24,9 @@ fi
 root="$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -d $root/common ]] || root="${SLURM_SUBMIT_DIR:-}" # sbatch runs a copy from elsewhere
 [[ -f $root/common/benchmarks/benchmark_all.py ]] || fail "there is no checkout in '$root'; submit from its root"
-if [[ -z ${VIRTUAL_ENV:-} ]] && ! command -v mpirun >/dev/null; then
-    [[ -f $root/.venv/bin/activate ]] || fail "there is no environment in $root/.venv: run make setup"
-    source "$root/.venv/bin/activate"
+if [[ -z ${VIRTUAL_ENV:-} ]]; then
+    [[ -f $root/.venv/bin/activate ]] || command -v mpirun >/dev/null || fail "there is no environment in $root/.venv: run make setup"
+    [[ ! -f $root/.venv/bin/activate ]] || source "$root/.venv/bin/activate"
 fi
 
 if [[ -n $hosts ]]; then

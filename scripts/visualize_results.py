@@ -1,7 +1,7 @@
 """Draws the benchmark's report again from the records that it kept, or lays two runs side by side; runs nothing.
 
     python scripts/visualize_results.py results                       results/report.html and results/plots/, anew
-    python scripts/visualize_results.py results --compare earlier     results/comparison.html, and in the terminal
+    python scripts/visualize_results.py earlier --compare results     earlier/comparison.html, and in the terminal
 
 A folder of results is what benchmark_all.py wrote: its records.jsonl is enough. Exit code 0; with --compare 1 where the
 second run is slower than the first by more than their spread; 2: bad input.

@@ -222,8 +222,23 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run_but_the_last(
     assert start(ALONE, o).run()
     assert "warning: checkpoint 4 was not written: No space left" in capsys.readouterr().out
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000006"]
-    bad = {8}
-    assert not start(ALONE, replace(o, steps=8)).run()
+    bad, more = {8}, dict(steps=8, evaluate_every=8, export=tmp_path / "exported", json=tmp_path / "log")
+    assert not start(ALONE, replace(o, **more)).run()
+    assert file_of(tmp_path / "exported")  # not all is lost
+    assert [r["step"] for r in records(tmp_path / "log", "evaluation")] == [8]
+
+
+def test_told_to_stop_in_the_last_step_it_is_done(tmp_path: Path) -> None:
+    o = options(json=tmp_path / "log", evaluate_every=3, export=tmp_path / "exported")
+    assert go(ALONE, o, stop_after=5).finished  # the signal is seen in the sixth of six
+    assert [r["step"] for r in records(tmp_path / "log", "evaluation")] == [3, 6]
+    assert [r["stopped"] for r in records(tmp_path / "log", "end")] == [False]
+    assert file_of(tmp_path / "exported")
+
+
+def test_sigusr1_before_there_is_a_step_ends_nothing() -> None:
+    code = "import hybrid_signals as s, os; s.pass_on(); os.kill(os.getpid(), s.TRACE); print('goes on')"
+    assert run([sys.executable, "-c", code]).stdout == "goes on\n"
 
 
 def test_a_full_disk_ends_the_records_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:

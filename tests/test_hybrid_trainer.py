@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import signal
+import sys
+from collections import defaultdict
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import hybrid_log
 import numpy as np
 import pytest
 import torch
+from hybrid_bytes import StepBytes
 from hybrid_data import Shuffled, load_tokens, unigram_entropy
 from hybrid_evaluate import validation_loss
 from hybrid_export import export, gather_to_rank_0
 from hybrid_generate import choose, generate
+from hybrid_log import Log, draw
+from hybrid_metrics import Meter
 from hybrid_optimizer import decays, learning_rate
 from hybrid_options import TrainOptions, parse
+from hybrid_signals import Signals
 from hybrid_trainer import Trainer, start
+from hybrid_training import samples_of
 from small_models import tokens
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_huggingface import in_double, theirs  # noqa: F401
@@ -28,6 +39,8 @@ from training_runs import Ran, go, options
 from common import lesson
 from common.comm import Group
 from common.data.text import load_text
+from common.ledger import Ledger
+from common.lesson import write_records
 from common.models.configs import CONFIGS
 from common.models.huggingface import read_huggingface
 from common.models.transformer import Transformer
@@ -89,16 +102,16 @@ def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
             [6],
         ]  # the signal is seen in the next step
         assert all(ran.finished for ran in rank)
+    assert [list(ran.validation) for ran in ranks[0]] == [
+        [1, 2],
+        [3, 4],
+        [5, 6],
+    ]  # told to stop: the next evaluates
     for kind in ("losses", "validation"):
         parts = [getattr(ran, kind) for ran in ranks[0]]
-        # a run that is told to stop evaluates no more
         found = {step: value for part in parts for step, value in part.items()}
-        wanted = {step: value for step, value in getattr(alone, kind).items() if step in found}
-        assert len(found) >= 4
-        assert found == pytest.approx(wanted, rel=1e-10)
-    texts = {step: text for ran in ranks[0] for step, text in ran.texts.items()}
-    assert len(texts) == 4  # not in the steps after which it was stopped
-    assert texts.items() <= alone.texts.items()
+        assert found == pytest.approx(getattr(alone, kind), rel=1e-10)
+    assert {step: text for ran in ranks[0] for step, text in ran.texts.items()} == alone.texts
     for name, x in alone.weights.items():
         torch.testing.assert_close(ranks[0][-1].weights[name], x, rtol=1e-10, atol=1e-10)
 
@@ -224,6 +237,16 @@ def test_token_files_hold_what_was_written(tmp_path: Path) -> None:
         UsageError, match="tokens 0 to 256, but the model has a vocabulary of 256; is --tokens uint16"
     ):
         Shuffled(options(data=tmp_path / "large.bin", tokens="uint16"), ALONE.world, ALONE.device)
+    np.full(11, 25, "<u2").tofile(tmp_path / "short.bin")
+    with pytest.raises(
+        UsageError, match="9 tokens to train on and 2 for validation, no sample of 16; --sequence 1 or"
+    ):
+        Shuffled(options(data=tmp_path / "short.bin", tokens="uint16"), ALONE.world, ALONE.device)
+    np.full(9, 25, "<u2").tofile(tmp_path / "shorter.bin")
+    with pytest.raises(
+        UsageError, match="8 tokens to train on and 1 for validation, no sample of 16; give a longer"
+    ):
+        Shuffled(options(data=tmp_path / "shorter.bin", tokens="uint16"), ALONE.world, ALONE.device)
     assert unigram_entropy(load_tokens(tmp_path / "a.bin", "uint32")) <= math.log(200)
     assert unigram_entropy(load_text()) == pytest.approx(3.1, abs=0.3)
 
@@ -270,12 +293,58 @@ def test_a_bad_file_gets_one_line(content: str, message: str, tmp_path: Path) ->
         (dict(data=Path("no-such-file")), "no such file"),
         (dict(data=Path("no-such-file"), tokens="uint16"), "cannot read --data"),
         (dict(plot=Path("a.png")), "--json"),
+        (dict(tokens="uint16"), "give it as --data"),
+        (dict(precision="bfloat16"), "bfloat16 leaves float64 as it is"),
+        (dict(checkpoints=Path("/dev/null/a")), "--checkpoints /dev/null/a cannot be written: Not a directory"),
+        (dict(export=Path(__file__)), "--export .* cannot be written: File exists"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_anyone_waits(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         start(ALONE, options(**given))
     assert "\n" not in str(error.value)
+
+
+def test_two_runs_of_one_mesh_are_two_curves(tmp_path: Path) -> None:
+    for steps, loss in ((4, 1.0), (2, 9.0)):
+        run = dict(kind="run", step=0, mesh="one rank", unigram_entropy=3.0)
+        write_records(tmp_path / "log", [run, *(dict(kind="step", step=t, loss=loss) for t in range(steps))])
+    with patch.object(hybrid_log, "run_curves") as curves:
+        draw(tmp_path / "log", tmp_path / "picture.png")
+    assert [list(curve.values()) for curve in curves.call_args.args[1].values()] == [4 * [1.0], 2 * [9.0]]
+
+
+def test_any_text_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that wrote no letters, on a terminal that knows few."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    o = options(steps=1, evaluate_every=1, generate=4, prompt=b"\xff\xe9".decode(errors="surrogateescape"))
+    ran = start(ALONE, o).run()
+    sys.stdout.flush()
+    assert ran
+    assert b"| ??" in shown.getvalue()
+
+
+def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
+    """Bytes of a step, by formula and sent; how many calls of experts are remembered after two."""
+    trainer = start(rt, o)
+    formula = StepBytes(trainer.hybrid, samples_of(o, trainer.hybrid), o.sequence, clip=4)
+    with Log(rt, o, 0) as trainer.log, Signals() as trainer.signals:
+        trainer.meter = Meter(rt, o)
+        trainer.train()
+        with Ledger() as ledger:
+            trainer.train()
+    sent: dict[str, Fraction] = defaultdict(Fraction)
+    for row in ledger.rows:
+        sent[row.axis] += row.bytes
+    remembered = [len(exchange.rows_sent) for exchange in trainer.hybrid.exchanges]
+    return formula.all(), {axis: of_axis for axis, of_axis in sent.items() if of_axis}, remembered
+
+
+def test_bytes_of_a_step_are_what_explain_says() -> None:
+    for formula, sent, remembered in spawn(in_messages, 4, options(model="nano-mixtral", dp=1, ep=2, tp=2)):
+        assert formula == sent
+        assert remembered == 4 * [2]  # a layer each; two micro-batches of the last step
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:

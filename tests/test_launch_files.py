@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,27 @@ def test_mpirun_on_two_hosts(
     lesson = hosts[0].start(MPIRUN, str(hostfile), SMALL)
     assert "openmpi mpi 3 ranks: 3" in said(lesson)
     said(there)
+
+
+@pytest.mark.parametrize(("name", "words"), [("mpirun", ["hosts"]), ("torchrun", ["1", "127.0.0.1:29500"])])
+def test_a_launcher_of_the_system_starts_the_environment_s_python(
+    name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a module gives mpirun or torchrun, and nobody has activated .venv."""
+    script = tmp_path / "checkout" / "scripts" / "launch" / f"{name}.sh"
+    environment, system = tmp_path / "checkout" / ".venv" / "bin", tmp_path / "system"
+    for folder in (script.parent, environment, system):
+        folder.mkdir(parents=True)
+    shutil.copy(FOLDER / script.name, script)
+    (environment / "activate").write_text(f"PATH={environment}:$PATH\n")
+    (environment / "python").symlink_to(sys.executable)
+    (system / name).write_text("#!/bin/sh\ncommand -v python\n")
+    (system / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    monkeypatch.setenv("PATH", f"{system}:{os.environ['PATH']}")
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert on_this_host(str(script), *words, SMALL).stdout == f"{environment / 'python'}\n"
 
 
 def test_the_job_of_slurm_runs_a_rank_a_task(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def transposed(x_RD: Tensor, rows_ab: Tensor) -> Tensor:
 class ExpertExchange:
     """Rows to the ranks of their experts, through them, and back: stands for the experts in a mixture.
 
-    rows_sent, rows_received: to and from other ranks, in each call.
+    rows_sent, rows_received: to and from other ranks, in each call since the last `forget`.
     """
 
     def __init__(self, experts: Experts, group: Group, E: int) -> None:
@@ -105,6 +105,11 @@ class ExpertExchange:
         self.send = send
         self.rows_sent.append(sum(send) - send[self.group.rank])
         self.rows_received.append(sum(receive) - receive[self.group.rank])
+
+    def forget(self) -> None:
+        """Begin to note anew; a long run would fill the memory."""
+        self.rows_sent.clear()
+        self.rows_received.clear()
 
 
 def share_experts(experts: Experts, group: Group) -> None:

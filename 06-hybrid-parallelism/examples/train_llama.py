@@ -11,8 +11,10 @@ asked is no failure, and whoever restarts what failed need not. 1: it could not 
 
 from __future__ import annotations
 
+import signal
+
 from hybrid_options import TrainOptions, parse
-from hybrid_signals import pass_on
+from hybrid_signals import TRACE, pass_on
 from hybrid_trainer import start
 
 from common import spawn
@@ -22,8 +24,8 @@ from common.runtime import Runtime
 
 def main(rt: Runtime, o: TrainOptions) -> bool:
     """From the newest good checkpoint, or from the beginning, to the last step."""
-    trainer = start(rt, o)
-    return trainer.run()
+    signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
+    return start(rt, o).run()
 
 
 if __name__ == "__main__":

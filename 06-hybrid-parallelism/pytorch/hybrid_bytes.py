@@ -5,7 +5,7 @@
     ep          rows to experts and back, forward and backward: 2 (s + r) D; 8 bytes for each expert elsewhere
     pp          |x| for every border between two ranks; the loss; a tied head's gradient
     dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; ZeRO as in chapter 01
-    world       the squares of the gradients' norm, 8 bytes, where they are clipped
+    world       the squares of the gradients' norm where they are clipped, and what travels with them, 8 bytes each
 
 |x| is a micro-batch as this rank sees it between layers: its samples, its tokens, D numbers each. How many rows go to
 other ranks' experts is known when the router has spoken; before, an even load is assumed. Products in 16 bits halve
@@ -43,7 +43,7 @@ def of_sum(group: Group, sent: int) -> Fraction:
 class StepBytes:
     """The formula for one rank: `samples` in each of its micro-batches, `sequence` tokens a sample."""
 
-    def __init__(self, hybrid: Hybrid, samples: Sequence[int], sequence: int, clip: bool = False) -> None:
+    def __init__(self, hybrid: Hybrid, samples: Sequence[int], sequence: int, clip: int = 0) -> None:
         self.hybrid, self.samples, self.clip = hybrid, samples, clip
         self.gathers = True  # a first step with ZeRO 1 or 2 finds the weights whole
         self.size = next(hybrid.parameters()).element_size()

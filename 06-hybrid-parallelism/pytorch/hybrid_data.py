@@ -39,9 +39,10 @@ class Shuffled(Batches):
         for part in (text.train, text.validation):
             if len(part) <= o.sequence:
                 longest = len(text.validation) - 1
+                hint = f"--sequence {longest} or less would do" if longest > 0 else "give a longer one"
                 raise UsageError(
                     f"{text.name} has {len(text.train)} tokens to train on and {len(text.validation)} for validation, "
-                    f"no sample of {o.sequence}; --sequence {longest} or less would do"
+                    f"no sample of {o.sequence}; {hint}"
                 )
             # each rank looks at its part of a file that may be long
             mine = part[slice(*rank_slice(len(part), self.group.rank, self.group.size))]
@@ -93,6 +94,8 @@ class Shuffled(Batches):
 
 def load_tokens(data: Path | None, kind: str) -> Text:
     """Text as bytes, or a file of tokens. Raises UsageError for one that cannot be read."""
+    if data is None and kind != "bytes":
+        raise UsageError(f"--tokens {kind} says how to read a file; give it as --data")
     if data is None or (kind == "bytes" and data.suffix != ".npy"):
         return load_text(data)
     try:

@@ -145,6 +145,8 @@ def draw(file: Path, picture: Path) -> None:
         with suppress(KeyError, TypeError):
             if record["kind"] == "run":
                 name = f"{record['mesh']}, from step {record['step'] + 1}"
+                while name in losses | evaluated:
+                    name += ", again"
                 entropy = float(record["unigram_entropy"])
             elif record["kind"] == "step":
                 losses.setdefault(name, {})[record["step"]] = record["loss"]

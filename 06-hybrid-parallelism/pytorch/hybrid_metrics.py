@@ -4,9 +4,9 @@
 
 Operations of a token: Transformer.flops_per_token, forward and backward, attention included; what activation
 checkpointing computes again does not count (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). What a device
-could do is `--peak-tflops`, the number of its data sheet; without that it is measured: all ranks multiply square
-matrices at the same time, in the type in which the model multiplies, and their rates are added. Ranks that share cores
-or a card share its peak then, so that MFU says what the run makes of this machine.
+could do is `--peak-tflops`, the number of its data sheet, for each rank; without that it is measured: all ranks
+multiply square matrices at the same time, in the type in which the model multiplies, and their rates are added. Ranks
+that share cores or a card share its peak then, so that MFU says what the run makes of this machine.
 
 Tokens a second are those of training steps, from the first forward pass to the end of the optimizer's step; evaluation,
 text and checkpoints are not in them.

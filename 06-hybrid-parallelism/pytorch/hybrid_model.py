@@ -19,6 +19,7 @@ All of this runs as a pipeline. Without pp that is one stage, whose schedule is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ class Hybrid:
 
     def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
         """Forward and backward of all micro-batches; the sum of this rank's losses, on all ranks along pp and tp."""
+        for exchange in self.exchanges:
+            exchange.forget()
         with self.zero.no_sync() if self.zero and self.zero.stage == 1 else nullcontext():
             return self.pipe.run(parts, scale, begin)
 
@@ -166,7 +169,7 @@ class Hybrid:
         """
         norm = gradient_norm(self.parameters(), self.mesh, also)
         factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        for p in self.parameters():
+        for p in self.parameters() if largest < math.inf else ():
             if p.grad is not None:
                 p.grad *= factor.to(p.grad.dtype)
         return norm

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import ClassVar, Literal, TypeVar
 
 import tyro
@@ -93,11 +94,14 @@ class TrainOptions(HybridOptions):
     tensorboard: Path | None = None
     """Folder for TensorBoard."""
     peak_tflops: float | None = None
-    """What one device can do, in 10^12 operations a second, for MFU; measured by products of matrices if left out."""
+    """What a rank's device can do, its share where ranks share one, in 10^12 operations a second, for MFU; measured by
+    products of matrices if left out."""
     trace: Path | None = None
     """Folder for Chrome traces: of this run's third step, and of the next one after a rank gets SIGUSR1."""
     plot: Path | None = None
     """Picture of all runs in the --json file, drawn at the end."""
+    timeout: float = 60.0
+    """Seconds, the longest that any wait may last, also that for the disk to take a checkpoint or --export."""
     trace_all: ClassVar[bool] = False
     benchmark: tyro.conf.Suppress[bool] = False
     scaling: tyro.conf.Suppress[Literal["strong", "weak"]] = "strong"
@@ -110,11 +114,7 @@ class TrainOptions(HybridOptions):
         """A file of tokens may be larger than the memory: `Shuffled` looks at it."""
 
     def check(self) -> None:
-        """Raises UsageError for numbers that no run can have, and for targets that cannot be written."""
-        for name in ("checkpoints", "export", "trace", "tensorboard"):
-            folder: Path | None = getattr(self, name)
-            if folder and folder.exists() and not folder.is_dir():
-                raise UsageError(f"--{name} {folder} is a file; give a folder")
+        """Raises UsageError for numbers that no run can have."""
         at_least = dict.fromkeys(("steps", "log_every", "keep", "checkpoint_every", "evaluation"), 1)
         at_least |= dict.fromkeys(("warm_up", "generate", "evaluate_every"), 0)
         for name, least in at_least.items():
@@ -133,6 +133,17 @@ class TrainOptions(HybridOptions):
                     f"--prompt {self.prompt!a} is taken as bytes; --generate needs at least one, and a model that "
                     f"knows them: its vocabulary is {self.model_config().vocabulary}"
                 )
+
+    def make_folders(self) -> None:
+        """What will be written at the end can be written now. Raises UsageError."""
+        for name in ("checkpoints", "export", "trace", "tensorboard"):
+            folder: Path | None = getattr(self, name)
+            try:
+                if folder:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise UsageError(f"--{name} {folder} cannot be written: {error.strerror}") from None
 
 
 def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:

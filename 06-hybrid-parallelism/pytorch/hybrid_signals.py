@@ -50,7 +50,7 @@ def pass_on() -> None:
 
 def _to_ranks(number: int, _: FrameType | None) -> None:
     ranks = [rank.pid for rank in multiprocessing.active_children() if rank.pid]
-    if not ranks:
+    if not ranks and number != TRACE:  # without a step there is nothing to trace
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     for pid in ranks:

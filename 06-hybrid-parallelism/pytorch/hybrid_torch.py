@@ -116,6 +116,10 @@ def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
             f"as many as stages; --batch {max(1, o.batch // parts) * parts} "
             f"--micro-batches {max(o.micro_batches, o.pp)} would do"
         )
+    if o.scaling == "weak":
+        raise UsageError(
+            "--scaling weak: torch's stages are made for one size of batch; give --scaling strong"
+        )
     if o.schedule != "1f1b" or o.sequence_parallel or o.checkpointing or o.precision != "full" or o.clip:
         raise UsageError(
             "here the schedule is 1f1b, without sequence parallelism, checkpointing, clipping and 16 bits"

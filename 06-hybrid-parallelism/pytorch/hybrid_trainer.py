@@ -22,11 +22,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from hybrid_bytes import StepBytes
 from hybrid_check import check
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
 from hybrid_data import Shuffled
 from hybrid_evaluate import validation_loss
-from hybrid_explain import explain
+from hybrid_explain import bytes_table, explain
 from hybrid_export import export
 from hybrid_generate import decode, generate
 from hybrid_log import Log, draw
@@ -35,6 +36,7 @@ from hybrid_model import Hybrid
 from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
 from hybrid_signals import Signals
+from hybrid_training import samples_of
 
 from common.comm import blocked_in
 from common.lesson import DTYPES, console
@@ -95,6 +97,9 @@ class Trainer:
         with Log(self.rt, o, self.begin) as self.log, Signals() as self.signals:
             self.meter = Meter(self.rt, o)
             self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter)
+            good = True
+            if self.begin and o.evaluate_every and self.due(o.evaluate_every):
+                self.evaluate()  # again, or at last: whoever ended the run may have come before it
             while self.step < o.steps and not self.stopped:
                 with self.traced():
                     found = self.train()
@@ -103,24 +108,29 @@ class Trainer:
                 last = self.stopped or self.step == o.steps
                 if self.due(o.log_every):
                     self.log.numbers(self.step, found | self.meter.read())
-                if self.checkpoints and self.due(o.checkpoint_every) and not self.save(last):
-                    return False
-                if o.evaluate_every and self.due(o.evaluate_every) and not self.stopped:
+                if self.checkpoints and self.due(o.checkpoint_every):
+                    good = self.save(last)
+                if o.evaluate_every and self.due(o.evaluate_every) and not self.cut_short:
                     self.evaluate()
-            if self.stopped:
+            if self.cut_short and good:
                 kept = (
                     f"a checkpoint is in {o.checkpoints}"
                     if o.checkpoints
                     else "without --checkpoints nothing is kept"
                 )
                 self.log.say(f"told to stop: after step {self.step} of {o.steps}; {kept}")
-            elif o.export:
+            elif o.export and not self.cut_short:
                 export(self.hybrid, o.export)
                 self.log.say(f"exported to {o.export}")
-            self.log.record("end", self.step, stopped=self.stopped)
+            self.log.record("end", self.step, stopped=self.cut_short)
             if o.plot and o.json and self.rt.rank == 0:
                 draw(o.json, o.plot)
-        return True
+        return good
+
+    @property
+    def cut_short(self) -> bool:
+        """Told to stop before the last step."""
+        return self.stopped and self.step < self.o.steps
 
     def due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and after the last, happens now."""
@@ -145,6 +155,8 @@ class Trainer:
         elif o.nonfinite == "skip":
             self.log.say(f"step {self.step + 1} left out: loss {loss:g}, gradient norm {norm:g}")
         self.step += 1
+        if self.rt.device.type == "cuda":
+            torch.cuda.synchronize()
         self.meter.add(time.perf_counter() - start)
         self.log.at(self.step, loss)
         return {
@@ -201,7 +213,7 @@ class Trainer:
             (tokens,) = generate(
                 self.hybrid, prompt, o.generate, o.sequence, o.seed, self.step, o.temperature
             )
-            text = o.prompt + decode(tokens)
+            text = decode(prompt + tokens)
             self.log.say("\n".join("        | " + line for line in text.splitlines()))
             self.log.record("text", self.step, text=text)
 
@@ -225,5 +237,11 @@ def start(rt: Runtime, o: TrainOptions) -> Trainer:
     whole = read_weights(o.init, config) if o.init else None
     hybrid = Hybrid(config, mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed, whole)
     if o.explain:
-        console(rt).print(explain(hybrid, clip=True))
-    return Trainer(rt, o, hybrid)
+        formula = StepBytes(
+            hybrid, samples_of(o, hybrid), o.sequence, clip=4
+        )  # three flags travel with the norm
+        console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
+    trainer = Trainer(rt, o, hybrid)
+    if rt.rank == 0:
+        o.make_folders()
+    return trainer

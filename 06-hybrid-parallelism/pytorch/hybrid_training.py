@@ -80,7 +80,9 @@ class HybridOptions(TrainingOptions):
     """Print the mesh, everyone's place, the groups, and the bytes of a step before it runs."""
 
     def layout(self) -> Layout:
-        """How the axes split."""
+        """How the axes split. Raises UsageError."""
+        if self.precision == "bfloat16" and self.dtype == "float64":
+            raise UsageError("--precision bfloat16 leaves float64 as it is; give --dtype float32 with it")
         return Layout(
             self.schedule,
             self.micro_batches,

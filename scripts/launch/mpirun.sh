@@ -25,11 +25,9 @@ fail() {
 slots="$(awk '!/^ *(#|$)/ { n = match($0, /slots *= *[0-9]+/) ? substr($0, RSTART, RLENGTH) : "=1"; sub(/.*= */, "", n); sum += n }
     END { print sum + 0 }' "$1")"
 [[ $slots -ge 1 ]] || fail "$1 names no host; write a line for each, such as: node0 slots=8"
-if ! command -v mpirun >/dev/null; then
-    venv="$(dirname "${BASH_SOURCE[0]}")/../../.venv"
-    [[ -x $venv/bin/mpirun ]] || fail "there is no mpirun on $(uname -n): run make setup, or activate its environment"
-    source "$venv/bin/activate"
-fi
+venv="$(dirname "${BASH_SOURCE[0]}")/../../.venv"
+[[ -n ${VIRTUAL_ENV:-} || ! -f $venv/bin/activate ]] || source "$venv/bin/activate"
+command -v mpirun >/dev/null || fail "there is no mpirun on $(uname -n): run make setup, or activate its environment"
 
 program=("$2")
 [[ $2 != *.py ]] || program=(python "$2")

@@ -23,11 +23,9 @@ fail() {
 [[ $2 =~ ^([^:]+):([0-9]+)$ ]] || fail "$2 is not HOST:PORT; give one of the hosts and a free port, such as node0:29500"
 nodes="$1" host="${BASH_REMATCH[1]}" port="${BASH_REMATCH[2]}"
 [[ -f $3 ]] || fail "there is no file $3 in $PWD; the checkout lies under the same path on every host"
-if ! command -v torchrun >/dev/null; then
-    venv="$(dirname "${BASH_SOURCE[0]}")/../../.venv"
-    [[ -x $venv/bin/torchrun ]] || fail "there is no torchrun on $(uname -n): run make setup, or activate its environment"
-    source "$venv/bin/activate"
-fi
+venv="$(dirname "${BASH_SOURCE[0]}")/../../.venv"
+[[ -n ${VIRTUAL_ENV:-} || ! -f $venv/bin/activate ]] || source "$venv/bin/activate"
+command -v torchrun >/dev/null || fail "there is no torchrun on $(uname -n): run make setup, or activate its environment"
 
 # This host's address on the network that leads to HOST. Left to itself, torchrun takes the host's own name, which on
 # many a machine leads nowhere or to itself.
