@@ -120,7 +120,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
 def cluster(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """scripts/benchmark_cluster.sh, with programs in tmp_path before all others."""
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, **variables}
+    env = {**os.environ, "PATH": path, "VIRTUAL_ENV": "/somewhere", **variables}
     script = ROOT / "scripts" / "benchmark_cluster.sh"
     return subprocess.run(
         [script, *arguments], capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path
