@@ -63,6 +63,7 @@ class Pending:
             self.finish()
             ledger.record(self.op, self.group.axis, self.sent, self.seconds)
             self.work = self.call = None
+            self.finish = lambda: None
 
     def _blocked(self, call: Callable[[], T]) -> T:
         start = time.perf_counter()
@@ -111,15 +112,28 @@ def _carried(x: Tensor, group: Group) -> Tensor:
         return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
 
 
-def _in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    """What travels for x, and how it gets back into x."""
-    y = _carried(x, group)
+def _into(x: Tensor, y: Tensor) -> Callable[[], object]:
+    """How what came in y gets into x."""
 
-    def back() -> None:
+    def copy() -> None:
         with torch.no_grad():
             x.copy_(y)
 
-    return (x, lambda: None) if y is x else (y, back)
+    return (lambda: None) if y is x else copy
+
+
+def _in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """What travels for x, and how it gets back into x."""
+    y = _carried(x, group)
+    return y, _into(x, y)
+
+
+def _room(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """Where what comes for x can be put, and how it gets into x from there."""
+    y, host = x, over_host(x, group)
+    if host or not x.is_contiguous():
+        y = torch.empty(x.shape, dtype=x.dtype, device="cpu" if host else x.device)
+    return y, _into(x, y)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
@@ -216,7 +230,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     _check_pieces("all_gather_into", out, x, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
-    y, (room, back) = _carried(x, group), _in_place(out, group)
+    y, (room, back) = _carried(x, group), _room(out, group)
     return _run(
         lambda: dist.all_gather_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
         "all_gather",
@@ -235,7 +249,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
     _check_pieces("reduce_scatter_into", x, out, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
-    y, (room, back) = _carried(x, group), _in_place(out, group)
+    y, (room, back) = _carried(x, group), _room(out, group)
     return _run(
         lambda: dist.reduce_scatter_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
         "reduce_scatter",
@@ -292,7 +306,7 @@ def all_to_all_into(
         out.copy_(x)
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     send, receive = list(send_sizes), list(receive_sizes)
-    y, (room, back) = _carried(x, group), _in_place(out, group)
+    y, (room, back) = _carried(x, group), _room(out, group)
     return _run(
         lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True),
         "all_to_all",
@@ -323,7 +337,7 @@ def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: Group, src: int
     if group.size == 1:
         return out.copy_(pieces[0]) if pieces else out
     given = [_carried(p, group) for p in pieces] if pieces and group.rank == src else None
-    room, back = _in_place(out, group)
+    room, back = _room(out, group)
     _run(
         lambda: dist.scatter(room, given, group.ranks[src], group=group.pg, async_op=True),
         "scatter",
@@ -349,7 +363,7 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False
 
 def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message from rank `src` into x: sends nothing."""
-    room, back = _in_place(x, group)
+    room, back = _room(x, group)
     return _run(
         lambda: dist.irecv(room, group.ranks[src], group=group.pg, tag=tag),
         "recv",
@@ -381,7 +395,7 @@ def exchange(
     Both are posted as one batch. Posted one after the other, two ranks that are each other's neighbours would wait
     for ever where a backend runs messages in order, as NCCL does.
     """
-    y, (room, back) = _carried(x, group), _in_place(out, group)
+    y, (room, back) = _carried(x, group), _room(out, group)
     posts = [
         dist.P2POp(call, tensor, group.ranks[peer], group=group.pg, tag=tag)
         for call, tensor, peer in ((dist.isend, y, dst), (dist.irecv, room, src))

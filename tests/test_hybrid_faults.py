@@ -28,7 +28,7 @@ from test_hybrid_trainer import ALONE
 from training_runs import Ran, file_of, go, options
 
 from common.lesson import write_records
-from common.runtime import Runtime
+from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
 SIZES = dict(steps=6, batch=6, sequence=16, log_every=1, evaluate_every=0, checkpoint_every=2, peak_tflops=1)
@@ -224,6 +224,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_run_but_the_last(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000006"]
     bad, more = {8}, dict(steps=8, evaluate_every=8, export=tmp_path / "exported", json=tmp_path / "log")
     assert not start(ALONE, replace(o, **more)).run()
+    with patch("hybrid_trainer.export", side_effect=UsageError("cannot write the model")):
+        assert not start(ALONE, options(**more | dict(steps=2, json=None))).run()
+    assert "warning: cannot write the model" in capsys.readouterr().out
     assert file_of(tmp_path / "exported")  # not all is lost
     assert [r["step"] for r in records(tmp_path / "log", "evaluation")] == [8]
 

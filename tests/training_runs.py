@@ -15,6 +15,7 @@ from unittest.mock import patch
 from hybrid_export import gather_to_rank_0
 from hybrid_log import Log
 from hybrid_options import TrainOptions
+from hybrid_signals import STOP
 from hybrid_trainer import Trainer, start
 from torch import Tensor
 
@@ -73,10 +74,12 @@ def go(
             ran.texts[step] = values["text"]
         record(log, kind, step, **values)
 
-    record = Log.record
+    record, before = Log.record, {number: signal.getsignal(number) for number in STOP}
     screen = contextlib.redirect_stdout(io.StringIO())
     with patch.object(Log, "record", noted), contextlib.redirect_stderr(errors), screen:
         ran.finished = trainer.run()
+    for number, handler in before.items():  # a run that was told to stop leaves them ignored
+        signal.signal(number, handler)
     ran.weights, ran.errors = gather_to_rank_0(trainer.hybrid), errors.getvalue()
     return ran
 

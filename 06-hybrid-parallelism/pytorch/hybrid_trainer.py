@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,12 +121,21 @@ class Trainer:
                 )
                 self.log.say(f"told to stop: after step {self.step} of {o.steps}; {kept}")
             elif o.export and not self.cut_short:
-                export(self.hybrid, o.export)
-                self.log.say(f"exported to {o.export}")
+                good &= self.exported(o.export)
             self.log.record("end", self.step, stopped=self.cut_short)
             if o.plot and o.json and self.rt.rank == 0:
                 draw(o.json, o.plot)
         return good
+
+    def exported(self, folder: Path) -> bool:
+        """Whether the model is there; rank 0 alone can find that it is not."""
+        try:
+            export(self.hybrid, folder)
+        except UsageError as error:
+            self.log.say(f"warning: {error}")
+            return False
+        self.log.say(f"exported to {folder}")
+        return True
 
     @property
     def cut_short(self) -> bool:
