@@ -296,7 +296,11 @@ def test_a_bad_file_gets_one_line(content: str, message: str, tmp_path: Path) ->
         (dict(tokens="uint16"), "give it as --data"),
         (dict(precision="bfloat16"), "bfloat16 leaves float64 as it is"),
         (dict(checkpoints=Path("/dev/null/a")), "--checkpoints /dev/null/a cannot be written: Not a directory"),
-        (dict(export=Path(__file__)), "--export .* cannot be written: File exists"),
+        (dict(export=Path(__file__)), "--export .* cannot be written: .*trainer.py is a file"),
+        (
+            dict(json=Path("/dev/null"), plot=Path("/dev/null/a.png")),
+            "--plot .* cannot be written: /dev/null is a file",
+        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_anyone_waits(given: dict[str, Any], message: str) -> None:

@@ -136,14 +136,17 @@ class TrainOptions(HybridOptions):
 
     def make_folders(self) -> None:
         """What will be written at the end can be written now. Raises UsageError."""
-        for name in ("checkpoints", "export", "trace", "tensorboard"):
-            folder: Path | None = getattr(self, name)
+        for name in ("checkpoints", "export", "trace", "tensorboard", "plot"):
+            target: Path | None = getattr(self, name)
+            if target is None:
+                continue
+            folder = target.absolute().parent if name == "plot" else target
             try:
-                if folder:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    TemporaryFile(dir=folder).close()
+                folder.mkdir(parents=True, exist_ok=True)
+                TemporaryFile(dir=folder).close()
             except OSError as error:
-                raise UsageError(f"--{name} {folder} cannot be written: {error.strerror}") from None
+                why = f"{folder} is a file" if isinstance(error, FileExistsError) else error.strerror
+                raise UsageError(f"--{name} {target} cannot be written: {why}") from None
 
 
 def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:

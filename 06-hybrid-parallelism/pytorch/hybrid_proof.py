@@ -190,7 +190,9 @@ class ProofOptions:
 
 def main(o: ProofOptions) -> int:
     """0 where all rows hold, 1 where one does not."""
-    todo = of_meshes(o.meshes) or {n: of_n for n, of_n in table(max(1, o.every)).items() if n in o.ranks}
+    if o.every < 1:
+        raise UsageError(f"--every {o.every}: give at least 1")
+    todo = of_meshes(o.meshes) or {n: of_n for n, of_n in table(o.every).items() if n in o.ranks}
     if not todo:
         raise UsageError(
             f"--ranks {' '.join(map(str, o.ranks))}: the table has rows of 8, 12, 16 and 32 ranks"

@@ -194,7 +194,7 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
         return True
     if o.precision != "full":
         raise UsageError(
-            "--precision bfloat16 rounds otherwise than one device does; time it, with --benchmark"
+            "--precision bfloat16 rounds otherwise than one device does; time it, with --benchmark --dtype float32"
         )
     proof, apart = Proof(DTYPES[o.dtype]), []  # type: tuple[Proof, list[str]]
     for optimizer in OPTIMIZERS:
