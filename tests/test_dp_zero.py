@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, compare, follow
+from common.equality import OPTIMIZERS, compare, follow, unequal_replicas
 from common.ledger import Ledger
 from common.listen import Listener
 from common.mesh import Mesh
@@ -83,8 +83,9 @@ def part(t: int, rank: int, micro_batch: int) -> Tensor:
 
 
 def branches(rt: Runtime, stage: int, recompute: bool) -> list[float]:
-    """Largest differences to one device, of parameters that few or none use, for SGD and AdamW."""
+    """Largest differences to one device, of parameters that few or none use and that others read, by optimizer."""
     mesh, largest = Mesh(rt.world, dp=rt.world_size), []
+    arrays: list[object] = []  # memory that a NumPy array shares cannot be resized
     for optimizer in OPTIMIZERS:
         alone = Layered()
 
@@ -99,8 +100,11 @@ def branches(rt: Runtime, stage: int, recompute: bool) -> list[float]:
             for p in model.parameters():
                 p.add_(rt.rank)  # the broadcast must mend this
         zero = Zero(model, model.layers, mesh.group("dp"), stage)
+        model.layers[2].register_forward_pre_hook(lambda m, *_: arrays.append(m[0].weight.detach().numpy()))
 
         def on_all(t: int, model: nn.Module = model, zero: Zero = zero) -> Tensor:
+            arrays.extend(piece.detach().numpy() for _, piece in zero.named_parameters())
+            assert unequal_replicas(zero.named_parameters(), mesh) == []
             loss = torch.zeros((), dtype=torch.float64)
             for m in range(2):
                 if stage == 1 and m == 0:

@@ -74,7 +74,7 @@ class Unit:
     def gather(self) -> None:
         """Start to make the weights whole, unless they are or soon will be."""
         if not self.here and self.arriving is None:
-            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+            self._allocate(self.whole.numel() * self.whole.element_size())
             self.arriving = comm.all_gather_into(self.whole, self.mine, self.group, async_op=True)
 
     def wait(self) -> None:
@@ -86,8 +86,18 @@ class Unit:
     def release(self) -> None:
         """Stage 3: the parameters stay, views of memory that goes. What autograd saved are such views too."""
         if self.stage == 3 and self.here:
-            self.whole.untyped_storage().resize_(0)
+            self._allocate(0)
             self.here = False
+
+    def _allocate(self, size: int) -> None:
+        """Stage 3: give `whole` memory of `size` bytes. Memory that a NumPy array of a weight shares stays as it is."""
+        storage = self.whole.untyped_storage()
+        if self.stage == 3 and storage.resizable():
+            storage.resize_(size)
+        elif storage.nbytes() < size:
+            raise RuntimeError(
+                f"{next(iter(self.parameters))}: read while the weights of its unit were freed"
+            )
 
     def places(self) -> dict[str, Tensor]:
         """Where the gradients of this rank's part of the batch go, in a buffer like `whole`."""
