@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 2)
     monkeypatch.setattr(runner, "GRACE", 0.5)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    return lambda **options: benchmark_all.main(Options(output=tmp_path / "out", **options), tmp_path)
+    return lambda **options: benchmark_all.main(
+        Options(tmp_path / "out", **{"fresh": True, **options}), tmp_path
+    )
 
 
 def records(root: Path) -> list[dict[str, Any]]:
@@ -57,6 +60,19 @@ def test_a_whole_run(run: Callable[..., int], tmp_path: Path) -> None:
     assert {
         f"toys-1-{k}.{s}" for k in ("throughput", "scaling", "communication") for s in ("png", "svg")
     } <= plots
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forked.py is for Linux")
+def test_scripts_run_in_forks_of_one_python(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark_all, "PRELOAD", ["json"])
+    chapter(tmp_path, TIMED)
+    for fresh in (True, False):
+        assert run(fresh=fresh) == 0
+        parents = {r["parent"] for r in records(tmp_path)}
+        assert (parents == {os.getpid()}) == fresh
+        assert len(parents) == 1
 
 
 def test_a_failed_case_is_a_row_and_not_the_end(

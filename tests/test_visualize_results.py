@@ -31,7 +31,7 @@ def test_drawn_again_it_is_what_benchmark_all_wrote(
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 1)
     chapter(tmp_path, TIMED, EQUAL, FAILS)
     results, copy = tmp_path / "out", tmp_path / "copy"
-    options = benchmark_all.Options(output=results, ranks=(1, 2, 3))
+    options = benchmark_all.Options(output=results, ranks=(1, 2, 3), fresh=True)
     assert benchmark_all.main(options, tmp_path) == 1
     said = capsys.readouterr().out.replace(str(results), "here")
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 64)

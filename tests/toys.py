@@ -27,7 +27,7 @@ record = {"strategy": "dp", "implementation": "ours", "language": "pytorch", "ra
           "bytes_counted": 8, "bytes_formula": 8, "peak_memory_bytes": 5e6,
           "step_seconds": [float(t) for t in (o.times or "1").split(",")],
           "equal": {"yes": True, "no": False, None: None}[o.equal],
-          "largest_difference": 1e-15 if o.equal else None}
+          "largest_difference": 1e-15 if o.equal else None, "parent": os.getppid()}
 with open(o.json, "a") as file:
     file.write(json.dumps(record) + chr(10))
 sys.exit(o.equal == "no")

@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -39,12 +39,15 @@ from rich.progress import Task as BarTask
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from common.benchmarks import plots, report, runner, tables
+from common import spawn
+from common.benchmarks import forked, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
 from common.utils.environment import describe
 from common.watchdog import UsageError
 
+# what lessons import, and torch on their behalf
+PRELOAD = [*spawn.PRELOAD, "torch.fx.experimental.symbolic_shapes", "common.comparison"]
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
 IMPORTANT = (
@@ -73,6 +76,8 @@ class Options:
     """What starts the ranks in place of mpirun and torchrun, such as 'mpirun --hostfile hosts -np {ranks}'."""
     quick: bool = False
     """Fewer steps: to see that all works."""
+    fresh: bool = False
+    """Start every script in a new Python; left out: in a fork of one that has imported torch."""
     resume: bool = False
     """Keep the records that are there, and run what is missing or failed."""
     timeout: float = 180.0
@@ -105,10 +110,14 @@ def main(options: Options, root: Path = ROOT) -> int:
         raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
     where = {"machine": machine(), "cores": cores, "commit": commit(root)}
     console = terminal()
-    with progress(console, len(tasks)) as show_progress:
+    anew = options.fresh or options.launch or sys.platform != "linux"
+    with (
+        nullcontext() if anew else forked.interpreter(PRELOAD) as python,
+        progress(console, len(tasks)) as show_progress,
+    ):
         for task in tasks:
             show_progress(task.name, None)
-            outcome = runner.run(task, options.output / "logs", options.timeout)
+            outcome = runner.run(task, options.output / "logs", options.timeout, python)
             made = [_record(task, outcome, one, where, root) for one in _outcomes(outcome)]
             with file.open("a") as lines:
                 lines.writelines(json.dumps(r) + "\n" for r in made)

@@ -33,8 +33,11 @@ class Outcome:
     seconds: float
 
 
-def run(task: Task, logs: Path, timeout: float) -> Outcome:
-    """Run the task's command with one thread a rank, at most `timeout` seconds; its output goes to `logs`."""
+def run(task: Task, logs: Path, timeout: float, python: Path | None = None) -> Outcome:
+    """Run the task's command with one thread a rank, at most `timeout` seconds; its output goes to `logs`.
+
+    python: a folder with the program `python` to start scripts with.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     errors = logs / f"{task.name}.stderr"
     start = time.monotonic()
@@ -42,7 +45,7 @@ def run(task: Task, logs: Path, timeout: float) -> Outcome:
         file = Path(folder, "records.jsonl")
         command = [*shlex.split(task.command), "--json", str(file)]
         with errors.open("w") as err:
-            code = _call(command, task.folder, timeout, out, err)
+            code = _call(command, task.folder, environment(python), timeout, out, err)
         records, unread = _records(file)
     if code is None:
         error = f"not done after {timeout:g} s"
@@ -53,20 +56,22 @@ def run(task: Task, logs: Path, timeout: float) -> Outcome:
     return Outcome(records, error, time.monotonic() - start)
 
 
-def environment() -> dict[str, str]:
-    """One thread a rank, and the programs of this Python's environment before all others."""
+def environment(python: Path | None = None) -> dict[str, str]:
+    """One thread a rank; the program `python` of that folder, then this environment's programs, before all others."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     ours = str(Path(sys.executable).parent)
     others = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if folder != ours]
-    return {**os.environ, **threads, "PATH": os.pathsep.join([ours, *others])}
+    first = {"PATH": os.pathsep.join([*([str(python)] if python else []), ours, *others])}
+    torchrun = {"PYTHON_EXEC": str(python / "python")} if python else {}
+    return {**os.environ, **threads, **first, **torchrun}
 
 
-def _call(command: list[str], folder: Path, timeout: float, out: Any, err: Any) -> int | None:
+def _call(
+    command: list[str], folder: Path, env: dict[str, str], timeout: float, out: Any, err: Any
+) -> int | None:
     """The exit code, None when it took too long. Nothing it started is left behind."""
     try:
-        process = psutil.Popen(
-            command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        )
+        process = psutil.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     except OSError as error:
         err.write(f"{command[0]} cannot be started in {folder}: {error.strerror}\n")
         return 127

@@ -1,0 +1,88 @@
+"""The benchmark's `python`: a script runs in a fork as the real Python would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.benchmarks import forked, runner
+
+SHOWS = """
+import json, os, sys
+print(json.dumps([__name__, __file__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sorted(os.sched_getaffinity(0)),
+                  sys.path[0], sys.stdin.read(), os.getppid(), sorted(os.listdir("/proc/self/fd"))]))
+"""
+ENDS = {"sys.exit(7)": 7, "print('done')": 0, "1 / 0": 1, "os.kill(os.getpid(), 9)": -9, "os._exit(3)": 3}
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[dict[str, Any]]:
+    with forked.interpreter(["json"]) as folder:
+        yield {"env": runner.environment(folder), "text": True, "capture_output": True, "timeout": 60}
+
+
+def test_a_script_sees_what_the_real_python_shows_it(python: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "shows.py").write_text(SHOWS)
+    (tmp_path / "below").mkdir()
+    given = {**python, "cwd": tmp_path / "below", "input": "words"}
+    given["env"] = {**python["env"], "SAID": "it"}
+    core = str(min(os.sched_getaffinity(0)))
+    script = ["../shows.py", "--an", "option"]
+    outcomes = [
+        json.loads(subprocess.run(["taskset", "-c", core, program, *script], **given).stdout)
+        for program in ("python", sys.executable)
+    ]
+    (*ours, parent, files), (*theirs, real_parent, _) = outcomes
+    assert ours == theirs
+    assert parent != real_parent  # it was a fork
+    assert len(files) == 4  # the fourth is the listing itself
+
+
+@pytest.mark.parametrize(("ends", "code"), ENDS.items())
+def test_its_end_is_the_program_s(python: dict[str, Any], tmp_path: Path, ends: str, code: int) -> None:
+    (tmp_path / "ends.py").write_text(f"import os, sys\n{ends}\n")
+    done = subprocess.run(["python", "-u", tmp_path / "ends.py"], **python)
+    assert done.returncode == code
+    assert ("ZeroDivisionError" in done.stderr) == (ends == "1 / 0")
+
+
+def test_who_ends_the_program_ends_the_script_and_what_it_started(
+    python: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import subprocess\nwith subprocess.Popen(['sleep', '600']) as p:\n    print(p.pid, flush=True)\n"
+    )
+    with subprocess.Popen(
+        ["python", tmp_path / "waits.py"], env=python["env"], stdout=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout
+        sleeps = psutil.Process(int(started.stdout.readline()))
+        started.kill()
+    with suppress(psutil.NoSuchProcess):
+        while sleeps.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+def test_what_is_no_script_and_what_comes_late_is_the_real_python_s(
+    python: dict[str, Any], tmp_path: Path
+) -> None:
+    shows = "import os; print(os.getppid())"
+    mine = subprocess.run(["python", "-c", shows], **python).stdout
+    assert mine == f"{os.getpid()}\n"
+    with forked.interpreter([]) as folder:
+        late = folder / "python"
+        text = late.read_text()
+    (tmp_path / "late.sh").write_text(text)
+    (tmp_path / "shows.py").write_text(shows)
+    done = subprocess.run(["sh", tmp_path / "late.sh", tmp_path / "shows.py"], **python)
+    assert (done.stdout, done.returncode) == (mine, 0)
