@@ -352,16 +352,27 @@ def test_bytes_of_a_step_are_what_explain_says() -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    go(ALONE, options(steps=1, checkpoints=tmp_path))
+    data, text = tmp_path / "a.txt", 100 * b"words of the same text "
+    data.write_bytes(text)
+    o = options(steps=2, checkpoints=tmp_path / "runs", data=data)
+    go(ALONE, o)
     for other, message in (
         (dict(batch=8), "a run with batch 6, this one has 8"),
         (dict(seed=1), "a run with seed 0"),
         (dict(model="nano-gpt2"), "is of another model"),
+        (dict(resume="no"), "holds step-00000002; a run with --resume no"),
+        (dict(steps=1), "is of step 2, beyond --steps 1; give at least 2, or another folder"),
     ):
-        with pytest.raises(UsageError, match=message):
-            start(ALONE, options(checkpoints=tmp_path, **other))
-    with pytest.raises(UsageError, match="holds step-00000001; a run with --resume no"):
-        start(ALONE, options(checkpoints=tmp_path, resume="no"))
+        with pytest.raises(UsageError, match=message) as error:
+            start(ALONE, replace(o, **other))
+        assert "\n" not in str(error.value)
+    data.write_bytes(text.replace(b"same", b"some"))
+    with pytest.raises(
+        UsageError, match=r"of a run with data_sha256 '.*so the order of the samples cannot go on"
+    ):
+        start(ALONE, o)
+    data.write_bytes(text)
+    assert start(ALONE, o).run()  # nothing is left to do, and nothing is wrong
 
 
 def crash_in_the_fifth(trainer: Trainer) -> None:

@@ -12,6 +12,8 @@ Megatron-LM write them.
 
 from __future__ import annotations
 
+import hashlib
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +21,14 @@ import torch
 from hybrid_options import TrainOptions
 from torch import Tensor
 
+from common import comm
 from common.data.sampler import samples_at
 from common.data.text import Text, Tokens, lm_samples, load_text, rank_slice
 from common.runtime import UsageError
 from common.training import Batches
 
 LOOKED_AT = 1 << 24  # tokens for the entropy: enough for its third digit
+SUMMED = 64  # parts whose sums ranks make at the same time
 
 
 class Shuffled(Batches):
@@ -89,7 +93,22 @@ class Shuffled(Batches):
             "sequence": o.sequence,
             "data": self.text.name,
             "data_tokens": len(self.text.train) + len(self.text.validation),
+            "data_sha256": self.sha256,
         }
+
+    @cached_property
+    def sha256(self) -> str:
+        """A sum over the sums of the text's parts, which ranks share out: a file may be long. All ranks call it."""
+        group = self.group
+        parts = [
+            part[slice(*rank_slice(len(part), i, SUMMED))]
+            for part in (self.text.train, self.text.validation)
+            for i in range(SUMMED)
+        ]
+        mine = [hashlib.sha256(part.data).hexdigest() for part in parts[group.rank :: group.size]]
+        by_rank = comm.everyones(mine, group)
+        in_order = [by_rank[i % group.size][i // group.size] for i in range(len(parts))]
+        return hashlib.sha256("".join(in_order).encode()).hexdigest()
 
 
 def load_tokens(data: Path | None, kind: str) -> Text:

@@ -95,7 +95,8 @@ class Trainer:
     def run(self) -> bool:
         """All steps that are left. True at the end, or when told to stop; False where it could not go on."""
         o = self.o
-        with Log(self.rt, o, self.begin) as self.log, Signals() as self.signals:
+        held = self.checkpoints or nullcontext()
+        with held, Log(self.rt, o, self.begin) as self.log, Signals() as self.signals:
             self.meter = Meter(self.rt, o)
             self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter)
             good = True
