@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
+import pickle
 import resource
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import hybrid_files
 import pytest
 import torch
 from hybrid_checkpoint import Checkpoints, SaveFailed
-from hybrid_files import fault, steps
+from hybrid_files import SUMS, fault, steps, sum_of
 from hybrid_pieces import Entry
 from placed import entries
 
@@ -92,9 +95,9 @@ def test_a_full_disk_loses_nothing(asynchronous: bool, large: bool, tmp_path: Pa
 
 def saved(folder: Path, *at: int, keep: int = 9) -> Checkpoints:
     """Checkpoints of one rank, each with its step as the value of every number."""
-    checkpoints = Checkpoints(folder, ALONE_MESH, keep)
-    for step in at:
-        checkpoints.save(step, [Entry("w", w := torch.full((50, 50), float(step)), w)], {"seed": 5})
+    with Checkpoints(folder, ALONE_MESH, keep) as checkpoints:
+        for step in at:
+            checkpoints.save(step, [Entry("w", w := torch.full((50, 50), float(step)), w)], {"seed": 5})
     return checkpoints
 
 
@@ -222,6 +225,73 @@ def test_another_model_is_refused(entry: tuple[str, torch.Tensor], message: str,
         saved(tmp_path, 1).restore([Entry(name, x, x)])
 
 
+class Hostile:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def forge(place: Path, name: str, content: bytes) -> None:
+    """Another file in a checkpoint, with its right sum."""
+    sums = (place / SUMS).read_text().replace(sum_of(place / name), hashlib.sha256(content).hexdigest())
+    (place / name).write_bytes(content)
+    (place / SUMS).write_text(sums)
+    assert fault(place) is None
+
+
+FORGED: list[tuple[str, Any, str]] = [
+    (".metadata", lambda marker: pickle.dumps(Hostile(marker)), "asks for 'pathlib.*Path"),
+    (".metadata", lambda _: b"cos\nsystem\n(S'exit'\ntR.", "asks for 'os.system'"),
+    (".metadata", lambda _: b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "asks for 'torch.os.system'"),
+    (".metadata", lambda _: pickle.dumps(torch.Size([2])), "has no attribute 'state_dict_metadata'"),
+    (".metadata", lambda _: b"", "Ran out of input"),
+    (
+        "about.json",
+        lambda _: b'{"step": 9000000000}',
+        "is not that of step-00000001: it is of step 9000000000",
+    ),
+    ("about.json", lambda _: b'{"seed": 5}', "is not that of step-00000001: 'step'"),
+    ("about.json", lambda _: b"[" * 100000, "is not that of step-00000001"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FORGED)
+def test_a_forged_checkpoint_runs_no_code(name: str, content: Any, message: str, tmp_path: Path) -> None:
+    checkpoints, marker, w = saved(tmp_path, 1), tmp_path / "marker", torch.zeros(50, 50)
+    forge(tmp_path / "step-00000001", name, content(marker))
+    with pytest.raises(UsageError, match=message) as error:
+        checkpoints.restore([Entry("w", w, w)])
+    assert "\n" not in str(error.value)
+    assert not marker.exists()
+    assert not w.any()
+
+
+def held_by(rt: Runtime, folder: Path, ends: bool) -> str:
+    """Who else has the folder; a run that ends badly leaves it to others all the same."""
+    try:
+        Checkpoints(folder, Mesh(rt.world, dp=rt.world_size))
+    except UsageError as error:
+        return str(error)
+    if ends:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="SIGKILL"):
+        spawn(held_by, 1, tmp_path, True)
+    assert spawn(held_by, 2, tmp_path, False) == ["", ""]
+    message = f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}; give another folder"
+    with Checkpoints(tmp_path, ALONE_MESH), Checkpoints(tmp_path, ALONE_MESH):
+        for said in spawn(held_by, 2, tmp_path, False):
+            assert said.startswith(message)
+    assert spawn(held_by, 1, tmp_path, False) == [""]
+
+
 def killed(rt: Runtime, folder: Path) -> None:
     """A save that ends when everything is written but the checkpoint's name."""
     with patch.object(hybrid_files, "sync", lambda _: os.kill(os.getpid(), signal.SIGKILL)):
@@ -264,7 +334,7 @@ def test_a_rank_killed_between_two_names_loses_nothing(tmp_path: Path) -> None:
         spawn(killed_between_names, 1, tmp_path)
     saved(tmp_path, 2)  # without a look at what is there
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == steps(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*")) == [".lock", *steps(tmp_path)]
 
 
 def test_what_was_to_be_replaced_is_put_back_when_the_other_is_damaged(tmp_path: Path) -> None:
@@ -273,4 +343,4 @@ def test_what_was_to_be_replaced_is_put_back_when_the_other_is_damaged(tmp_path:
     flip(one / "about.json")
     (tmp_path / "step-best.replaced").mkdir()  # somebody else's
     assert checkpoints.restore([Entry("w", w, w)]) == {"step": 1, "seed": 5}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-best.replaced"]
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-00000001", "step-best.replaced"]

@@ -52,7 +52,7 @@ def a_file_of_each_replica(model: nn.Module, mesh: Mesh, folder: Path) -> None:
             torch.save(model.state_dict(), file)
         comm.barrier(mesh.world)
     spoil(model)
-    model.load_state_dict(torch.load(file))
+    model.load_state_dict(torch.load(file, weights_only=True))
 
 
 def rank_0_writes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
@@ -61,7 +61,7 @@ def rank_0_writes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
     comm.barrier(mesh.world)
     spoil(model)
-    model.load_state_dict(torch.load(folder / "model.pt"))
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
 
 
 def the_library_told_nothing(model: nn.Module, mesh: Mesh, folder: Path) -> None:

@@ -18,6 +18,9 @@ COLLECTIVE = re.compile("all_|reduce|broadcast|gather|scatter|barrier|monitored_
 # Functions that show the library's own version beside ours: {(file, function)}.
 SHOWS_THE_LIBRARY = {("common/benchmarks/all_reduce.py", "implementations")}
 
+# Files that unpickle: what this program's own processes send, and classes of an allow-list.
+UNPICKLES = {"common/spawn.py", "06-hybrid-parallelism/pytorch/hybrid_files.py"}
+
 
 def tracked(*patterns: str) -> list[Path]:
     """The repository's files that match; the test is skipped in a copy without git."""
@@ -90,6 +93,13 @@ def outside_comm(source: str, file: str = "") -> list[str]:
     return [name for node, name, _ in library_collectives(tree) if id(node) not in shown]
 
 
+def unpickled(source: str) -> list[str]:
+    """What can run code that a file holds: pickle, torch's reader of checkpoints, torch.load without weights_only."""
+    calls = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if call.startswith("torch.load(") and "weights_only=True" not in call]
+    return loads + re.findall(r"^import pickle|^from pickle|\bFileSystemReader\b", source, re.MULTILINE)
+
+
 def undocumented(source: str) -> list[str]:
     """Public functions and classes of a module, and the module itself, without a docstring."""
     tree = ast.parse(source)
@@ -127,6 +137,13 @@ def test_collectives_are_called_in_comm_and_with_a_group() -> None:
     assert not without_group(comm.read_text())
     others = [file for file in tracked("common/*.py", "0[1-6]-*.py") if file != comm]
     assert not report({f: outside_comm(f.read_text(), str(f.relative_to(ROOT))) for f in others})
+
+
+def test_no_file_is_unpickled() -> None:
+    files = {str(f.relative_to(ROOT)): f for f in tracked("common/*.py", "0[1-6]-*.py", "scripts/*.py")}
+    assert {name for name, file in files.items() if unpickled(file.read_text())} == UNPICKLES
+    assert unpickled("x = torch.load(file)")
+    assert not unpickled("x = torch.load(file, weights_only=True)")
 
 
 def test_common_is_documented() -> None:

@@ -24,20 +24,15 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hybrid_files import Writer, fault, put_back, steps
+from hybrid_files import Reader, Writer, describe, fault, hold, put_back, release, steps
 from hybrid_pieces import Entry, LoadPieces, Piece, SavePieces, pieces, writes
 from torch import Tensor, nn
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    FileSystemReader,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common import comm
@@ -106,19 +101,31 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 class Checkpoints:
     """The checkpoints in one folder, which all ranks of the mesh must see.
 
-    keep: how many there are at the most. All ranks make one and call its methods alike.
+    keep: how many there are at the most. All ranks make one and call its methods alike. No other process can have the
+    folder until rank 0's ends or a `with` block around this one does: two runs would remove each other's partial saves.
+    Raises UsageError when another has it.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int = 3, asynchronous: bool = False) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep} checkpoints: at least 1 is needed to resume")
         self.folder, self.mesh, self.keep, self.asynchronous = folder, mesh, keep, asynchronous
+        if who := comm.everyones(hold(folder) if mesh.world.rank == 0 else "", mesh.world)[0]:
+            raise UsageError(
+                f"{folder} is in use by {who}; give another folder, or wait until that run has ended"
+            )
         self.pg = mesh.world.pg
         if asynchronous and self.pg is not None:
             self.pg = dist.new_group(list(mesh.world.ranks), mesh.timeout, "gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
         self.host: dict[MetadataIndex, Tensor] = {}
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        release(self.folder)
 
     def save(self, step: int, entries: Iterable[Entry], about: Mapping[str, Any]) -> None:
         """Write a checkpoint; `about` is kept with it as JSON. Then all but the last `keep` are removed.
@@ -207,8 +214,10 @@ class Checkpoints:
             ) from None
 
     def _read(self, place: Path, entries: list[Entry]) -> dict[str, Any]:
-        reader = FileSystemReader(place)
-        self._check_model(place, reader.read_metadata(), entries)
+        reader = Reader(place)
+        about = reader.about()
+        reader.read_metadata()
+        self._check_model(place, reader.tensors, entries)
         mine = [p for entry in entries for p in pieces(entry, self.mesh)]
         pg = self.mesh.world.pg
         try:
@@ -217,9 +226,9 @@ class Checkpoints:
             )
         except CheckpointException as failure:
             raise UsageError(f"{place} was not read: {reason(failure)}") from None
-        return cast(dict[str, Any], json.loads((place / "about.json").read_text()))
+        return about
 
-    def _check_model(self, place: Path, metadata: Metadata, entries: list[Entry]) -> None:
+    def _check_model(self, place: Path, there: dict[str, str], entries: list[Entry]) -> None:
         """Raises UsageError that names the first tensor which is not the same there and here."""
         mine = {
             e.name: describe(e.whole(self.mesh), e.tensor.dtype)
@@ -227,22 +236,12 @@ class Checkpoints:
             if e.whole(self.mesh).numel()
         }
         here = {name: x for rank in comm.everyones(mine, self.mesh.world) for name, x in rank.items()}
-        there = {
-            name: describe(x.size, x.properties.dtype)
-            for name, x in metadata.state_dict_metadata.items()
-            if isinstance(x, TensorStorageMetadata)
-        }
         for name in sorted(there.keys() | here.keys()):
             if there.get(name) != here.get(name):
                 raise UsageError(
                     f"{place} is of another model or optimizer: {name} is {there.get(name, 'missing')} there and "
                     f"{here.get(name, 'missing')} here; give the options it was made with, or another folder"
                 )
-
-
-def describe(shape: torch.Size, dtype: torch.dtype) -> str:
-    """A tensor in a message: [8, 6] float64."""
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def reason(failure: CheckpointException) -> str:

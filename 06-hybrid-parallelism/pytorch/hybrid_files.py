@@ -13,27 +13,106 @@ any rank fails, all learn it, with its rank and its reason, and what was there s
 Sums are made of the bytes on their way to the disk. They find what disks and copies do to files, not a forger: then
 sign SHA256SUMS. SHA-256 takes a second for 0.4 GB of each rank's own file, zlib's crc32 for 0.7 GB, on one core here;
 but every machine has a command for the first.
+
+A forged checkpoint holds wrong numbers, but runs no code: `.metadata` is a pickle, which may call any function, so
+`Reader` makes nothing of it but the classes that the library writes; tensors are read with weights_only=True.
+One run at a time has a folder: `hold`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
+import json
 import os
+import pickle
 import re
 import shutil
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import _get_layout
 
-SUMS = "SHA256SUMS"
+from common.runtime import UsageError
+
+SUMS, LOCK = "SHA256SUMS", ".lock"
+CLASSES = (
+    Metadata,
+    TensorStorageMetadata,
+    TensorProperties,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+)
+IN_METADATA: dict[tuple[str, str], Any] = {
+    **{(x.__module__, x.__qualname__): x for x in (*CLASSES, _StorageInfo, _MEM_FORMAT_ENCODING, torch.Size)},
+    **{
+        ("torch", str(x).removeprefix("torch.")): x
+        for x in vars(torch).values()
+        if isinstance(x, torch.dtype)
+    },
+    ("torch.serialization", "_get_layout"): _get_layout,
+}
+HELD: dict[tuple[int, int], IO[str]] = {}  # locks of this process
+
+
+def hold(folder: Path) -> str:
+    """Keep other processes out of a folder until `release`, or this one's end. Returns who else has it, or "".
+
+    Nobody is kept out of a folder that cannot be written, or that is on a disk without locks.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError:
+        return ""
+    if (key := inode(file.fileno())) in HELD:
+        file.close()
+        return ""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        HELD[key] = file
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    except OSError as error:
+        file.seek(0)
+        return (file.read(200).strip() or "another process") if isinstance(error, BlockingIOError) else ""
+    return ""
+
+
+def release(folder: Path) -> None:
+    """Let other processes have a folder."""
+    with suppress(OSError, KeyError):
+        HELD.pop(inode(folder / LOCK)).close()
+
+
+def inode(file: Path | int) -> tuple[int, int]:
+    """A file by its disk and number there, whatever its name is. Raises OSError."""
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
 
 
 def steps(folder: Path) -> list[str]:
@@ -145,6 +224,10 @@ class Writer(FileSystemWriter):
                     remove(left)
             Path(self.path).mkdir()
 
+    def storage_meta(self) -> StorageMeta:
+        """The checkpoint's name, where the library would write a path, in a class that only some Pythons have."""
+        return StorageMeta(self.final.name)
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The folder is there."""
         return plan
@@ -185,6 +268,48 @@ class Writer(FileSystemWriter):
     def _write(self, name: str, text: str) -> None:
         with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
             cast(Summed, stream).write(text.encode())
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Makes what a `.metadata` file is made of; refuses every other class and function before it can be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, or the type of numbers. Raises UnpicklingError."""
+        if (module, name) not in IN_METADATA:
+            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.80}")
+        return IN_METADATA[module, name]
+
+
+class Reader(FileSystemReader):
+    """The library's reader, which runs nothing that a file asks for. `tensors`: shapes and types by name."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What was written where. Raises UsageError for a file that does not say it."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata: Metadata = MetadataUnpickler(file).load()
+            named = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+            self.tensors = {name: describe(x.size, x.properties.dtype) for name, x in named.items()}
+        except Exception as error:  # a pickle that is none raises whatever it likes
+            raise UsageError(f"{path} is no checkpoint's: {str(error).partition(chr(10))[0]}") from None
+        return metadata
+
+    def about(self) -> dict[str, Any]:
+        """The step, and what the caller wanted to know again. Raises UsageError."""
+        path = Path(self.path) / "about.json"
+        try:
+            about = json.loads(path.read_text())
+            if about["step"] != int(path.parent.name[5:]):
+                raise ValueError(f"it is of step {about['step']!a:.40}")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UsageError(f"{path} is not that of {path.parent.name}: {error}") from None
+        return cast(dict[str, Any], about)
+
+
+def describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    """A tensor in a message: [8, 6] float64."""
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def sync(folder: Path) -> None:

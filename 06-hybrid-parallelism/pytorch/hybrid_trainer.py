@@ -64,7 +64,7 @@ class Trainer:
     def resume(self) -> int:
         """Weights and states of the newest good checkpoint; the number of steps it has behind it.
 
-        Raises UsageError for a checkpoint whose run had other batches: their order could not go on.
+        Raises UsageError for a checkpoint whose run had other batches: their order could not go on; or more steps.
         """
         if self.checkpoints is None:
             return 0
@@ -84,6 +84,11 @@ class Trainer:
                     f"the checkpoint in {self.o.checkpoints} is of a run with {name} {found.get(name)!r}, this one has "
                     f"{value!r}, so the order of the samples cannot go on; give the same, or another folder"
                 )
+        if found["step"] > self.o.steps:
+            raise UsageError(
+                f"the checkpoint in {self.o.checkpoints} is of step {found['step']}, beyond --steps {self.o.steps}; "
+                f"give at least {found['step']}, or another folder"
+            )
         if self.hybrid.zero:
             self.hybrid.zero.changed()
         return int(found["step"])
