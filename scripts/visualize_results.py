@@ -59,10 +59,10 @@ def main(o: Options) -> int:
     table = beside.table(both, f"{o.results} beside {o.compare}", alone)
     benchmark_all.show_table(table, console, [head.lstrip(">") for head in table.heads])
     said = report.compared(first, second)
-    for _, sentence in said:
-        console.print(sentence, markup=False)
+    for verdict in said:
+        console.print(verdict.sentence, markup=False)
     console.print(f"comparison: {path}", markup=False, soft_wrap=True)
-    return int(not all(good for good, _ in said))
+    return int(not all(verdict.good for verdict in said))
 
 
 if __name__ == "__main__":

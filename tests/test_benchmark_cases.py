@@ -81,6 +81,17 @@ def test_timed_cases_run_up_to_the_cores() -> None:
     assert [t.ranks for t in select([a_case(purpose="equality")], cores=2)] == [1, 2, 4, 8]
 
 
+def test_quick_takes_one_run_of_each_case_and_no_memory() -> None:
+    every = [
+        a_case(scalings=("strong", "weak"), variants=("a", "b")),
+        a_case(name="memory", purpose="memory"),
+        a_case(name="equality", purpose="equality"),
+    ]
+    chosen = select(every, quick=True, cores=2)
+    assert [t.name for t in chosen] == ["dp-a-strong-2", "equality-strong-8"]
+    assert all(t.command.endswith(" --steps 2") for t in chosen)
+
+
 def test_ranks_and_only_select() -> None:
     every = [a_case(), a_case(name="pp", ranks=(2, 3))]
     assert [t.name for t in select(every, ranks=[3, 8])] == ["dp-strong-8", "pp-strong-3"]

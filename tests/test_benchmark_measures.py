@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.benchmarks import measures, tables
+from common.benchmarks import measures, peaks, tables
 from common.benchmarks.measures import Timing, speed_up
 
 
@@ -108,3 +108,48 @@ def test_scaling_table_and_names() -> None:
         ["ours · gloo", "strong", "1.00 (100%)", "1.60 (80%)"],
         ["ours · mpi", "strong", "1.00 (100%)", "2.00 (100%)"],
     ]
+
+
+def test_share_of_the_peak_of_its_own_blas() -> None:
+    peaks = {"torch": {"float32": 8e9, "float64": 4e9}, "C++": {"float32": 16e9}}
+    runs = [  # 4 GFLOP a second, of at most two cores
+        timing(ranks, 1.0, language=language, dtype=dtype, backend=backend, peaks=peaks, cores=2)
+        for language, dtype, ranks, backend in (
+            ("pytorch", "float32", 1, "gloo"),
+            ("libtorch", "float64", 2, "mpi"),
+            ("cpp-mpi", "float32", 4, "mpi"),
+            ("cpp-mpi", "float64", 1, "mpi"),
+            ("pytorch", "float32", 1, "nccl"),
+        )
+    ]
+    assert [t.peak_share for t in runs] == [0.5, 0.5, 0.125, None, None]
+    assert timing(1, 1.0).peak_share is None
+    table = tables.throughput(runs[:1], runs)
+    assert table.rows[0].cells[table.heads.index(">of its BLAS's peak")] == "50%"
+
+
+@pytest.mark.parametrize(("cpp", "says"), [(8.7e9, ""), (8.9e9, "C++ on MPI"), (7.3e9, ""), (7.2e9, "torch")])
+def test_two_blases_that_differ_by_a_tenth_are_one_line_above_the_table(cpp: float, says: str) -> None:
+    peaks = {"torch": {"float32": 8e9}, "C++": {"float32": cpp}}
+    both = [
+        timing(1, 1.0, language=language, dtype="float32", peaks=peaks) for language in ("pytorch", "cpp-mpi")
+    ]
+    note = tables.throughput(both, both).note
+    assert note.startswith(f"On one core the BLAS of {says} reaches " if says else "")
+    assert bool(note) == bool(says)
+    assert "\n" not in note
+    assert tables.throughput(both[:1], both).note == ""
+
+
+def test_peaks_are_measured_of_each_blas_and_type() -> None:
+    found = peaks.measure(size=32)
+    assert found.keys() >= {"torch"}
+    assert all(rates.keys() == {"float32", "float64"} for rates in found.values())
+    assert all(rate > 0 for rates in found.values() for rate in rates.values())
+
+
+def test_a_column_without_a_value_is_left_out() -> None:
+    rows = [tables.Row(["a", tables.NONE, tables.NONE]), tables.Row(["b", "1", tables.NONE], bad=True)]
+    shown = tables.Table("t", ("name", ">some", ">none"), rows).without_empty_columns()
+    assert shown.heads == ["name", ">some"]
+    assert [(row.cells, row.bad) for row in shown.rows] == [(["a", tables.NONE], False), (["b", "1"], True)]

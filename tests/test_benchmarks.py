@@ -23,12 +23,15 @@ from common.benchmarks import benchmark_all, measures, plots, report, runner
 from common.benchmarks.benchmark_all import Options
 from common.watchdog import UsageError
 
+PEAKS = {"torch": {"float32": 4e9}, "C++": {"float32": 8e9}}
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """run(option=...) benchmarks the chapters in tmp_path."""
     monkeypatch.setattr(benchmark_all, "machine", lambda: {"processor": "an abacus"})
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 2)
+    monkeypatch.setattr("common.benchmarks.peaks.measured", lambda env: PEAKS)
     monkeypatch.setattr(runner, "GRACE", 0.5)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     return lambda **options: benchmark_all.main(
@@ -53,7 +56,10 @@ def test_a_whole_run(run: Callable[..., int], tmp_path: Path) -> None:
     assert kept[2]["command"] == (
         "cd 01-toys && OMP_NUM_THREADS=1 python lesson.py --ranks 2 --scaling weak --times 0.5,0.4,0.6"
     )
-    assert all(r["machine"] == {"processor": "an abacus"} and r["commit"] == "unknown" for r in kept)
+    assert all(
+        r["machine"] == {"processor": "an abacus"} and r["peaks"] == PEAKS and r["commit"] == "unknown"
+        for r in kept
+    )
     assert all(r["chapter"] == "Toys" and r["elapsed"] > 0 and r["date"] for r in kept)
     assert "a table for people" in (tmp_path / "out/logs/timed-strong-1.stdout").read_text()
     plots = {path.name for path in (tmp_path / "out/plots").iterdir()}
@@ -83,7 +89,7 @@ def test_a_failed_case_is_a_row_and_not_the_end(
     assert [r.get("error") for r in records(tmp_path)] == ["error: no <b>GPU</b> here", None]
     page = (tmp_path / "out/report.html").read_text()
     assert "error: no &lt;b&gt;GPU&lt;/b&gt; here" in page
-    assert "2 runs, 1 failed." in page
+    assert "2 runs, 1 failed, all equal to one device." in page
     assert "failed: error: no <b>GPU</b> here" in capsys.readouterr().out
 
 
@@ -213,7 +219,9 @@ def test_the_page_needs_nothing_else_and_says_everything(run: Callable[..., int]
         assert f"<code>{record['command']}</code>" in html.unescape(page)
     for shown in (
         "an abacus",
-        "Equal to one device: ours",
+        '<summary class="good">✓ 1 implementations equal one device; largest relative difference 1.0e-15 in float32.',
+        "</summary><p>ours</p>",
+        "100%",  # 4 GFLOP/s of a core's 4, and of two cores' 8
         "500",
         "40%",
         "200",
@@ -286,5 +294,65 @@ def test_the_page_of_schedules(tmp_path: Path) -> None:
     assert page.count("<svg ") == 2
     ids = re.findall(r'id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    for shown in ("25.0%", "26.0%", "27.5%", "–"):
+    for shown in ("25.0%", "26.0%", "27.5%"):
         assert shown in page
+    assert '<th class="number">formula' not in page
+
+
+def test_the_first_sentence_says_it_all_and_names_are_folded(tmp_path: Path) -> None:
+    def of(name: str, equal: bool | None) -> dict[str, Any]:
+        given = {
+            "strategy": "dp",
+            "language": "pytorch",
+            "backend": "gloo",
+            "dtype": "float64",
+            "model": "toy",
+        }
+        found = {"equal": equal, "largest_difference": 1e-14, "step_seconds": [1.0]}
+        return {**KEPT, **given, **found, "case": name, "ranks": 2, "implementation": name, "purpose": "time"}
+
+    assert [v.sentence for v in report.verdicts([of("a", None)])] == ["1 runs, 0 failed."]
+    good = [of("a", True), of("b", True), {**KEPT, "case": "c", "error": "none"}]
+    first, second = report.verdicts(good)
+    assert first == (False, "3 runs, 1 failed, all equal to one device.", "")
+    assert second.sentence.startswith("2 implementations equal one device; ")
+    assert second.more == "a, b"
+    first, second, third = report.verdicts([*good[:1], of("d", False)])
+    assert first.sentence == "2 runs, 0 failed."
+    assert second == (False, "Different from one device: d.", "")
+    assert third.more == "a"
+    page = report.write([of("a", True)], tmp_path).read_text()
+    assert "exposed communication" not in page.split("<h2")[1]  # nothing measured it
+    assert "largest relative difference" in page.split("<h2")[1]
+
+
+def test_a_pair_of_scaling_plots_is_as_wide_as_two(tmp_path: Path) -> None:
+    sizes = {}
+    for columns in (1, 2):
+        plots.Plot(f"p{columns}", "", lambda axes: None, columns).save(tmp_path)
+        sizes[columns] = re.search(r'viewBox="0 0 (\S+) ', (tmp_path / f"p{columns}.svg").read_text())
+    narrow, wide = (float(found[1]) for found in sizes.values() if found)
+    assert wide == 2 * narrow
+
+
+def test_the_picture_says_which_scaling_each_half_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles = []
+    for name in ("throughput_bars", "scaling_lines"):
+        monkeypatch.setattr(
+            f"common.utils.visualizer.{name}", lambda *args, title, **kwargs: titles.append(title)
+        )
+    given = dict.fromkeys(measures.TEXTS, "x") | {"step_seconds": (1.0,)}
+    runs = [
+        measures.Timing(**given, ranks=ranks, scaling=scaling, tokens_per_step=tokens)
+        for ranks, scaling, tokens in ((1, "strong", 1024), (2, "strong", 1024), (2, "weak", 2048))
+    ]
+    plots.picture(runs, tmp_path / "p.png")
+    plots.picture(runs[:2], tmp_path / "p.png")
+    assert [title.replace("\n", " ") for title in titles] == [
+        "Throughput, strong scaling: 1,024 tokens per step",
+        "Speed-up, weak scaling: 1,024 tokens per rank and step",
+        "Throughput, strong scaling: 1,024 tokens per step",
+        "Speed-up, strong scaling: 1,024 tokens per step",
+    ]

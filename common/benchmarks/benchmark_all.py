@@ -40,7 +40,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from common import spawn
-from common.benchmarks import forked, plots, report, runner, tables
+from common.benchmarks import forked, peaks, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
 from common.utils.environment import describe
@@ -55,6 +55,7 @@ IMPORTANT = (
     "ranks",
     "step (ms)",
     "tokens/s",
+    "of its BLAS's peak",
     "speed-up",
     "equal to one device",
 )
@@ -75,7 +76,7 @@ class Options:
     launch: str = ""
     """What starts the ranks in place of mpirun and torchrun, such as 'mpirun --hostfile hosts -np {ranks}'."""
     quick: bool = False
-    """Fewer steps: to see that all works."""
+    """One short run of each case, with a small model: to see that all works."""
     fresh: bool = False
     """Start every script in a new Python; left out: in a fork of one that has imported torch."""
     resume: bool = False
@@ -108,13 +109,14 @@ def main(options: Options, root: Path = ROOT) -> int:
         file.write_text("".join(json.dumps(r) + "\n" for r in records))
     except OSError as error:
         raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
-    where = {"machine": machine(), "cores": cores, "commit": commit(root)}
     console = terminal()
     anew = options.fresh or options.launch or sys.platform != "linux"
     with (
         nullcontext() if anew else forked.interpreter(PRELOAD) as python,
         progress(console, len(tasks)) as show_progress,
     ):
+        peak = peaks.measured(runner.environment(python))
+        where = {"machine": machine(), "cores": cores, "commit": commit(root), "peaks": peak}
         for task in tasks:
             show_progress(task.name, None)
             outcome = runner.run(task, options.output / "logs", options.timeout, python)
@@ -226,15 +228,19 @@ def show(records: Sequence[Record], output: Path, picture: Path | None, console:
     for work in dict.fromkeys(t.work for t in timed):
         same = report.in_order([t for t in timed if t.work == work and t.scaling == "strong"])
         if same:
-            show_table(tables.throughput(same, timings(records)), console)
-    for good, sentence in report.verdicts(records):
-        console.print(("" if good else "[red]") + escape(sentence))
+            table = tables.throughput(same, timings(records))
+            if table.note:
+                console.print(table.note)
+            show_table(table, console)
+    for verdict in report.verdicts(records):
+        console.print(("" if verdict.good else "[red]") + escape(verdict.sentence))
     console.print(f"report: {path}", soft_wrap=True)
     return 1 if any("error" in r for r in records) else 0
 
 
 def show_table(table: tables.Table, console: Console, columns: Sequence[str] = IMPORTANT) -> None:
     """A table of the report in the terminal, its most important columns."""
+    table = table.without_empty_columns()
     shown = RichTable(title=table.title, title_justify="left")
     chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in columns]
     for head in (table.heads[place] for place in chosen):

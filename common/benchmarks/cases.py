@@ -9,7 +9,7 @@
     folder = ".."                               # where it runs, seen from the file; default: beside the file
     ranks = [1, 2, 4]                           # rank counts it can run with
     scalings = ["strong", "weak"]               # default: ["strong"]
-    quick = "--steps 5"                         # added with --quick
+    quick = "--model gpt2-tiny --steps 2"       # added with --quick
     variants = ["naive", "ddp"]                 # default: none; the values of {variant}, a run each
     purpose = "time"                            # default; or "equality": it compares with one device,
                                                 # or "memory": it runs one implementation alone
@@ -25,7 +25,7 @@ import re
 import shlex
 import string
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -175,6 +175,7 @@ def select(
 
     `only` are patterns of case or task names; `ranks` are counts to run; without them a timed case runs with as many
     ranks as there are cores at most (beyond, ranks wait for one another's core), and at least with its smallest count.
+    `quick` takes one run of each case, with most of these ranks, and none that measures memory alone.
     `launch` is what starts {ranks} ranks, such as "srun --ntasks={ranks}", for cases that mpirun or torchrun starts.
     Raises UsageError when that leaves nothing.
     """
@@ -193,10 +194,16 @@ def select(
     return chosen
 
 
-def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> Iterable[Task]:
+def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> list[Task]:
     fit = [n for n in case.ranks if n <= cores or case.purpose == "equality"] or [min(case.ranks)]
     counts = [n for n in case.ranks if n in ranks] if ranks else fit
-    for scaling in case.scalings:
-        for n in counts:
-            if n > 1 or scaling == case.scalings[0]:
-                yield from (Task(case, n, scaling, variant, quick) for variant in case.variants)
+    every = [
+        Task(case, n, scaling, variant, quick)
+        for scaling in case.scalings
+        for n in counts
+        if n > 1 or scaling == case.scalings[0]
+        for variant in case.variants
+    ]
+    if not quick:
+        return every
+    return [task for task in every if task.ranks == max(counts)][: case.purpose != "memory"]

@@ -59,6 +59,7 @@ class Timing:
     purpose: str = "time"
     case: str = ""
     cores: int | None = None  # of the hosts that it ran on
+    peaks: Mapping[str, Mapping[str, float]] | None = None  # of one core: see peaks.py
 
     @property
     def seconds(self) -> float:
@@ -79,6 +80,22 @@ class Timing:
     def gflops(self) -> float | None:
         """10^9 operations a second, of all ranks together."""
         return None if self.flop_per_step is None else self.flop_per_step / self.seconds / 1e9
+
+    @property
+    def peak(self) -> float | None:
+        """10^9 operations a second of one core with the BLAS that this implementation computes with."""
+        if self.backend == "nccl":
+            return None  # peaks are of processors
+        blas = "C++" if self.language == "cpp-mpi" else "torch"
+        rate = (self.peaks or {}).get(blas, {}).get(self.dtype)
+        return rate / 1e9 if rate else None
+
+    @property
+    def peak_share(self) -> float | None:
+        """Part of the peak of as many cores as the ranks can use at once."""
+        if self.gflops is None or self.peak is None:
+            return None
+        return self.gflops / self.peak / min(self.ranks, self.cores or self.ranks)
 
     @property
     def communication_share(self) -> float | None:

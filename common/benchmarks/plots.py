@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -23,7 +23,7 @@ Series = dict[str, dict[int, float]]
 
 @dataclass(frozen=True)
 class Plot:
-    """What to draw, and what it shows in words; sizes in inches."""
+    """What to draw, and what it shows in words; height in inches."""
 
     name: str
     caption: str
@@ -36,7 +36,7 @@ class Plot:
         """Draw it into `folder`, as PNG and as SVG; the SVG as it stands in a page."""
         png, svg = folder / f"{self.name}.png", folder / f"{self.name}.svg"
         shape = {"columns": self.columns, "rows": self.rows}
-        with visualizer.figure(png, svg, **shape, width=5.8, height=self.height) as axes:
+        with visualizer.figure(png, svg, **shape, width=5.8 * self.columns, height=self.height) as axes:
             self.draw(axes)
         return inline(svg.read_text(), self.name, self.caption)
 
@@ -68,7 +68,9 @@ def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
     if ups := {kind: series for kind, series in ups.items() if series}:
         draw = partial(_scaling, ups, timings[0].cores)
         plots.append(
-            Plot(f"{prefix}-scaling", f"{' and '.join(ups)} scaling: {work}.".capitalize(), draw, len(ups))
+            Plot(
+                f"{prefix}-scaling", f"{' and '.join(ups)} scaling: {work}.".capitalize(), draw, len(ups), 4.2
+            )
         )
     if parts := _parts(fixed):
         draw = partial(_communication, parts)
@@ -178,14 +180,23 @@ def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
 
 
 def picture(timings: Sequence[Timing], path: Path) -> None:
-    """The figure of the README: throughput and scaling of the work that most languages did."""
+    """The figure of the README: strong and weak scaling of the work that most languages did."""
     works = {t.work: {u.language for u in timings if u.work == t.work} for t in timings}
     work = max(works, key=lambda key: len(works[key]))
     same = [t for t in timings if t.work == work and t.purpose == "time"]
     fixed = [t for t in same if t.scaling == "strong"] or same
     kind = "weak" if _speed_ups(same, "weak") else "strong"
     rates = _series(fixed, lambda t: t.tokens_per_second)
-    with visualizer.figure(path, columns=2, width=9, height=max(3.6, _height(rates))) as (left, right):
-        visualizer.throughput_bars(left, rates, unit="tokens/s", title="Throughput")
-        ups = _speed_ups(same, kind)
-        visualizer.scaling_lines(right, ups, cores=same[0].cores, title=f"{kind} scaling".capitalize())
+    with visualizer.figure(path, columns=2, width=10, height=max(3.8, _height(rates))) as (left, right):
+        title = f"Throughput, {fixed[0].scaling} scaling:\n{_tokens(fixed[0])}"
+        visualizer.throughput_bars(left, rates, unit="tokens/s", title=title)
+        ups, one = _speed_ups(same, kind), replace(fixed[0], scaling=kind)
+        title = f"Speed-up, {kind} scaling:\n{_tokens(one)}"
+        visualizer.scaling_lines(right, ups, cores=same[0].cores, title=title)
+
+
+def _tokens(timing: Timing) -> str:
+    """The work that stays the same when ranks are added."""
+    per = "step" if timing.scaling == "strong" else "rank and step"
+    tokens = timing.one_rank_tokens
+    return f"{tokens:,.0f} tokens per {per}" if tokens else f"the same work per {per}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -19,12 +19,20 @@ from common.benchmarks.tables import Table
 Record = Mapping[str, Any]
 
 
+class Verdict(NamedTuple):
+    """What a run showed in one sentence, whether it is good, and what stands folded below it."""
+
+    good: bool
+    sentence: str
+    more: str = ""
+
+
 @dataclass
 class Section:
-    """What the page says about a chapter: tables, and groups of figures (drawing, caption)."""
+    """What the page says about a chapter: tables, and groups of figures (drawing, plot)."""
 
     title: str
-    blocks: list[Table | list[tuple[Markup, str]]] = field(default_factory=list)
+    blocks: list[Table | list[tuple[Markup, plots.Plot]]] = field(default_factory=list)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -62,21 +70,18 @@ def write_comparison(first: Sequence[Record], second: Sequence[Record], path: Pa
     return _page(path, content, compared(first, second), about)
 
 
-def compared(first: Sequence[Record], second: Sequence[Record]) -> list[tuple[bool, str]]:
-    """What two runs side by side show, one sentence each, and whether it is good."""
+def compared(first: Sequence[Record], second: Sequence[Record]) -> list[Verdict]:
+    """What two runs side by side show."""
     both, alone = beside.pairs(first, second)
-    found = [(True, f"{len(both)} timings are in both runs, {len(alone)} in one only.")]
+    found = [Verdict(True, f"{len(both)} timings are in both runs, {len(alone)} in one only.")]
     for verdict in ("slower", "faster"):
         if so := [f"{p.first.case} ({p.first.implementation})" for p in both if p.verdict == verdict]:
-            found.append(
-                (verdict == "faster", f"The second run is {verdict} beyond the spread: {', '.join(so)}.")
-            )
+            said = f"The second run is {verdict} beyond the spread: {', '.join(so)}."
+            found.append(Verdict(verdict == "faster", said))
     return found
 
 
-def _page(
-    path: Path, content: Sequence[Section], said: Sequence[tuple[bool, str]], about: Mapping[str, str]
-) -> Path:
+def _page(path: Path, content: Sequence[Section], said: Sequence[Verdict], about: Mapping[str, str]) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -111,11 +116,12 @@ def _section(title: str, records: Sequence[Record], output: Path) -> Section:
         section.blocks += [_draw(plots.of_schedules(piped, prefix), output), tables.bubbles(piped)]
     if any(t.equal is not None for t in every):
         section.blocks.append(tables.proofs(every))
+    section.blocks = [b.without_empty_columns() if isinstance(b, Table) else b for b in section.blocks]
     return section
 
 
-def _draw(drawn: list[plots.Plot], output: Path) -> list[tuple[Markup, str]]:
-    return [(Markup(plot.save(output / "plots")), plot.caption) for plot in drawn]
+def _draw(drawn: list[plots.Plot], output: Path) -> list[tuple[Markup, plots.Plot]]:
+    return [(Markup(plot.save(output / "plots")), plot) for plot in drawn]
 
 
 def in_order(same: list[Timing]) -> list[Timing]:
@@ -124,23 +130,26 @@ def in_order(same: list[Timing]) -> list[Timing]:
     return sorted(same, key=lambda t: (order.index(t.who), t.scaling, t.ranks))
 
 
-def verdicts(records: Sequence[Record]) -> list[tuple[bool, str]]:
-    """What the run showed, one sentence each, and whether it is good."""
+def verdicts(records: Sequence[Record]) -> list[Verdict]:
+    """What the run showed."""
     failed = [r for r in records if "error" in r]
-    cases = {r["case"] for r in records}
-    found = [(not failed, f"{len(cases)} runs, {len(failed)} failed.")]
     compared = [t for t in timings(records) if t.equal is not None]
     wrong = sorted({t.implementation for t in compared if not t.equal})
     names = sorted({t.implementation for t in compared if t.equal} - set(wrong))
+    equal = ", all equal to one device" if names and not wrong else ""
+    found = [Verdict(not failed, f"{len({r['case'] for r in records})} runs, {len(failed)} failed{equal}.")]
     if wrong:
-        found.append((False, f"Different from one device: {', '.join(wrong)}."))
+        found.append(Verdict(False, f"Different from one device: {', '.join(wrong)}."))
     if names:
-        largest = max(
-            (t.largest_difference or 0.0 for t in compared if t.implementation in names), default=0.0
+        largest: dict[str, float] = {}
+        for t in compared:
+            if t.implementation in names:
+                largest[t.dtype] = max(largest.get(t.dtype, 0.0), t.largest_difference or 0.0)
+        by_type = ", ".join(
+            f"{value:.1e} in {dtype}" for dtype, value in sorted(largest.items(), reverse=True)
         )
-        found.append(
-            (True, f"Equal to one device: {', '.join(names)}; largest relative difference {largest:.1e}.")
-        )
+        said = f"{len(names)} implementations equal one device; largest relative difference {by_type}."
+        found.append(Verdict(True, said, ", ".join(names)))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -30,6 +30,12 @@ class Table:
     heads: Sequence[str]
     rows: list[Row] = field(default_factory=list)
     note: str = ""
+
+    def without_empty_columns(self) -> Table:
+        """The table without the columns in which no row has a value."""
+        kept = [i for i in range(len(self.heads)) if any(row.cells[i] != NONE for row in self.rows)]
+        rows = [replace(row, cells=[row.cells[i] for i in kept]) for row in self.rows]
+        return replace(self, heads=[self.heads[i] for i in kept], rows=rows)
 
     @property
     def commands(self) -> list[str]:
@@ -86,11 +92,13 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
             ">spread",
             ">tokens/s",
             ">GFLOP/s",
+            ">of its BLAS's peak",
             ">speed-up",
             ">memory a rank (MB)",
             "equal to one device",
         ),
     )
+    table.note = two_speeds(timings)
     for t in timings:
         memory, proofs = alone(t, every), compared(t, every)
         cells = [
@@ -102,6 +110,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
             text(t.spread, "{:.0%}"),
             digits(t.tokens_per_second),
             digits(t.gflops),
+            text(t.peak_share, "{:.0%}"),
             text(speed_up(t, every), "{:.2f}"),
             text(memory.peak_memory_bytes if memory else None, scale=1e-6),
             equality(proofs),
@@ -109,6 +118,18 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
         commands = dict.fromkeys(run.command for run in (t, memory, *proofs) if run)
         table.rows.append(Row(cells, tuple(commands), bad=not all(run.equal for run in proofs)))
     return table
+
+
+def two_speeds(timings: Sequence[Timing]) -> str:
+    """One line where the BLASes of these implementations differ by more than 10 %, else nothing."""
+    peaks = {"C++ on MPI" if t.language == "cpp-mpi" else "torch": t.peak for t in timings if t.peak}
+    slow, fast = min(peaks, key=peaks.__getitem__, default=""), max(peaks, key=peaks.__getitem__, default="")
+    if not peaks or peaks[fast] <= 1.1 * peaks[slow]:
+        return ""
+    return (
+        f"On one core the BLAS of {fast} reaches {digits(peaks[fast])} GFLOP/s in a {timings[0].dtype} matrix product, "
+        f"that of {slow} {digits(peaks[slow])}: compare the two by their share of the peak."
+    )
 
 
 def equality(proofs: Sequence[Timing]) -> str:
