@@ -1,8 +1,10 @@
 """The module fived: collectives on 1 to 4 ranks, and data and numbers equal to Python's own."""
 
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,8 +91,15 @@ def test_random_numbers_are_those_of_python():
         assert fived.random.uniform(seed, stream, index) == random.uniform(seed, stream, index).item()
 
 
-def test_text_and_samples_are_those_of_python(tmp_path):
+@pytest.mark.parametrize("chosen", [True, False])
+def test_text_and_samples_are_those_of_python(tmp_path, monkeypatch, chosen):
     import fived
+
+    default = Path(os.environ["FIVED_TEXT"]).name
+    if not chosen:
+        monkeypatch.delenv("FIVED_TEXT")
+        default = "Python's standard library"
+    assert load_text().name == default
 
     folder = tmp_path / "text"
     for place in ("b/z.txt", "b.txt", "a/.hidden", ".git/config", "a/é.txt", "Z", "a/b/c.py"):

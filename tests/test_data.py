@@ -1,8 +1,10 @@
 """Random numbers by position, and text whose batches are a pure function of (seed, step, slice)."""
 
+import hashlib
 import sysconfig
 from pathlib import Path
 
+import grammar
 import numpy as np
 import pytest
 import torch
@@ -71,13 +73,19 @@ def test_streams_of_names_differ():
     assert random.stream_of("abc") == 0xEACF018FBF1678BA  # SHA-256 of "abc" starts ba7816bf 8f01cfea
 
 
-def test_default_text_is_the_standard_library():
+def test_default_text_is_the_standard_library(monkeypatch):
+    monkeypatch.delenv("FIVED_TEXT")
     text = load_text()
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: file.name)
     content = b"".join(file.read_bytes() for file in files)
     assert text.train.tobytes() + text.validation.tobytes() == content
     assert len(text.train) == len(content) * 9 // 10
     assert b"import" in text.validation.tobytes()
+
+
+def test_the_text_of_the_tests_is_the_same_everywhere():
+    known = "6cb662011bbaf9273250391b7adcc2c53b21cd7212b38167fa766a77f81249c6"
+    assert hashlib.sha256(grammar.text(0)).hexdigest() == known
 
 
 def test_file_and_folder(tmp_path):

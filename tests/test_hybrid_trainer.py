@@ -248,7 +248,7 @@ def test_token_files_hold_what_was_written(tmp_path: Path) -> None:
     ):
         Shuffled(options(data=tmp_path / "shorter.bin", tokens="uint16"), ALONE.world, ALONE.device)
     assert unigram_entropy(load_tokens(tmp_path / "a.bin", "uint32")) <= math.log(200)
-    assert unigram_entropy(load_text()) == pytest.approx(3.1, abs=0.3)
+    assert unigram_entropy(load_text()) == pytest.approx(3.2, abs=0.3)
 
 
 def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:

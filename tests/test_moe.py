@@ -93,7 +93,8 @@ def test_a_token_does_not_see_the_rest_of_the_batch(capacity_factor):
         torch.testing.assert_close(model(tokens_BS[b : b + 1]), whole[b : b + 1], rtol=0, atol=1e-12)
     changed = tokens_BS.clone()
     changed[:, 9] = (changed[:, 9] + 1) % model.config.vocabulary
-    assert torch.equal(model(changed)[:, :9], whole[:, :9]), "a later token changed what an earlier one got"
+    # 1e-12 as above: a BLAS rounds a row by its place in a product, and the experts of later tokens move rows
+    torch.testing.assert_close(model(changed)[:, :9], whole[:, :9], rtol=0, atol=1e-12)
 
 
 def test_a_token_that_lost_all_passes_by():

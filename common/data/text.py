@@ -13,6 +13,7 @@ the same global batch, a resumed run continues at the very next one, and the C++
 from __future__ import annotations
 
 import functools
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,19 +58,20 @@ def _content(data: Path | None) -> bytes:
     return b"".join(path.read_bytes() for path in _files(data))
 
 
-@functools.cache
-def _standard_library() -> bytes:
-    """Read once in a process: every version of a lesson asks for it, and it does not change."""
-    return _content(None)
+_default_content = functools.cache(_content)  # read once per process: every version of a lesson asks for it
 
 
 def load_text(data: Path | None = None) -> Text:
-    """The bytes of a file, of a folder's files (hidden ones left out), or of Python's standard library.
+    """Return the bytes of a file or of a folder's files (hidden ones left out).
 
+    The default is the file or folder named by the environment variable FIVED_TEXT, else Python's standard library.
     Raises UsageError when the path does not exist, cannot be read or holds less than 1024 bytes.
     """
+    read = _content if data else _default_content
+    if data is None and (chosen := os.environ.get("FIVED_TEXT")):
+        data = Path(chosen)
     try:
-        content = _standard_library() if data is None else _content(data)
+        content = read(data)
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
     name = "Python's standard library" if data is None else str(data)

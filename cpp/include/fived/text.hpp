@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -49,10 +50,11 @@ inline std::vector<fs::path> text_files(const fs::path& folder, bool python_only
 
 }  // namespace detail
 
-/// Reads `data` (a file, a folder, or empty for the default). Raises UsageError when it is missing or holds
-/// less than 1024 bytes.
-inline Text load_text(const std::string& data = "") {
+/// Reads `data` (a file, a folder, or empty for the default: what the environment's FIVED_TEXT names, else Python's
+/// standard library). Raises UsageError when it is missing or holds less than 1024 bytes.
+inline Text load_text(std::string data = "") {
     namespace fs = std::filesystem;
+    if (const char* chosen = std::getenv("FIVED_TEXT"); data.empty() && chosen) data = chosen;
     const fs::path path = data.empty() ? fs::path(FIVED_TEXT_FOLDER) : fs::path(data);
     if (!fs::exists(path))
         throw UsageError("no such file or folder: " + path.string() + " (--data takes any text)");
