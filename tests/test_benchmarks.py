@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,10 +123,8 @@ def test_resume_runs_what_is_missing_or_failed(run: Callable[..., int], tmp_path
 
 
 def test_a_case_that_takes_too_long_is_ended(run: Callable[..., int], tmp_path: Path) -> None:
-    chapter(tmp_path, EQUAL.replace("--equal yes", "--sleep 60"))
-    start = time.monotonic()
+    chapter(tmp_path, EQUAL.replace("--equal yes", "--sleep 1000"))
     assert run(timeout=0.5) == 1
-    assert time.monotonic() - start < 30
     assert records(tmp_path)[0]["error"] == "not done after 0.5 s"
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path / "01-toys")]
 
@@ -174,7 +171,7 @@ def test_last_error_is_the_program_s_own(stderr: str, line: str) -> None:
 def test_bad_options_are_one_line(tmp_path: Path) -> None:
     script = Path(benchmark_all.__file__)
     command = [sys.executable, str(script), "--only", "nothing*", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --only nothing* matches no case; the cases are ")
     assert done.stderr.count("\n") == 1

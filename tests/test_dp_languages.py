@@ -110,7 +110,7 @@ def test_unused_and_shared_parameters(samples: list[float], set_to_none: bool) -
                 if gradient is None:
                     assert found[name] is None, name
                 else:
-                    assert torch.allclose(found[name], gradient, rtol=1e-13, atol=0), name
+                    assert torch.allclose(found[name], gradient, rtol=1e-12, atol=1e-13), name
 
 
 def no_sync(rt: Runtime) -> tuple[list[Any], Tensor, list[Any], Tensor]:
@@ -230,7 +230,7 @@ def waiting(rt: Runtime) -> None:
 
 
 def test_python_runs_on_while_finish_waits() -> None:
-    spawn(waiting, 2, timeout=10)
+    spawn(waiting, 2)  # its timeout is what a wait that holds Python would last
 
 
 def test_what_cannot_be_summed_is_refused() -> None:

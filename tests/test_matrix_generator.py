@@ -106,7 +106,7 @@ def test_spd(condition, seed):
     eigenvalues = np.linalg.eigvalsh(x)
     assert eigenvalues[0] > 0
     assert eigenvalues[-1] == pytest.approx(1, abs=1e-12)
-    assert eigenvalues[-1] / eigenvalues[0] == pytest.approx(condition, rel=max(1e-12, 1e-14 * condition))
+    assert eigenvalues[-1] / eigenvalues[0] == pytest.approx(condition, rel=1e-13 * max(10, condition))
     assert np.allclose(np.diff(np.log(eigenvalues)), np.log(condition) / 149, atol=1e-13 * condition)
     if condition > 1:
         assert abs(x - np.diag(np.diag(x))).max() > 1e-3
@@ -140,7 +140,7 @@ def test_bad_fields_get_one_line(fields, message):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, matrix_generator.__file__, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_command_line():

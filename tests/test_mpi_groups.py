@@ -65,7 +65,7 @@ from common.mpi_backend import register
 register()
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 store = dist.FileStore(sys.argv[1], size)
-dist.init_process_group("fived", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+dist.init_process_group("fived", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
 x = torch.ones(3)
 dist.all_reduce(x)
 assert x.tolist() == [size] * 3

@@ -170,5 +170,5 @@ def only_some(rt: Runtime) -> None:
 
 def test_groups_made_by_only_some_ranks_are_named() -> None:
     with pytest.raises(RankError) as error:
-        spawn(only_some, 4, timeout=20)
+        spawn(only_some, 4)
     assert "_make" in str(error.value) or "new_group" in str(error.value)

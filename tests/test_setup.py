@@ -67,7 +67,7 @@ class Machine:
         environment = {"PATH": str(self.bin), "CALLS": str(self.calls), "HOME": str(self.root), **variables}
         self.calls.write_text("")
         command = [str(self.bin / "bash"), str(self.root / "scripts/install_all.sh")]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
     def says(self, *parts: str, **variables: str) -> None:
         """One line on stderr that holds `parts`, exit code 1, and no environment begun."""
@@ -209,7 +209,7 @@ def test_mpirun_starts_more_ranks_than_cores_from_anywhere(tmp_path: Path) -> No
     environment = {**kept, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     ranks = 2 * (os.cpu_count() or 1) + 1
     command = ["mpirun", "-np", str(ranks), "sh", "-c", "echo rank $OMPI_COMM_WORLD_RANK"]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == sorted(f"rank {rank}" for rank in range(ranks))
 

@@ -245,10 +245,10 @@ def mismatched(setting: str) -> dict[str, str]:
     """Calls that do not match; each breaks its own group."""
     rank = WORLD.rank
     results = {}
-    g = make(setting, seconds=2)
+    g = make(setting)
     results["sizes"] = raised(lambda: dist.all_reduce(torch.ones(4 + rank), group=g))
     results["after"] = raised(lambda: dist.all_reduce(torch.ones(4), group=g))
-    g = make(setting, seconds=2)
+    g = make(setting)
     mine = (lambda: dist.all_reduce(torch.ones(4), group=g)) if rank else lambda: dist.barrier(g)
     results["calls"] = raised(mine)
     results["type"] = raised(lambda: dist.all_reduce(torch.ones(1, dtype=torch.complex64), dist.ReduceOp.MAX))
@@ -258,8 +258,9 @@ def mismatched(setting: str) -> dict[str, str]:
 def timed_out() -> dict[str, dict[str, str]]:
     """In all settings at the same time, the first rank hears nothing from the second, and the last does not come."""
     late, recv = {}, {}
-    for setting in SETTINGS:
-        g = make(setting, seconds=2)
+    groups = {setting: make(setting, seconds=2) for setting in SETTINGS}
+    WORLD.Barrier()  # from here on, a rank has 2 s to be where it should be
+    for setting, g in groups.items():
         if WORLD.rank == 0:
             recv[setting] = dist.irecv(torch.ones(1), 1, group=g)
         if WORLD.rank != N - 1:
