@@ -125,7 +125,7 @@ def clip_both(rt: Runtime, limit: float) -> tuple[float, float]:
     assert norm.item() == expected.item() == 5
     assert ours.unused.grad is None
     for p, q in ((ours.a, theirs.a), (ours.b, theirs.b)):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-15, atol=0)
+        assert torch.allclose(p.grad, q.grad, rtol=1e-13, atol=0)
     return ours.a.grad[0].item(), ours.b.grad[1].item()
 
 
@@ -190,7 +190,7 @@ def test_a_run_resumes_at_the_next_batch_on_another_number_of_ranks() -> None:
     for found in spawn(train, 1, 2, 4, half) + spawn(train, 2, 2, 4, half):
         for name, w in through.items():
             # weights are about 0.1; a bias without a gradient holds roundings alone
-            assert (found["model"][name] - w).abs().max() <= 1e-14, name
+            assert (found["model"][name] - w).abs().max() <= 1e-12, name
     wrong = spawn(train, 1, 1, 3, half)[0]["model"]  # the same data again is seen
     assert max((wrong[name] - w).abs().max() for name, w in through.items()) > 1e-4
 

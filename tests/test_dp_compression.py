@@ -155,7 +155,7 @@ def test_what_nobody_used_keeps_its_memory(name: str) -> None:
                 if gradient is None:
                     assert found[t][n] is None, (t, n)
                 else:
-                    torch.testing.assert_close(found[t][n], gradient, rtol=1e-13, atol=1e-15, msg=f"{n}, {t}")
+                    torch.testing.assert_close(found[t][n], gradient, rtol=1e-12, atol=1e-13, msg=f"{n}, {t}")
 
 
 def test_bits_are_packed_eight_to_a_byte() -> None:
@@ -198,12 +198,12 @@ def test_a_rank_above_the_matrix_is_the_matrix() -> None:
         1: torch.ones(3).double(),
     }
     mine, total = compressor.send(x)()
-    torch.testing.assert_close(total[0], x[0], rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(total[0], x[0], rtol=1e-12, atol=1e-13)
     assert torch.equal(total[1], x[1])
     zeros = {0: torch.zeros(5, 4).double()}
     assert torch.equal(compressor.send(zeros)()[1][0], zeros[0])  # a Q of zeros is filled up again
     mine, total = compressor.send({0: x[0].flatten(1)})()
-    torch.testing.assert_close(total[0], x[0].flatten(1), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(total[0], x[0].flatten(1), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(mine[0], total[0])
 
 

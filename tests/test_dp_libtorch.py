@@ -191,13 +191,13 @@ def test_zero1_equals_one_device(samples: list[float], set_to_none: bool) -> Non
     found = spawn(branches, 3, samples, set_to_none)
     assert sum(state for *_, state in found) == 2 * sum(used)
     for gradients, weights, our_norm, _ in found:
-        assert our_norm == pytest.approx(norm, rel=1e-13)
+        assert our_norm == pytest.approx(norm, rel=1e-12)
         for name, p in model.named_parameters():
-            assert torch.allclose(weights[name], p, rtol=1e-12, atol=1e-14), name
+            assert torch.allclose(weights[name], p, rtol=1e-12, atol=1e-13), name
             if p.grad is None:
                 assert gradients[name] is None, name
             else:
-                assert torch.allclose(gradients[name], p.grad, rtol=1e-12, atol=1e-14), name
+                assert torch.allclose(gradients[name], p.grad, rtol=1e-12, atol=1e-13), name
 
 
 def messages(rt: Runtime) -> tuple[list[Any], ...]:

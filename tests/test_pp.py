@@ -134,7 +134,7 @@ def test_deferred_weight_gradients_are_the_same() -> None:
     split(x).backward(dy)  # outside of collect, at once
     plain(x).backward(dy)
     for a, b in zip(plain.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-13)
 
 
 def cut_by_cost(rt: Runtime) -> list[float]:
