@@ -6,7 +6,7 @@ export VENV ?= .venv
 ACTIVATE := . "$$(cd "$$VENV" && pwd)/bin/activate" &&
 CPP_FILES := git ls-files -z '*.cpp' '*.hpp'
 
-.PHONY: help setup test proof benchmark lint format clean
+.PHONY: help setup test proof demo benchmark lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s%s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,11 @@ test: setup ## all tests, C++ and Python, three files at a time: starting ranks 
 
 proof: setup ## every mesh of 8 ranks and some of 12, 16 and 32 against one device, into docs/proof.md
 	@$(ACTIVATE) python 06-hybrid-parallelism/pytorch/hybrid_proof.py --write docs/proof.md
+
+demo: setup ## train in two pipeline stages, prove it equal to one device, draw the timeline
+	@mkdir -p results
+	@$(ACTIVATE) OMP_NUM_THREADS=1 python 02-pipeline-parallelism/pytorch/pp_zero_bubble.py --nproc 2 --versions zb-h1 --plot results/demo.png
+	@echo "picture: results/demo.png, the timeline of a step: F forward, I and W the two halves of the backward pass"
 
 benchmark: setup ## run every implementation and write results/report.html
 	@$(ACTIVATE) python common/benchmarks/benchmark_all.py

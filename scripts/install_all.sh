@@ -26,8 +26,9 @@ pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check "$@"
 }
 
+# Python compiles what is imported; compiling all of the packages here would take most of a minute.
 pip_install() {
-    if [[ -t 1 ]]; then pip install "$@"; else pip install --quiet "$@"; fi
+    if [[ -t 1 ]]; then pip install --no-compile "$@"; else pip install --no-compile --quiet "$@"; fi
 }
 
 # What keeps an interpreter from being used; nothing when it is good.

@@ -194,7 +194,7 @@ def test_torch_cpu_that_no_index_has(machine: Machine) -> None:
     torch = re.search("^torch==.*", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert torch
     run = machine.setup(
-        TORCH="cpu", FAILS=f"-m pip --disable-pip-version-check install --quiet {torch[0]}+cpu"
+        TORCH="cpu", FAILS=f"-m pip --disable-pip-version-check install --no-compile --quiet {torch[0]}+cpu"
     )
     assert run.returncode == 1
     assert "PIP_EXTRA_INDEX_URL" in run.stderr
@@ -221,3 +221,15 @@ def test_make_help_lists_every_target() -> None:
     )
     assert [line.split()[0] for line in shown.stdout.splitlines()] == targets
     assert set(targets) >= {"help", "setup", "test", "benchmark", "lint", "format", "clean"}
+
+
+def test_the_demo_says_where_its_picture_is() -> None:
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    command, says = shown.stdout.splitlines()[-2:]
+    (picture,) = re.findall(r"--plot (\S+)", command)
+    (lesson,) = re.findall(r"python (\S+)", command)
+    assert (ROOT / lesson).exists()
+    assert picture in says
+    assert subprocess.run(["git", "check-ignore", "--quiet", picture], cwd=ROOT).returncode == 0
