@@ -19,38 +19,38 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
-import tyro
 from rich.console import Console
 
 from common import comm
 from common.data.text import load_text
+from common.errors import UsageError
 from common.launch import resolve
+from common.options import Checked, Count, Ranks, Seed, Within, check_folder, exit_on_bad_input, parse
 from common.runtime import Runtime, runtime
 from common.spawn import RankError, spawn
 from common.utils.profiler import profiled
-from common.watchdog import UsageError
 
 PICTURES = (".png", ".svg", ".pdf")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @dataclass
-class LessonOptions:
+class LessonOptions(Checked):
     """Options that all lessons share."""
 
-    nproc: int | None = None
+    nproc: Ranks | None = None
     """Ranks to start on this machine; leave it out under torchrun, mpirun and srun."""
-    steps: int = 3
+    steps: Count = 3
     """Training steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the weights and of the batches."""
     dtype: Literal["float64", "float32"] = "float64"
     """Type of weights and gradients."""
-    device: Annotated[str, tyro.conf.arg(metavar="{auto,cpu,cuda}")] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; auto takes a GPU when there is one."""
-    backend: Annotated[str, tyro.conf.arg(metavar="{auto,gloo,nccl}")] = "auto"
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     """Who carries the messages; auto takes NCCL when each rank has its own GPU."""
-    timeout: float = 60.0
+    timeout: Annotated[float, Within(1e-3, 1e6)] = 60.0
     """Seconds, the longest that any wait may last."""
     data: Path | None = None
     """Text to train on: a file or a folder; Python's standard library when left out."""
@@ -109,15 +109,13 @@ def _is_cut(path: Path) -> bool:
 
 
 def run(
-    main: Callable[[Runtime, O], bool], options_type: type[O], parse: Callable[..., O] = tyro.cli
+    main: Callable[[Runtime, O], bool], options_type: type[O], parse: Callable[..., O] = parse
 ) -> NoReturn:
     """Parse the command line, run `main` on every rank, exit."""
     try:
-        options = parse(options_type, description=sys.modules[main.__module__].__doc__)
-        sys.exit(0 if _start(main, options) else 1)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        with exit_on_bad_input():
+            options = parse(options_type, description=sys.modules[main.__module__].__doc__)
+            sys.exit(0 if _start(main, options) else 1)
     except RankError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)
@@ -161,16 +159,10 @@ def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     write_records(options.json, [])  # a file that cannot be written is known before the work
     if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
-    if options.plot and (options.plot.suffix.lower() not in PICTURES or options.plot.is_dir()):
-        raise UsageError(f"--plot {options.plot}: give a file whose name ends in {', '.join(PICTURES)}")
-    if not 0 < options.timeout <= 1e6:
-        raise UsageError(f"--timeout {options.timeout:g}: give seconds above 0, at most 1e6, such as 60")
-    if options.steps < 1:
-        raise UsageError(f"--steps {options.steps}: at least 1 is needed")
-    if not 0 <= options.seed < 2**63:
-        raise UsageError(f"--seed {options.seed}: give a number from 0 to {2**63 - 1}")
-    if options.nproc is not None and options.nproc < 1:
-        raise UsageError(f"--nproc {options.nproc}: at least 1 rank is needed")
+    if options.plot:
+        if options.plot.suffix.lower() not in PICTURES or options.plot.is_dir():
+            raise UsageError(f"--plot {options.plot}: give a file whose name ends in {', '.join(PICTURES)}")
+        check_folder("plot", options.plot, options.plot.absolute().parent)
     if launch.launcher == "none" and (options.nproc or 1) > 1:
         return all(
             spawn(

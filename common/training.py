@@ -22,6 +22,7 @@ from common.equality import Named, Wrap, plain
 from common.lesson import DTYPES, LessonOptions
 from common.models.dropout import Dropout
 from common.models.transformer import Transformer, TransformerConfig, config, cross_entropy_sum
+from common.options import Size
 from common.runtime import UsageError
 
 LARGEST_BATCH = 2**27  # tokens; more do not fit a machine that runs this
@@ -33,11 +34,11 @@ class TrainingOptions(LessonOptions):
 
     model: str = "gpt2-tiny"
     """A name of common/models/configs.py."""
-    batch: int = 10
+    batch: Size = 10
     """Samples of the global batch; ranks take parts that differ by one sample at the most."""
-    sequence: int = 32
+    sequence: Size = 32
     """Tokens of a sample."""
-    micro_batches: int = 2
+    micro_batches: Size = 2
     """Parts into which each rank cuts its samples to accumulate gradients."""
     benchmark: bool = False
     """Time steps in turn instead of proving equality."""
@@ -91,10 +92,6 @@ class Batches:
 
     def __post_init__(self) -> None:
         o = self.options
-        if min(o.batch, o.sequence, o.micro_batches) < 1:
-            raise UsageError(
-                f"--batch {o.batch} --sequence {o.sequence} --micro-batches {o.micro_batches}: each must be at least 1"
-            )
         if o.batch * o.sequence > LARGEST_BATCH or o.micro_batches > o.batch * o.sequence:
             raise UsageError(
                 f"--batch {o.batch} --sequence {o.sequence} --micro-batches {o.micro_batches}: give at most "

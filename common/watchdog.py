@@ -22,14 +22,11 @@ from types import FrameType
 import torch.distributed as dist
 
 from common.comm import blocked_in
+from common.errors import UsageError as UsageError
 
 LOOK_EVERY = 0.2  # seconds between looks into the store
 GRACE = 4.0  # seconds a rank has to end by itself after another failed
 STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
-
-
-class UsageError(Exception):
-    """Bad input: one line that says what was given, what is needed, and what would work. Exit code 2."""
 
 
 class RankFailed(Exception):

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from common.benchmarks import benchmark_all, beside, report
+from common.options import exit_on_bad_input, parse
 from common.watchdog import UsageError
 
 
@@ -66,8 +67,5 @@ def main(o: Options) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Options, description=__doc__)))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with exit_on_bad_input():
+        sys.exit(main(parse(Options, __doc__)))

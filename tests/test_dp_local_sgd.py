@@ -167,11 +167,8 @@ def test_h_below_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("o", "message"),
     [
-        (LocalOptions(every=0), "--every 0: ranks meet"),
         (LocalOptions(every=6, steps=5), "--every 6: the run ends after 5 steps"),
-        (LocalOptions(rate=0), "--rate 0 --momentum 0.9: "),
-        (LocalOptions(momentum=1.0), "--momentum 1: "),
-        (LocalOptions(plot=Path("x.png"), periods=(4, 0)), "--periods 0: "),
+        (LocalOptions(plot=Path("x.png"), periods=(4, 400)), "--periods 400: the run ends after 192 steps"),
         (LocalOptions(versions=("remote",)), "'remote' is unknown"),
     ],
 )

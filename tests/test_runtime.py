@@ -108,13 +108,14 @@ def test_bad_command_lines_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     empty = tmp_path / "empty.txt"
     empty.touch()
     for arguments, says in (
-        (["--backend", "mpich"], "backend 'mpich' is unknown; choose one of auto, gloo, nccl, mpi"),
+        (["--backend", "mpich"], "invalid choice 'mpich' for argument '--backend'"),
         (["--backend", "mpi"], "backend mpi moves tensors between ranks that mpirun started"),
-        (["--device", "tpu"], "device 'tpu' is unknown; choose one of auto, cpu, cuda"),
-        (["--nproc", "0"], "at least 1 rank is needed"),
-        (["--steps", "0"], "--steps 0: at least 1 is needed"),
+        (["--device", "tpu"], "invalid choice 'tpu' for argument '--device'. Expected one of"),
+        (["--nproc", "0"], "--nproc 0: give a number from 1 to 4096"),
+        (["--steps", "0"], "--steps 0: give a number from 1"),
         (["--seed", "-1"], "--seed -1: give a number from 0"),
-        (["--timeout", "0"], "--timeout 0: give seconds above 0"),
+        (["--timeout", "0"], "--timeout 0.0: give a number from 0.001"),
+        (["--plot", str(empty / "losses.png")], "empty.txt is a file"),
         (["--plot", "losses.txt"], "--plot losses.txt: give a file whose name ends in .png, .svg, .pdf"),
         (["--data", str(tmp_path / "none")], "no such file or folder"),
         (["--data", str(empty)], "holds 0 bytes of text; at least 1024 are needed"),

@@ -262,11 +262,8 @@ def test_what_does_not_divide_is_refused_in_one_line() -> None:
     ("lesson", "options", "message"),
     [
         ("overlap", {"model": "llama-tiny"}, "MLPs with one first layer"),
-        ("overlap", {"pieces": 0}, "at least 1 piece"),
-        ("dtensor", {"dropout": 0.1}, "--dropout is for tp_megatron.py"),
         ("megatron", {"versions": ("fast",)}, "--versions 'fast' is unknown; choose from plain"),
         ("megatron", {"model": "mixtral-tiny"}, "one MLP a layer over tp, not 8 experts; see chapter 06"),
-        ("megatron", {"dropout": 1.5}, "dropout 1.5: a share of at least 0 and below 1"),
     ],
 )
 def test_bad_options(lesson: str, options: dict, message: str) -> None:

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ from common.equality import MakeOptimizer, plain
 from common.lesson import console, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer
+from common.options import Count, Within
 from common.placement import gradient_norm
 from common.runtime import Runtime, UsageError
 from common.training import Batches, Version
@@ -87,13 +88,13 @@ RECIPES = {
 class StepOptions(DataParallelOptions):
     """The data set, and the numbers of what is added."""
 
-    steps: int = 5
+    steps: Count = 5
     """Training steps."""
-    samples: int = 23
+    samples: Count = 23
     """Samples of the data set: the first pieces of --sequence bytes of the text."""
-    clip: float = 0.5
+    clip: Annotated[float, Within(1e-9, 1e9)] = 0.5
     """The largest norm of the gradient."""
-    warm_up: int = 2
+    warm_up: Count = 2
     """Steps in which the learning rate grows."""
     versions: tuple[str, ...] = tuple(RECIPES)
     """Which versions to run."""
@@ -273,8 +274,6 @@ def main(rt: Runtime, o: StepOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, tuple(RECIPES), o)
     EpochBatches(o, rt.world, rt.device)  # refuses what cannot be cut
-    if not 0 < o.clip < math.inf:
-        raise UsageError(f"--clip {o.clip:g}: give a norm above 0, such as 1")
     if not 1 <= o.warm_up < o.steps:
         raise UsageError(
             f"--warm-up {o.warm_up} --steps {o.steps}: at least 1 step must warm up and 1 come after it; "

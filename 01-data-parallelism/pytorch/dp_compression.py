@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from typing import Annotated
 
 import torch
 from dp_basic import DataParallel
@@ -44,8 +45,9 @@ from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import BenchmarkRecord
 from common.mesh import Mesh
+from common.options import Within
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import figure, loss_curves
 
@@ -57,11 +59,11 @@ VERSIONS = ("bucketed", *COMPRESSORS, "ddp-top-k", "ddp-powersgd", "ddp-sign", "
 class CompressionOptions(DataParallelOptions):
     """What is sent."""
 
-    k: float = 0.05
-    """Share of the numbers that top-k sends, above 0, at most 1."""
-    rank: int = 2
+    k: Annotated[float, Within(1e-9, 1)] = 0.05
+    """Share of the numbers that top-k sends."""
+    rank: Annotated[int, Within(1, 65536)] = 2
     """Rank of PowerSGD's factors."""
-    curve_steps: int = 100
+    curve_steps: Annotated[int, Within(10, 10**9)] = 100
     """With --plot: steps of the loss curves."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
@@ -275,14 +277,6 @@ def curves(rt: Runtime, o: CompressionOptions) -> None:
 def main(rt: Runtime, o: CompressionOptions) -> bool:
     """Prove, or with --benchmark time."""
     check(rt, VERSIONS, o)
-    if not 0 < o.k <= 1:
-        raise UsageError(
-            f"--k {o.k:g}: give the share of the numbers to send, above 0, at most 1, such as 0.05"
-        )
-    if o.rank < 1:
-        raise UsageError(f"--rank {o.rank}: PowerSGD's factors need a rank of at least 1, such as 2")
-    if o.curve_steps < 10:
-        raise UsageError(f"--curve-steps {o.curve_steps}: at least 10 are needed")
     # DDP needs a process group; torch's hook waits in a callback, where the one thread of our MPI group is busy
     cannot = ("ddp", "torch") if rt.world_size == 1 else ("torch",) if rt.backend == "mpi" else ()
     kept = tuple(name for name in o.versions if not name.startswith(cannot))

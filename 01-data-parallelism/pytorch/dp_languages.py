@@ -69,9 +69,6 @@ INSIDE_MPI = ("dp_mpi", "dp_mpi-zero1")
 def prepare(rt: Runtime, o: MLPOptions) -> None:
     """Refuse what cannot run; give every library of this rank one thread."""
     check(rt, VERSIONS, o)
-    if min(o.context, o.hidden, o.layers) < 1:
-        given = f"--context {o.context} --hidden {o.hidden} --layers {o.layers}"
-        raise UsageError(f"{given}: each must be at least 1")
     how = f"mpirun -np {rt.world_size} python dp_languages.py"
     if rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
         raise UsageError(f"dp_mpi needs MPI between its {rt.world_size} ranks; start them with {how}")

@@ -23,7 +23,6 @@ local SGD). Not averaged: the inner optimizer's state and the model's buffers; e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -191,14 +190,8 @@ def main(rt: Runtime, o: LocalOptions) -> bool:
         ("--every", o.every, o.steps),
         *(("--periods", h, o.curve_steps) for h in o.periods if o.plot),
     ):
-        if every < 1:
-            raise UsageError(f"{name} {every}: ranks meet after 1 step or more, such as 10")
         if every > steps:
             raise UsageError(f"{name} {every}: the run ends after {steps} steps, before the first meeting")
-    if not (0 < o.rate < math.inf and 0 <= o.momentum < 1):
-        raise UsageError(
-            f"--rate {o.rate:g} --momentum {o.momentum:g}: the rate must be above 0, the momentum from 0 to below 1"
-        )
     if rt.world_size == 1:  # torch's averager needs a process group
         o = replace(o, versions=tuple(name for name in o.versions if name != "torch"))
     if not o.benchmark:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.comm import Group, sizes_of
 from common.lesson import LessonOptions
+from common.options import Count, Size
 from common.runtime import UsageError
 from common.utils.matrices import Product
 
@@ -34,16 +35,16 @@ SPLITS = {
 
 
 @dataclass
-class MatrixOptions(LessonOptions):
+class MatrixOptions(LessonOptions, without=("data",)):
     """Sizes and splits of dp_matrix_multiply.py."""
 
-    steps: int = 5
+    steps: Count = 5
     """Rounds that are timed."""
-    shape: tuple[int, int, int] = (211, 190, 167)
+    shape: tuple[Size, Size, Size] = (211, 190, 167)
     """Rows of A, inner dimension, columns of B."""
     splits: tuple[str, ...] = tuple(SPLITS)
     """Which splits to run."""
-    panels: int = 1
+    panels: Size = 1
     """Panels of rows in which `inner` is computed; one travels while the next is computed."""
     gather: bool = False
     """Gather each result on rank 0, too."""
@@ -52,17 +53,11 @@ class MatrixOptions(LessonOptions):
 
     def check(self) -> None:
         """Raises UsageError for what cannot run."""
-        if min(self.shape) < 1:
-            raise UsageError(
-                f"--shape {self.shape}: rows, inner dimension and columns, each at least 1, such as 211 190 167"
-            )
         for name in self.splits:
             if name not in SPLITS:
                 raise UsageError(f"--splits {name!r} is unknown; choose from {', '.join(SPLITS)}")
         if not self.splits:
             raise UsageError(f"--splits is empty; choose from {', '.join(SPLITS)}")
-        if self.panels < 1:
-            raise UsageError(f"--panels {self.panels}: at least 1 is needed")
 
 
 class Factors(Product):

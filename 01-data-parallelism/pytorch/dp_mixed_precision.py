@@ -57,7 +57,8 @@ from common.lesson import console, run
 from common.listen import Listener
 from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.runtime import Runtime, UsageError
+from common.options import Size
+from common.runtime import Runtime
 from common.training import Batches, Version, make_model
 from common.utils.memory import saved_bytes
 
@@ -74,12 +75,11 @@ SAME_CUT = 1e-5  # sums of float32 in another order
 
 
 @dataclass
-class PrecisionOptions(DataParallelOptions):
-    """A training in 16 bits."""
+class PrecisionOptions(DataParallelOptions, without=("dtype", "benchmark", "scaling", "json", "plot")):
+    """A training in 16 bits, of float32 weights. Nothing is timed: many processors are slow in 16 bits."""
 
     dtype: Literal["float64", "float32"] = "float32"
-    """Type of the weights: float32."""
-    sequence: int = 16
+    sequence: Size = 16
     """Tokens of a sample."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
@@ -254,22 +254,9 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
     return not comparison.wrong
 
 
-def check_precision(o: PrecisionOptions) -> None:
-    """Refuse what makes no sense in 16 bits."""
-    if o.dtype != "float32":
-        raise UsageError(
-            f"--dtype {o.dtype}: give float32, the type of the weights; autocast leaves float64 alone"
-        )
-    if o.benchmark:
-        raise UsageError(
-            "--benchmark: nothing is timed here; processors without 16-bit products are slow at them"
-        )
-
-
 def main(rt: Runtime, o: PrecisionOptions) -> bool:
     """Prove."""
     check(rt, VERSIONS, o)
-    check_precision(o)
     return prove(rt, o)
 
 

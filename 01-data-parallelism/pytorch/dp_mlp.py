@@ -33,6 +33,7 @@ from common.lesson import DTYPES
 from common.listen import Listener
 from common.mesh import Mesh
 from common.models.mlp import MLP, sizes
+from common.options import Width, Within
 from common.placement import Run, place
 from common.runtime import Runtime
 from common.training import Batches, Version, training_step
@@ -49,16 +50,16 @@ VERSIONS = (
 
 
 @dataclass
-class MLPOptions(DataParallelOptions):
+class MLPOptions(DataParallelOptions, without=("plot",)):
     """The MLP and its batch; a sample is one target."""
 
     model: Annotated[str, tyro.conf.Suppress] = "mlp"
     sequence: Annotated[int, tyro.conf.Suppress] = 1
-    context: int = 16
+    context: Width = 16
     """Bytes before the one to predict."""
-    hidden: int = 64
+    hidden: Width = 64
     """Width of the hidden layers."""
-    layers: int = 3
+    layers: Annotated[int, Within(1, 1000)] = 3
     """Linear layers."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Annotated
 
 import torch
 from dp_basic import broadcast_model
@@ -21,6 +22,7 @@ from common.equality import OPTIMIZERS, Followed
 from common.ledger import Ledger
 from common.listen import Listener
 from common.models.transformer import Transformer, cross_entropy_sum
+from common.options import Count, Within
 from common.runtime import Runtime
 from common.training import Batches, make_model
 
@@ -109,17 +111,17 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 class LocalOptions(DataParallelOptions):
     """How often the ranks meet."""
 
-    steps: int = 5
+    steps: Count = 5
     """Training steps; where H does not divide them, the replicas are compared between two meetings."""
-    every: int = 2
+    every: Count = 2
     """H: steps between two meetings."""
-    rate: float = 0.7
+    rate: Annotated[float, Within(1e-9, 1e9)] = 0.7
     """DiLoCo's outer learning rate η."""
-    momentum: float = 0.9
+    momentum: Annotated[float, Within(0, 0.999999)] = 0.9
     """DiLoCo's outer momentum μ."""
-    curve_steps: int = 192
+    curve_steps: Count = 192
     """With --plot: steps of the loss curves."""
-    periods: tuple[int, ...] = (4, 16, 64)
+    periods: tuple[Count, ...] = (4, 16, 64)
     """With --plot: values of H."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""

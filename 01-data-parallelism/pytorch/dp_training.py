@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
 from torch import nn
 
-from common import comparison
 from common.comm import Group
-from common.runtime import Runtime, UsageError
+from common.comparison import check as check
+from common.options import Within
 from common.training import TrainingOptions
 
 
@@ -18,7 +18,7 @@ from common.training import TrainingOptions
 class DataParallelOptions(TrainingOptions):
     """Model and batch of the lessons of chapter 01."""
 
-    bucket_mb: float = 0.1
+    bucket_mb: Annotated[float, Within(1e-6, 1e6)] = 0.1
     """Size of a bucket in MiB."""
     versions: tuple[str, ...] = ("naive", "bucketed", "ddp")
     """Which versions to run."""
@@ -46,10 +46,3 @@ def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags:
     return Fraction((group.size - 1) * start, group.size) + steps * (
         bytes_of_step(model, group, flags) + norms
     )
-
-
-def check(rt: Runtime, known: tuple[str, ...], o: DataParallelOptions) -> None:
-    """Refuse what cannot run, before any rank waits for another."""
-    comparison.check(rt, known, o)
-    if not 1e-6 <= o.bucket_mb < math.inf:
-        raise UsageError(f"--bucket-mb {o.bucket_mb:g}: give MiB, at least 1e-6 (one byte), such as 8")

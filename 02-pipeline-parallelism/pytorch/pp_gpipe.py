@@ -38,8 +38,8 @@ def main(rt: Runtime, o: PipelineOptions) -> bool:
 
 
 if __name__ == "__main__":
-    from pp_training import PipelineOptions
+    from pp_training import InOrderOptions
 
     from common.lesson import run
 
-    run(main, PipelineOptions)
+    run(main, InOrderOptions)

@@ -48,7 +48,7 @@ LANGUAGES = {"pp_libtorch": "libtorch", "pp_mpi": "cpp-mpi"}
 
 
 @dataclass
-class LanguageOptions(MLPOptions):
+class LanguageOptions(MLPOptions, without=("balance", "checkpointing", "scaling")):
     """Options of pp_mlp.py; all versions."""
 
     versions: tuple[str, ...] = tuple(itertools.chain(*PAIRS))
@@ -186,12 +186,8 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
     check_versions(rt, tuple(itertools.chain(*PAIRS)), o)
     if o.schedule not in KINDS:
         raise UsageError(f"--schedule {o.schedule!r} is unknown; choose from {', '.join(KINDS)}")
-    if o.checkpointing or o.balance != "layers" or not o.model.startswith("gpt2"):
-        raise UsageError(
-            "pp_libtorch has GPT-2 in even stages: no other --model, --checkpointing or --balance"
-        )
-    if min(o.context, o.hidden) < 1:
-        raise UsageError(f"--context {o.context} --hidden {o.hidden}: each must be at least 1")
+    if not o.model.startswith("gpt2"):
+        raise UsageError(f"--model {o.model}: pp_libtorch has GPT-2 alone; give gpt2-deep or gpt2-10m")
     check(rt, replace(o, versions=(o.schedule,)))
     evenly(o.layers, rt.world_size * (KINDS[o.schedule].chunks or o.chunks))
     languages.check_modules(rt, "pp_languages.py", [name for name in o.versions if name in LANGUAGES])

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import TypeVar
@@ -148,14 +148,15 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> 
     return pipeline_run_bytes("1f1b", model, group, o)
 
 
-def main(rt: Runtime, o: PipelineOptions) -> bool:
+@dataclass
+class ManualOptions(PipelineOptions, without=("chunks", "balance", "checkpointing")):
+    """Options of two stages, of equally many layers."""
+
+
+def main(rt: Runtime, o: ManualOptions) -> bool:
     """Both versions equal to one device; what each waits."""
     if rt.world_size != 2:
         raise UsageError(f"two stages need 2 ranks, here are {rt.world_size}; pp_gpipe.py takes any number")
-    if o.checkpointing or o.balance != "layers":
-        raise UsageError(
-            "--checkpointing and --balance are for the schedules, pp_gpipe.py and those after it"
-        )
     o = replace(o, versions=o.versions or VERSIONS)
     comparison.check(rt, VERSIONS, o)
     check(rt, o)
@@ -179,4 +180,4 @@ def main(rt: Runtime, o: PipelineOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, PipelineOptions)
+    run(main, ManualOptions)

@@ -35,6 +35,7 @@ from common import comm, comparison
 from common.comparison import one_rank
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
+from common.options import Size
 from common.runtime import Runtime
 from common.training import Version, make_model, training_step
 from common.utils.memory import LiveBytes, saved_bytes
@@ -43,12 +44,12 @@ VERSIONS = tuple(KINDS)
 
 
 @dataclass
-class MemoryOptions(PipelineOptions):
+class MemoryOptions(PipelineOptions, without=("steps", "benchmark", "scaling", "json", "plot")):
     """Micro-batches large enough that activations are most of the memory."""
 
-    batch: int = 16
+    batch: Size = 16
     """Samples of the batch."""
-    sequence: int = 64
+    sequence: Size = 64
     """Tokens of a sample."""
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pp_deferred import Deferred
@@ -35,6 +35,7 @@ from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.mlp import MLP, sizes
 from common.models.transformer import cross_entropy_sum
+from common.options import Width, Within
 from common.runtime import Runtime
 from common.training import Batches, Version
 
@@ -45,11 +46,11 @@ class MLPOptions(PipelineOptions):
 
     schedule: str = "zb-h1"
     """The schedule, of Python and of C++."""
-    context: int = 16
+    context: Width = 16
     """Bytes that the MLP reads."""
-    hidden: int = 64
+    hidden: Width = 64
     """Width of the MLP's hidden layers."""
-    layers: int = 16
+    layers: Annotated[int, Within(1, 1000)] = 16
     """Its linear layers."""
 
 

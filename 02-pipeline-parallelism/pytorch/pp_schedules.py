@@ -7,19 +7,21 @@ p ranks, M micro-batches, v chunks a rank; bubbles where forward, I and W take t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Annotated, Literal
 
-import tyro
 from pp_1f1b import one_f_one_b
 from pp_checker import check
 from pp_gpipe import gpipe
 from pp_interleaved import interleaved
 from pp_schedule import Generator, Schedule, connect, in_a_line, in_a_v
 from pp_zero_bubble import zb_h1, zb_v
+
+from common.errors import UsageError
+from common.options import Checked, Ranks, Within, exit_on_bad_input, parse
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,28 @@ def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Fracti
     )
 
 
+LONGEST = 2**20  # computations; more take minutes to check
+
+
 @dataclass
-class PrintOptions:
+class PrintOptions(Checked):
     """Which schedule to print."""
 
-    schedule: str = "1f1b"
-    ranks: int = 4
-    micro_batches: int = 8
-    chunks: int = 2
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    ranks: Ranks = 4
+    micro_batches: Annotated[int, Within(1, LONGEST)] = 8
+    chunks: Annotated[int, Within(1, 1000)] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ranks * self.micro_batches * self.chunks > LONGEST:
+            raise UsageError(
+                f"--ranks {self.ranks} --micro-batches {self.micro_batches} --chunks {self.chunks}: give numbers whose "
+                f"product is at most {LONGEST}"
+            )
 
 
 if __name__ == "__main__":
-    o = tyro.cli(PrintOptions)
-    try:
+    with exit_on_bad_input():
+        o = parse(PrintOptions, __doc__)
         print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

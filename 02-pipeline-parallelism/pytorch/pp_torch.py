@@ -36,6 +36,7 @@ from common.comparison import benchmark, prove, report
 from common.lesson import DTYPES, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer
+from common.options import Size
 from common.placement import sum_tied_gradients
 from common.runtime import Runtime, UsageError
 from common.training import Version
@@ -59,10 +60,10 @@ VERSIONS = (
 
 
 @dataclass
-class TorchOptions(PipelineOptions):
+class TorchOptions(PipelineOptions, without=("balance", "checkpointing")):
     """Model and batch; the micro-batches are equal."""
 
-    batch: int = 16
+    batch: Size = 16
     """Samples of the batch, a multiple of --micro-batches."""
 
 
@@ -186,8 +187,8 @@ def main(rt: Runtime, o: TorchOptions) -> bool:
             f"--micro-batches {M}: torch wants at least as many as ranks, in groups of one length; "
             f"{max(1, M // n) * n} would do"
         )
-    if o.checkpointing or o.balance != "layers" or o.model_config().dropout:
-        raise UsageError("--checkpointing, --balance and dropout are not for torch's schedules")
+    if o.model_config().dropout:
+        raise UsageError(f"--model {o.model}: torch's schedules are shown without dropout")
     if rt.world_size == 1:
         raise UsageError("torch.distributed.pipelining needs a process group: start at least 2 ranks")
     theirs = tuple(THEIRS)

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pp_bubble import waits
@@ -21,6 +21,7 @@ from common.comparison import benchmark, prove, report
 from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.transformer import Transformer
+from common.options import Size, Within
 from common.runtime import Runtime, UsageError
 from common.training import Batches, TrainingOptions, Version
 
@@ -31,16 +32,21 @@ class PipelineOptions(TrainingOptions):
 
     model: str = "gpt2-deep"
     """A name of common/models/configs.py."""
-    batch: int = 11
+    batch: Size = 11
     """Samples of the batch; all pass every stage."""
-    micro_batches: int = 8
+    micro_batches: Size = 8
     """Parts into which the batch is cut; they differ by one sample at the most."""
-    chunks: int = 2
+    chunks: Annotated[int, Within(1, 1000)] = 2
     """Stages of each rank in the interleaved schedule."""
     balance: Literal["layers", "cost"] = "layers"
     """Stages of equally many layers, or of equal time, as rank 0 measures it for layers, embeddings and head."""
     checkpointing: bool = False
     """Keep the input of each layer alone, and compute the layer again for its backward pass."""
+
+
+@dataclass
+class InOrderOptions(PipelineOptions, without=("chunks",)):
+    """Options of the schedules that fix the number of stages of a rank."""
 
 
 def make_pipeline(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Pipeline:
@@ -68,16 +74,12 @@ def make_batches(o: PipelineOptions, group: Group, device: torch.device) -> Batc
 
 def check(rt: Runtime, o: PipelineOptions) -> None:
     """Refuse what cannot run, before any rank waits for another."""
-    if o.chunks < 1:
-        raise UsageError(f"--chunks {o.chunks}: a rank needs at least 1 stage")
     c = o.model_config()
     if c.positions == "learned" and o.sequence > c.sequence:
         raise UsageError(
             f"--sequence {o.sequence} is too long for {o.model}, which has {c.sequence} learned positions"
         )
-    if o.batch < 1:
-        raise UsageError(f"--batch {o.batch}: at least 1 is needed")
-    if not 1 <= o.micro_batches <= o.batch:
+    if o.micro_batches > o.batch:
         raise UsageError(
             f"--batch {o.batch} cannot be cut into {o.micro_batches} micro-batches; give between 1 and {o.batch}"
         )

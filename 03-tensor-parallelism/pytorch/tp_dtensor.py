@@ -91,7 +91,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 @dataclass
-class DTensorOptions(MegatronOptions):
+class DTensorOptions(MegatronOptions, without=("dropout",)):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
@@ -125,8 +125,6 @@ def main(rt: Runtime, o: DTensorOptions) -> bool:
                 f"{number} {what} do not divide over {rt.world_size} ranks, which this plan needs; "
                 f"tp_megatron.py does without"
             )
-    if o.dropout:
-        raise UsageError("--dropout is for tp_megatron.py; here it must be 0")
     return lesson(rt, o, VERSIONS, make_version, step_bytes, unseen=("dtensor",))
 
 

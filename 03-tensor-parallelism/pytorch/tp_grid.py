@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from common.comm import Group, sizes_of
 from common.lesson import LessonOptions
+from common.options import Count, Size
 from common.runtime import UsageError
 
 ALGORITHMS = ("summa", "cannon")
@@ -159,20 +160,20 @@ def panels(inner: slice, grid: Grid, each: int = 1) -> list[Panel]:
 
 
 @dataclass
-class GridOptions(LessonOptions):
+class GridOptions(LessonOptions, without=("data",)):
     """Sizes and grid of tp_summa.py."""
 
-    steps: int = 5
+    steps: Count = 5
     """Rounds that are timed."""
-    shape: tuple[int, int, int] = (211, 190, 167)
+    shape: tuple[Size, Size, Size] = (211, 190, 167)
     """Rows of A, inner dimension, columns of B."""
-    grid: tuple[int, int] | None = None
+    grid: tuple[Count, Count] | None = None
     """Rows and columns of the grid of ranks; the most square one when left out."""
-    layers: int = 1
+    layers: Count = 1
     """Grids on top of one another; each takes a part of the sum."""
     algorithms: tuple[str, ...] = ()
     """summa, cannon; when left out, those that the grid allows."""
-    panels: int = 1
+    panels: Size = 1
     """Panels in which SUMMA broadcasts a block."""
     overlap: bool = True
     """Broadcast the next panel while one is multiplied."""
@@ -181,17 +182,13 @@ class GridOptions(LessonOptions):
 
     def check(self, n: int) -> None:
         """Settles the grid for n ranks. Raises UsageError for what cannot run."""
-        if min(self.shape) < 1:
-            raise UsageError(
-                f"--shape {self.shape}: rows, inner dimension and columns, each at least 1, such as 211 190 167"
-            )
-        if self.layers < 1 or n % self.layers:
+        if n % self.layers:
             fitting = ", ".join(str(x) for x in range(1, n + 1) if n % x == 0)
             raise UsageError(f"--layers {self.layers}: {n} ranks divide into {fitting} layers")
         if self.grid is None:
             self.grid = most_square(n // self.layers)
         rows, columns = self.grid
-        if min(self.grid) < 1 or rows * columns * self.layers != n:
+        if rows * columns * self.layers != n:
             near = " ".join(map(str, most_square(n // self.layers)))
             raise UsageError(
                 f"--grid {rows} {columns} --layers {self.layers} needs {rows * columns * self.layers} ranks, "
@@ -208,5 +205,3 @@ class GridOptions(LessonOptions):
             )
         if not self.algorithms:
             self.algorithms = ALGORITHMS if rows == columns else ALGORITHMS[:1]
-        if self.panels < 1:
-            raise UsageError(f"--panels {self.panels}: at least 1 is needed")

@@ -24,7 +24,7 @@ LANGUAGES = {"pytorch": "pytorch", "tp_libtorch": "libtorch", "tp_mpi": "cpp-mpi
 
 
 @dataclass
-class LanguageOptions(TensorOptions):
+class LanguageOptions(TensorOptions, without=("micro_batches", "scaling", "data")):
     """Shape of the layer and of x."""
 
     versions: tuple[str, ...] = tuple(LANGUAGES)

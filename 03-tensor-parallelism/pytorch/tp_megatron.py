@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ from common.lesson import run
 from common.mesh import Mesh
 from common.models.dropout import Dropout
 from common.models.transformer import Attention, Layer, Transformer, TransformerConfig
+from common.options import Within
 from common.placement import split_tokens_along, sum_gradients
 from common.runtime import Runtime, UsageError
 from common.training import Version
@@ -229,7 +230,7 @@ class MegatronOptions(TensorOptions):
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Within(0, 0.999999)] = 0.0
     """Share of numbers that training sets to zero: the same ones on every mesh."""
 
     def model_config(self) -> TransformerConfig:

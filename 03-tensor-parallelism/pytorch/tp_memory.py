@@ -26,6 +26,7 @@ from tp_megatron import MegatronOptions, check_split, tensor_parallel
 from tp_training import tp_group
 
 from common.comm import Group
+from common.comparison import check
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
 from common.models.transformer import Transformer, TransformerConfig
@@ -57,7 +58,10 @@ def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -
 
 
 @dataclass
-class MemoryOptions(MegatronOptions):
+class MemoryOptions(
+    MegatronOptions,
+    without=("steps", "micro_batches", "dropout", "benchmark", "scaling", "data", "json", "plot"),
+):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
@@ -68,11 +72,10 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     """The table; True where what is counted is the formula, to the byte."""
     c, n = o.model_config(), rt.world_size
     check_split(c, n)
-    if min(o.batch, o.sequence) < 1:
-        raise UsageError(f"--batch {o.batch} --sequence {o.sequence}: each must be at least 1")
-    if c.mlp != "gelu" or c.dropout or o.sequence % n or c.mlp_width % n:
+    check(rt, VERSIONS, o)
+    if c.mlp != "gelu" or o.sequence % n or c.mlp_width % n:
         raise UsageError(
-            f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2 without dropout, its MLP and the "
+            f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2, its MLP and the "
             f"sequence divided by {n} ranks; gpt2-tiny with 32 tokens would do on 1, 2 and 4"
         )
     title = f"bytes that a layer keeps on a rank: {o.model}, {o.dtype}, {o.batch} x {o.sequence} tokens, {n} ranks"

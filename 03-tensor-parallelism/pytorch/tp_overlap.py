@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich.table import Table
@@ -44,6 +44,7 @@ from common.lesson import DTYPES, console, run
 from common.measure import in_turn
 from common.mesh import Mesh
 from common.models.transformer import Transformer
+from common.options import Size, Within
 from common.placement import sum_gradients
 from common.runtime import Runtime, UsageError
 from common.training import Version
@@ -214,9 +215,9 @@ class OverlapOptions(MegatronOptions):
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    pieces: int = 2
+    pieces: Size = 2
     """Pieces into which a rank cuts its slice."""
-    link: float = LINK
+    link: Annotated[float, Within(1e-6, 1e6)] = LINK
     """GB/s of the link that --benchmark pretends in its second table."""
 
 
@@ -305,8 +306,6 @@ def main(rt: Runtime, o: OverlapOptions) -> bool:
         raise UsageError(
             f"--sequence {o.sequence} does not divide over {rt.world_size} ranks; {below or rt.world_size} would do"
         )
-    if o.pieces < 1 or not o.link > 0:
-        raise UsageError(f"--pieces {o.pieces} --link {o.link:g}: at least 1 piece, and a speed above 0")
     if not o.benchmark:
         return lesson(rt, o, VERSIONS, make_version, step_bytes)
     if rt.world_size > 1:

@@ -12,6 +12,7 @@ from torch import nn
 from common.comm import Group
 from common.comparison import Formula, benchmark, check, prove, report
 from common.mesh import Mesh
+from common.options import Size
 from common.runtime import Runtime
 from common.training import TrainingOptions, Version
 
@@ -20,7 +21,7 @@ from common.training import TrainingOptions, Version
 class TensorOptions(TrainingOptions):
     """Model and batch of the lessons of chapter 03."""
 
-    micro_batches: int = 1
+    micro_batches: Size = 1
     """Parts into which the samples are cut to accumulate gradients."""
 
 

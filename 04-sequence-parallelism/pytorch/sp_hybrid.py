@@ -51,6 +51,7 @@ from common.comparison import prove
 from common.lesson import run
 from common.models.configs import config
 from common.models.transformer import Transformer
+from common.options import Count
 from common.runtime import Runtime, UsageError
 from common.training import Version
 
@@ -64,7 +65,7 @@ class HybridOptions(SequenceOptions):
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    inner: int = 2
+    inner: Count = 2
     """Ranks of a row, which swap tokens for heads; the others of their column make a ring."""
 
 
@@ -165,7 +166,7 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: HybridOptions) -> Fr
 def check(rt: Runtime, o: HybridOptions) -> None:
     """Refuse what cannot run, before any rank waits for another."""
     comparison.check(rt, VERSIONS, o)
-    if o.inner < 1 or rt.world_size % o.inner:
+    if rt.world_size % o.inner:
         fits = ", ".join(str(u) for u in range(1, rt.world_size + 1) if rt.world_size % u == 0)
         raise UsageError(f"--inner {o.inner} does not divide {rt.world_size} ranks; {fits} would")
     check_heads(o.shape[1] if o.benchmark else config(o.model).heads, o.inner)

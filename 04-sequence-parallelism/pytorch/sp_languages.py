@@ -31,6 +31,7 @@ from torch import Tensor
 from common import comparison, ledger
 from common.comm import Group
 from common.lesson import run
+from common.options import Count, Size
 from common.runtime import Runtime, UsageError
 
 VERSIONS = ("pytorch", "sp_libtorch", "sp_mpi")
@@ -38,14 +39,16 @@ LANGUAGES = {"sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi"}
 
 
 @dataclass
-class LanguageOptions(SequenceOptions):
+class LanguageOptions(
+    SequenceOptions, without=("model", "batch", "sequence", "micro_batches", "benchmark", "data")
+):
     """Which languages, and the attention."""
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    shape: tuple[int, int, int] = (384, 8, 32)
+    shape: tuple[Size, Size, Size] = (384, 8, 32)
     """Tokens, heads and width of a head."""
-    steps: int = 3
+    steps: Count = 3
     """Rounds that are timed."""
 
 

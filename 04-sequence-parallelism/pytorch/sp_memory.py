@@ -38,7 +38,8 @@ from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.configs import config
 from common.models.transformer import cross_entropy_sum
-from common.runtime import Runtime, UsageError
+from common.options import Size
+from common.runtime import Runtime
 from common.training import make_model
 from common.utils.memory import peak_allocated, saved_bytes
 from common.utils.visualizer import figure, memory_lines
@@ -47,14 +48,14 @@ VERSIONS = get_args(Attention)
 
 
 @dataclass
-class MemoryOptions(SequenceOptions):
+class MemoryOptions(SequenceOptions, without=("steps", "micro_batches", "benchmark", "json")):
     """Which versions, and the attention whose peak is measured."""
 
-    sequence: int = 64
+    sequence: Size = 64
     """Tokens of a sample, all ranks together; half as many are measured, too."""
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    shape: tuple[int, int, int] = (1024, 16, 64)
+    shape: tuple[Size, Size, Size] = (1024, 16, 64)
     """Tokens, heads and width of a head: the attention whose peak is measured."""
     long_model: str = "llama-tiny"
     """The model whose peak is measured with as many tokens."""
@@ -187,10 +188,6 @@ def names(o: MemoryOptions) -> tuple[Attention, ...]:
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Saved bytes = formula; the ring's peak falls as 1/n with the sequence, and stays with a rank's tokens."""
     comparison.check(rt, VERSIONS, o)
-    if min(o.shape) < 1:
-        raise UsageError(
-            f"--shape {' '.join(map(str, o.shape))}: each must be at least 1, such as 1024 16 64"
-        )
     o = replace(o, micro_batches=1)
     lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)
     longest = longest_sequence(config(o.model))

@@ -31,24 +31,25 @@ from torch import Tensor
 from common import comm
 from common.lesson import DTYPES, LessonOptions, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.options import Count, Size
 from common.runtime import Runtime, UsageError
 
 
 @dataclass
-class Options(LessonOptions):
+class Options(LessonOptions, without=("data", "plot")):
     """The attention that is timed."""
 
-    steps: int = 5
+    steps: Count = 5
     """Rounds that are timed."""
     dtype: Literal["float64", "float32"] = "float32"
     """Type of all numbers."""
-    batch: int = 1
+    batch: Size = 1
     """Samples."""
-    heads: int = 8
+    heads: Size = 8
     """Heads of queries, keys and values."""
-    sequence: int = 8192
+    sequence: Size = 8192
     """Positions of all ranks together."""
-    head_width: int = 64
+    head_width: Size = 64
     """Numbers of a head."""
 
 
@@ -91,9 +92,6 @@ class OnAllRanks:
 
 def prepare(rt: Runtime, o: Options) -> None:
     """Refuse what cannot run; one thread for torch."""
-    for name in ("batch", "heads", "sequence", "head_width", "steps"):
-        if getattr(o, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(o, name)}: at least 1 is needed")
     try:
         import sp_mpi  # noqa: F401
         from mpi4py import MPI

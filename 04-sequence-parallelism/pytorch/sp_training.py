@@ -26,6 +26,7 @@ from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.configs import config
 from common.models.transformer import Layer, Transformer
+from common.options import Size
 from common.placement import sum_gradients
 from common.runtime import Runtime, UsageError
 from common.training import Batches, TrainingOptions, Version
@@ -34,16 +35,16 @@ Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q_BHsK, k_BGsK, v_B
 
 
 @dataclass
-class SequenceOptions(TrainingOptions):
+class SequenceOptions(TrainingOptions, without=("scaling",)):
     """Model and batch of the lessons of chapter 04."""
 
-    batch: int = 3
+    batch: Size = 3
     """Samples of the global batch; every rank has a piece of each."""
-    sequence: int = 48
+    sequence: Size = 48
     """Tokens of a sample, all ranks together."""
     kernel: Kernel = "library"
     """How a block of attention is computed: by the lines of sp_block.py, or by torch's kernel for CPUs."""
-    shape: tuple[int, int, int] = (8192, 8, 64)
+    shape: tuple[Size, Size, Size] = (8192, 8, 64)
     """Tokens, heads and width of a head: the attention that --benchmark times, alone."""
 
 
@@ -121,10 +122,6 @@ def check(rt: Runtime, known: tuple[str, ...], o: SequenceOptions, orders: Itera
             check_length(o.shape[0], order, rt.world_size)
         else:
             check_length(o.sequence, order, rt.world_size, longest_sequence(config(o.model)))
-    if min(o.shape) < 1:
-        raise UsageError(
-            f"--shape {o.shape}: tokens, heads and width of a head, each at least 1, such as 8192 8 64"
-        )
     block(o.kernel, rt.device)
 
 

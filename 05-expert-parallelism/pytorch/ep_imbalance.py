@@ -41,18 +41,32 @@ from common.lesson import DTYPES, console, run
 from common.measure import in_turn
 from common.mesh import Mesh
 from common.models.moe import Experts
+from common.options import Count, Size, Width
 from common.runtime import Runtime, UsageError
 
 
 @dataclass
-class ImbalanceOptions(ExpertOptions):
+class ImbalanceOptions(
+    ExpertOptions,
+    without=(
+        "batch",
+        "sequence",
+        "micro_batches",
+        "versions",
+        "benchmark",
+        "scaling",
+        "data",
+        "json",
+        "plot",
+    ),
+):
     """The layer that is timed."""
 
-    steps: int = 5
+    steps: Count = 5
     """Rounds of timing."""
-    rows: int = 2048
+    rows: Size = 2048
     """Rows of each rank: its tokens times the experts of each."""
-    width: int = 512
+    width: Width = 512
     """D; an expert is as many times wider as in --model."""
 
 
@@ -100,9 +114,9 @@ def main(rt: Runtime, o: ImbalanceOptions) -> bool:
     """The time of a layer by the share of the busiest rank; results and bytes proved for each."""
     c, n = o.model_config(), rt.world_size
     check_split(c.experts, n)
-    if o.rows < 8 * n * c.experts or o.width < 2 or o.width % 2 or o.steps < 1:
+    if o.rows < 8 * n * c.experts or o.width % 2:
         raise UsageError(
-            f"--rows {o.rows} --width {o.width} --steps {o.steps}: the width must be even, the steps at least 1, and "
+            f"--rows {o.rows} --width {o.width}: the width must be even, and "
             f"the rows, for their shares to mean something, at least {8 * n * c.experts}"
         )
     group: Group = Mesh(rt.world, ep=n).group("ep")

@@ -49,13 +49,11 @@ LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi
 
 
 @dataclass
-class LanguageOptions(ExpertOptions):
+class LanguageOptions(ExpertOptions, without=("micro_batches", "scaling", "data")):
     """Shape of the mixture and of x."""
 
     versions: tuple[str, ...] = tuple(LANGUAGES)
     """Which versions to run."""
-    micro_batches: int = 1
-    """One: gradients are not accumulated here."""
 
 
 def plain_model(o: TrainingOptions) -> Transformer:
@@ -198,10 +196,9 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
     check(rt, tuple(LANGUAGES), o)
     c, n = o.model_config(), rt.world_size
     check_split(c.experts, n)
-    if o.batch < n or o.micro_batches != 1:
+    if o.batch < n:
         raise UsageError(
-            f"--batch {o.batch} --micro-batches {o.micro_batches}: each of {n} ranks takes samples, once; give at "
-            f"least --batch {n}, and --micro-batches 1"
+            f"--batch {o.batch} is too small for {n} ranks; give at least {n}, so that each has a sample"
         )
     if c.router == "sigmoid" or c.shared_experts or c.bias != (c.mlp == "gelu"):
         raise UsageError(f"--model {o.model}: the languages share mixtral's mixture and switch's")

@@ -38,21 +38,25 @@ from common.lesson import DTYPES, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.mesh import Mesh
 from common.models.moe import MoE, Router, Routing
+from common.options import Count, Size, Width
 from common.placement import sum_gradients
 from common.runtime import Runtime, UsageError
 
 
 @dataclass
-class LayerOptions(ExpertOptions):
+class LayerOptions(
+    ExpertOptions,
+    without=("batch", "sequence", "micro_batches", "versions", "benchmark", "scaling", "data", "plot"),
+):
     """The layer that is timed."""
 
     model: str = "mixtral-31m"
     """Whose experts: their number, kind, and their width relative to D."""
-    steps: int = 5
+    steps: Count = 5
     """Rounds of timing."""
-    tokens: int = 4096
+    tokens: Size = 4096
     """Of all ranks together."""
-    width: int = 512
+    width: Width = 512
     """D."""
 
 
@@ -108,10 +112,10 @@ def check_even(o: LayerOptions, n: int) -> None:
     """Raises UsageError where the load would not be even."""
     E = o.model_config().experts
     check_split(E, n)
-    if o.width < 2 or o.width % 2 or o.steps < 1 or o.tokens < 1 or o.tokens % (n * E):
+    if o.width % 2 or o.tokens % (n * E):
         near = max(1, round(o.tokens / (n * E))) * n * E
         raise UsageError(
-            f"--tokens {o.tokens} --width {o.width} --steps {o.steps}: the width must be even, the steps at least 1, "
+            f"--tokens {o.tokens} --width {o.width}: the width must be even, "
             f"and the tokens a multiple of {n} rank(s) times {E} experts, so that the load is even: {near} would do"
         )
 

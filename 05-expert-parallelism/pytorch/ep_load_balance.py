@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import cast
+from typing import Annotated, cast
 
 import torch
 from ep_moe import Lesson, MoEOptions, check_split
@@ -46,6 +46,7 @@ from common.comparison import check, prove
 from common.lesson import console, run
 from common.models.moe import Routing
 from common.models.transformer import cross_entropy_sum
+from common.options import Within
 from common.runtime import Runtime
 from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import figure, load_map
@@ -54,16 +55,16 @@ VERSIONS = ("none", "switch", "gshard", "bias")
 
 
 @dataclass
-class BalanceOptions(MoEOptions):
+class BalanceOptions(MoEOptions, without=("capacity_factor", "benchmark", "scaling")):
     """What balances, and how strongly."""
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    coefficient: float = 0.01
+    coefficient: Annotated[float, Within(0, 1000)] = 0.01
     """a, of the loss; 0.01 as in Switch."""
-    rate: float = 0.01
+    rate: Annotated[float, Within(0, 1000)] = 0.01
     """u, by which a bias moves in a step; DeepSeek-V3's is 0.001, for longer training."""
-    curve_steps: int = 80
+    curve_steps: Annotated[int, Within(0, 10**9)] = 80
     """Steps of the training whose loads are shown; 0 for none."""
 
 

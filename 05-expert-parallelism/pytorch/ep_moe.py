@@ -34,9 +34,10 @@ import statistics
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Annotated
 
 import torch
-from ep_training import ExpertOptions, check_capacity, check_micro_batches, mixtures
+from ep_training import ExpertOptions, check_micro_batches, mixtures
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -49,6 +50,7 @@ from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.moe import Experts
 from common.models.transformer import Transformer
+from common.options import Within
 from common.placement import shard, sum_gradients
 from common.runtime import Runtime, UsageError
 from common.training import Version
@@ -62,7 +64,7 @@ class MoEOptions(ExpertOptions):
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    capacity_factor: float = 1.25
+    capacity_factor: Annotated[float, Within(1e-6, 1000)] = 1.25
     """c, with the version `capacity`: the multiple of an even share that an expert takes of a sequence."""
 
 
@@ -221,7 +223,6 @@ class Lesson:
 def refuse(rt: Runtime, o: MoEOptions, versions: tuple[str, ...]) -> None:
     """Raises UsageError for what cannot run, before any rank waits for another."""
     check(rt, versions, o)
-    check_capacity(o.capacity_factor)
     check_split(o.model_config().experts, rt.world_size)
     check_micro_batches(rt, o)
 

@@ -38,7 +38,8 @@ from common import comm
 from common.comm import Group, Pending, sizes_of
 from common.lesson import run
 from common.models.transformer import Transformer
-from common.runtime import Runtime, UsageError
+from common.options import Size
+from common.runtime import Runtime
 from common.training import Version
 
 VERSIONS = ("at-once", "pieces")
@@ -50,7 +51,7 @@ class OverlapOptions(MoEOptions):
 
     versions: tuple[str, ...] = VERSIONS
     """Which versions to run."""
-    pieces: int = 2
+    pieces: Size = 2
     """P, into which each expert's rows are cut."""
 
 
@@ -160,8 +161,6 @@ class OverlapLesson(Lesson):
 def main(rt: Runtime, o: OverlapOptions) -> bool:
     """Prove both, or with --benchmark time them: the column "blocked" is what is not hidden."""
     refuse(rt, o, VERSIONS)
-    if o.pieces < 1:
-        raise UsageError(f"--pieces {o.pieces}: at least 1 piece is needed")
     return prove_or_time(rt, o, OverlapLesson())
 
 

@@ -36,10 +36,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 import torch
-from ep_training import ExpertOptions, check_capacity, drain, mixtures, observed
+from ep_training import ExpertOptions, drain, mixtures, observed
 from rich.table import Table
 from torch import Tensor
 
@@ -49,6 +50,7 @@ from common.ledger import Ledger
 from common.lesson import console, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
+from common.options import Count, Within
 from common.placement import sum_gradients
 from common.runtime import Runtime
 from common.training import Batches, Version, make_model, training_step
@@ -58,20 +60,20 @@ VERSIONS = ("plain", "z-loss")
 
 
 @dataclass
-class RouterOptions(ExpertOptions):
+class RouterOptions(ExpertOptions, without=("benchmark", "scaling", "json")):
     """How the routers are set."""
 
     model: str = "switch-tiny"
     """A name of common/models/configs.py, of a model with experts."""
-    steps: int = 60
+    steps: Count = 60
     """Training steps, before the tokens are routed."""
     versions: tuple[str, ...] = VERSIONS
     """Which models to train."""
-    capacity_factor: float = 1.25
+    capacity_factor: Annotated[float, Within(1e-6, 1000)] = 1.25
     """c, the multiple of an even share that an expert takes."""
-    jitter: float = 0.01
+    jitter: Annotated[float, Within(0, 1)] = 0.01
     """eps."""
-    z_coefficient: float = 1e-2
+    z_coefficient: Annotated[float, Within(0, 1000)] = 1e-2
     """Of the z-loss; ST-MoE's is 1e-3, for longer training."""
 
 
@@ -200,7 +202,6 @@ def load_table(found: dict[str, Tensor], tokens: int) -> Table:
 def main(rt: Runtime, o: RouterOptions) -> bool:
     """Train, route the same tokens by each router, and compare the loads with one device's."""
     check(rt, VERSIONS, o)
-    check_capacity(o.capacity_factor)
     out, models, rows = console(rt), {}, []
     for name in o.versions:
         models[name], loss, logits = train(rt, o, name)

@@ -13,6 +13,7 @@ from common.comm import sizes_of
 from common.equality import largest
 from common.models.moe import MoE, Routing
 from common.models.transformer import TransformerConfig
+from common.options import Size
 from common.runtime import Runtime, UsageError
 from common.training import TrainingOptions
 
@@ -23,7 +24,7 @@ class ExpertOptions(TrainingOptions):
 
     model: str = "mixtral-tiny"
     """A name of common/models/configs.py, of a model with experts."""
-    batch: int = 16
+    batch: Size = 16
     """Samples of the global batch; ranks take parts that differ by one sample at the most."""
 
     def model_config(self) -> TransformerConfig:
@@ -67,12 +68,6 @@ def check_micro_batches(rt: Runtime, o: TrainingOptions) -> None:
             f"--batch {o.batch} gives a rank {o.batch // rt.world_size} samples, too few for {o.micro_batches} "
             f"micro-batches; give at least --batch {rt.world_size * o.micro_batches}"
         )
-
-
-def check_capacity(factor: float) -> None:
-    """Raises UsageError for a capacity factor that is none."""
-    if not 0 < factor <= 1000:
-        raise UsageError(f"--capacity-factor {factor:g}: give a number above 0, at most 1000, such as 1.25")
 
 
 def part_of_rank(x_EN: Tensor, rt: Runtime) -> Tensor:

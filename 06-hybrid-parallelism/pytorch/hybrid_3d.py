@@ -22,22 +22,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_training import HybridOptions, lesson
-from sp_sequence_parallel import Attention
-from tyro.conf import Suppress
 
 from common.lesson import run
 from common.runtime import Runtime
 
 
 @dataclass
-class Options(HybridOptions):
+class Options(HybridOptions, without=("ep", "sp", "attention")):
     """A dense model on pp, dp and tp."""
 
     model: str = "llama-tiny"
     """A name of common/models/configs.py."""
-    ep: Suppress[int] = 1
-    sp: Suppress[int] = 1
-    attention: Suppress[Attention] = "zigzag"
 
 
 def main(rt: Runtime, o: Options) -> bool:

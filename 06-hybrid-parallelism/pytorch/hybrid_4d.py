@@ -19,19 +19,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_training import HybridOptions, lesson
-from tyro.conf import Suppress
 
 from common.lesson import run
 from common.runtime import Runtime
 
 
 @dataclass
-class Options(HybridOptions):
+class Options(HybridOptions, without=("ep",)):
     """A dense model on pp, dp, sp and tp."""
 
     model: str = "llama-tiny"
     """A name of common/models/configs.py."""
-    ep: Suppress[int] = 1
 
 
 def main(rt: Runtime, o: Options) -> bool:

@@ -12,31 +12,31 @@ Paths in a file are taken as on the command line: from the folder one stands in.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-import tyro
 from hybrid_training import HybridOptions
 
+from common import options
 from common.models.huggingface import read_config
 from common.models.transformer import TransformerConfig
+from common.options import Count, Size, Within, check_folder
 from common.runtime import UsageError
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 T = TypeVar("T")
+CountOrNone = Annotated[int, Within(0, 10**9)]
+Factor = Annotated[float, Within(0, 1e30)]
 
 
 @dataclass
-class TrainOptions(HybridOptions):
+class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
     """Everything that a run can be told."""
 
     config: Path | None = None
@@ -45,45 +45,45 @@ class TrainOptions(HybridOptions):
     """A name of common/models/configs.py."""
     init: Path | None = None
     """Folder with a model of Hugging Face's to begin with, instead of --model."""
-    steps: int = 100
+    steps: Count = 100
     """Steps of the whole run, those before it was resumed included."""
-    batch: int = 16
+    batch: Size = 16
     """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
-    sequence: int = 64
+    sequence: Size = 64
     """Tokens of a sample."""
     dtype: Literal["float64", "float32"] = "float32"
     """Type of weights and gradients."""
     tokens: Literal["bytes", "uint16", "uint32"] = "bytes"
     """How to read --data: bytes of text, or a file of token numbers; a .npy file says itself what it holds."""
-    learning_rate: float = 1e-3
+    learning_rate: Factor = 1e-3
     """The largest; it grows to it for --warm-up steps, then falls along a cosine."""
-    warm_up: int = 10
+    warm_up: CountOrNone = 10
     """Steps in which the learning rate grows."""
-    final: float = 0.1
+    final: Factor = 0.1
     """Share of the learning rate that the last step has."""
-    weight_decay: float = 0.1
+    weight_decay: Factor = 0.1
     """AdamW's, on matrices and embeddings; norms and biases have none."""
-    clip: float = 1.0
+    clip: Factor = 1.0
     """Largest norm of the gradient; 0 leaves it as it is."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does: stop all ranks, or leave out the step."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps from one line of numbers to the next."""
-    evaluate_every: int = 50
+    evaluate_every: CountOrNone = 50
     """Steps between evaluations; 0 for none. There is one more at the end."""
-    evaluation: int = 64
+    evaluation: Count = 64
     """Samples of the validation text in an evaluation, the same ones every time."""
-    generate: int = 0
+    generate: CountOrNone = 0
     """Tokens of text to write after each evaluation."""
     prompt: str = "def "
     """What that text begins with."""
-    temperature: float = 0.8
+    temperature: Factor = 0.8
     """0 takes the likeliest token; 1 draws as the model says."""
     checkpoints: Path | None = None
     """Folder for checkpoints, seen by all ranks. The newest good one in it is where the run begins."""
-    checkpoint_every: int = 100
+    checkpoint_every: Count = 100
     """Steps between checkpoints; there is one more at the end, and when the run is told to stop."""
-    keep: int = 3
+    keep: Count = 3
     """Checkpoints to keep."""
     asynchronous: bool = False
     """Write checkpoints while training goes on."""
@@ -93,18 +93,16 @@ class TrainOptions(HybridOptions):
     """Folder for the trained model as Hugging Face's transformers reads it."""
     tensorboard: Path | None = None
     """Folder for TensorBoard."""
-    peak_tflops: float | None = None
+    peak_tflops: Factor | None = None
     """What a rank's device can do, its share where ranks share one, in 10^12 operations a second, for MFU; measured by
     products of matrices if left out."""
     trace: Path | None = None
     """Folder for Chrome traces: of this run's third step, and of the next one after a rank gets SIGUSR1."""
     plot: Path | None = None
     """Picture of all runs in the --json file, drawn at the end."""
-    timeout: float = 60.0
+    timeout: Annotated[float, Within(1e-3, 1e6)] = 60.0
     """Seconds, the longest that any wait may last, also that for the disk to take a checkpoint or --export."""
     trace_all: ClassVar[bool] = False
-    benchmark: tyro.conf.Suppress[bool] = False
-    scaling: tyro.conf.Suppress[Literal["strong", "weak"]] = "strong"
 
     def model_config(self) -> TransformerConfig:
         """The model's shape: that of the folder, or of the name."""
@@ -114,16 +112,7 @@ class TrainOptions(HybridOptions):
         """A file of tokens may be larger than the memory: `Shuffled` looks at it."""
 
     def check(self) -> None:
-        """Raises UsageError for numbers that no run can have."""
-        at_least = dict.fromkeys(("steps", "log_every", "keep", "checkpoint_every", "evaluation"), 1)
-        at_least |= dict.fromkeys(("warm_up", "generate", "evaluate_every"), 0)
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} {getattr(self, name)}: give at least {least}")
-        for name in ("learning_rate", "weight_decay", "clip", "temperature", "final", "peak_tflops"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1e30:
-                raise UsageError(f"--{name.replace('_', '-')} {value:g}: give a number from 0 to 1e30")
+        """Raises UsageError for options that contradict one another."""
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
         if self.generate:
@@ -138,15 +127,8 @@ class TrainOptions(HybridOptions):
         """What will be written at the end can be written now. Raises UsageError."""
         for name in ("checkpoints", "export", "trace", "tensorboard", "plot"):
             target: Path | None = getattr(self, name)
-            if target is None:
-                continue
-            folder = target.absolute().parent if name == "plot" else target
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                TemporaryFile(dir=folder).close()
-            except OSError as error:
-                why = f"{folder} is a file" if isinstance(error, FileExistsError) else error.strerror
-                raise UsageError(f"--{name} {target} cannot be written: {why}") from None
+            if target is not None:
+                check_folder(name, target, target.absolute().parent if name == "plot" else target)
 
 
 def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:
@@ -156,7 +138,7 @@ def parse(options_type: type[T], description: str | None = None, args: Sequence[
     finder.add_argument("--config", type=Path)
     file = finder.parse_known_args(given)[0].config
     default = from_file(options_type, file) if file else options_type()
-    return tyro.cli(options_type, default=default, args=given, description=description)
+    return options.parse(options_type, description, given, default)
 
 
 def from_file(options_type: type[T], file: Path) -> T:
@@ -175,15 +157,12 @@ def from_file(options_type: type[T], file: Path) -> T:
             hint = f"did you mean {near[0]}?" if near else "--help shows what there is"
             raise UsageError(f"{file}: there is no option {key!r}; {hint}")
         arg = as_arguments(key, value)
-        quiet = io.StringIO()
         try:
-            with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
-                tyro.cli(options_type, args=arg)
-        except SystemExit:
-            wanted = next(f.type for f in fields(options_type) if f.name.replace("_", "-") == key)  # type: ignore[arg-type]
-            raise UsageError(f"{file}: {key} = {value!r} is not of type {wanted}") from None
+            options.parse(options_type, args=arg)
+        except UsageError as error:
+            raise UsageError(f"{file}: {key} = {value!r}: {error}") from None
         args += arg
-    return tyro.cli(options_type, args=args)
+    return options.parse(options_type, args=args)
 
 
 def as_arguments(key: str, value: object) -> list[str]:

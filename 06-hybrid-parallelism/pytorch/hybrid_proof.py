@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import tyro
 from hybrid_bytes import StepBytes
 from hybrid_rows import of_meshes, table
 from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of, timed
@@ -41,6 +40,7 @@ from common.equality import (
 from common.lesson import DTYPES, write_records
 from common.measure import BenchmarkRecord
 from common.mesh import AXES
+from common.options import Checked, Count, Ranks, exit_on_bad_input, parse
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
@@ -173,12 +173,12 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
 
 
 @dataclass
-class ProofOptions:
+class ProofOptions(Checked):
     """Which rows, and where to."""
 
-    every: int = 1
+    every: Count = 1
     """One row of so many."""
-    ranks: tuple[int, ...] = (8, 12, 16, 32)
+    ranks: tuple[Ranks, ...] = (8, 12, 16, 32)
     """Sizes of the worlds."""
     meshes: tuple[str, ...] = ()
     """Meshes to prove in place of the table's, each in words: 'pp=2 dp=2 zero=1'."""
@@ -190,8 +190,6 @@ class ProofOptions:
 
 def main(o: ProofOptions) -> int:
     """0 where all rows hold, 1 where one does not."""
-    if o.every < 1:
-        raise UsageError(f"--every {o.every}: give at least 1")
     todo = of_meshes(o.meshes) or {n: of_n for n, of_n in table(o.every).items() if n in o.ranks}
     if not todo:
         raise UsageError(
@@ -217,10 +215,8 @@ def main(o: ProofOptions) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(ProofOptions, description=__doc__)))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        with exit_on_bad_input():
+            sys.exit(main(parse(ProofOptions, __doc__)))
     except RankError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)

@@ -31,7 +31,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from tp_dtensor import dtensor_parallel
-from tyro.conf import Suppress
 
 from common.comparison import report
 from common.equality import OPTIMIZERS, compare, follow, worst_of_world
@@ -44,14 +43,17 @@ from common.training import Batches, Version, make_model, training_step
 
 
 @dataclass
-class Options(HybridOptions):
+class Options(
+    HybridOptions,
+    without=(
+        *("ep", "sp", "schedule", "chunks", "attention", "sequence_parallel"),
+        *("checkpointing", "precision", "clip", "scaling", "explain"),
+    ),
+):
     """A dense model on pp, dp and tp."""
 
     model: str = "llama-tiny"
     """A name of common/models/configs.py: one whose head is not its embedding."""
-    ep: Suppress[int] = 1
-    sp: Suppress[int] = 1
-    explain: Suppress[bool] = False
 
 
 def sharded(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> FSDPModule:
@@ -115,14 +117,6 @@ def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
             f"--batch {o.batch} --micro-batches {o.micro_batches}: torch wants equal micro-batches, at least "
             f"as many as stages; --batch {max(1, o.batch // parts) * parts} "
             f"--micro-batches {max(o.micro_batches, o.pp)} would do"
-        )
-    if o.scaling == "weak":
-        raise UsageError(
-            "--scaling weak: torch's stages are made for one size of batch; give --scaling strong"
-        )
-    if o.schedule != "1f1b" or o.sequence_parallel or o.checkpointing or o.precision != "full" or o.clip:
-        raise UsageError(
-            "here the schedule is 1f1b, without sequence parallelism, checkpointing, clipping and 16 bits"
         )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-import tyro
 from hybrid_bytes import StepBytes
 from hybrid_check import check
 from hybrid_explain import bytes_table, explain, title
@@ -28,6 +26,7 @@ from common.ledger import Ledger, Row
 from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
+from common.options import Ranks, Size, Within
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
 from common.training import (
@@ -42,26 +41,26 @@ from common.training import (
 
 
 @dataclass
-class HybridOptions(TrainingOptions):
+class HybridOptions(TrainingOptions, without=("versions",)):
     """Mesh, layout, model and batch of the lessons of chapter 06."""
 
     model: str = "mixtral-tiny"
     """A name of common/models/configs.py."""
-    batch: int = 16
+    batch: Size = 16
     """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
-    pp: int = 1
+    pp: Ranks = 1
     """Ranks along pp: stages of layers."""
-    dp: int | None = None
+    dp: Ranks | None = None
     """Ranks along dp: replicas of the batch; all ranks that the other axes leave when left out."""
-    ep: int = 1
+    ep: Ranks = 1
     """Ranks along ep: experts, and one more axis of samples."""
-    sp: int = 1
+    sp: Ranks = 1
     """Ranks along sp: pieces of the sequence."""
-    tp: int = 1
+    tp: Ranks = 1
     """Ranks along tp: pieces of each matrix."""
     schedule: Schedule = "1f1b"
     """What the stages do in which order."""
-    chunks: int = 2
+    chunks: Annotated[int, Within(1, 1000)] = 2
     """Stages of each rank, where the schedule is interleaved."""
     attention: Attention = "zigzag"
     """How ranks along sp attend to one another's tokens."""
@@ -73,9 +72,8 @@ class HybridOptions(TrainingOptions):
     """Keep the input of each layer alone and compute the layer again for its backward pass."""
     precision: Literal["full", "bfloat16"] = "full"
     """Type in which products are computed; full is that of the weights."""
-    clip: float = 0.0
+    clip: Annotated[float, Within(0, 1e30)] = 0.0
     """Largest norm of the gradient; 0 leaves it as it is."""
-    versions: tyro.conf.Suppress[tuple[str, ...]] = ()
     explain: bool = False
     """Print the mesh, everyone's place, the groups, and the bytes of a step before it runs."""
 
@@ -104,8 +102,6 @@ class HybridOptions(TrainingOptions):
 def make_hybrid(rt: Runtime, o: HybridOptions, mesh: Mesh) -> Hybrid:
     """The model of the options on the mesh. Raises UsageError where it does not fit, on all ranks alike."""
     check(o.model_config(), mesh, o.layout(), o.batch, o.sequence)
-    if not 0 <= o.clip < math.inf:
-        raise UsageError(f"--clip {o.clip:g}: give a norm above 0, such as 1, or 0 for none")
     return Hybrid(o.model_config(), mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed)
 
 

@@ -21,13 +21,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-import tyro
 from fived import collectives, mpi
 from mpi4py import MPI
 from rich.console import Console
@@ -35,6 +34,7 @@ from rich.table import Table
 
 from common import mpi_backend
 from common.lesson import write_records
+from common.options import Checked, Within, parse
 from common.utils.bandwidth import Row
 from common.watchdog import UsageError
 
@@ -45,24 +45,22 @@ WORLD = MPI.COMM_WORLD
 
 
 @dataclass
-class Options:
+class Options(Checked):
     """Sizes and repeats."""
 
     collectives: tuple[Name, ...] = ("all-reduce",)
     """What to measure, a table each."""
-    sizes: tuple[int, ...] = (4, 4096, 65536, 2**20, 2**22, 2**24, 2**26)
+    sizes: tuple[Annotated[int, Within(4, 2**40)], ...] = (4, 4096, 65536, 2**20, 2**22, 2**24, 2**26)
     """Bytes of the buffer, float32: the larger of what a rank holds before and after."""
-    repeats: int = 21
+    repeats: Annotated[int, Within(5, 10**9)] = 21
     """Timed calls of each, in turn, after three to warm up."""
     json: Path | None = None
     """File to which a record for each size and implementation is appended."""
 
     def check(self) -> None:
         """Raises UsageError for what cannot be measured."""
-        if not self.sizes or min(self.sizes) < 4:
-            raise UsageError(f"--sizes {self.sizes}: bytes of float32, at least 4 each, such as 4 65536")
-        if self.repeats < 5:
-            raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
+        if not self.sizes:
+            raise UsageError("--sizes is empty; give bytes of float32, such as 4 65536")
         if not self.collectives:
             raise UsageError(f"--collectives: at least one of {', '.join(get_args(Name))}")
         if WORLD.size < 2:
@@ -251,7 +249,7 @@ def main(options: Options) -> bool:
 
 if __name__ == "__main__":
     try:
-        sys.exit(0 if main(tyro.cli(Options, description=__doc__)) else 1)
+        sys.exit(0 if main(parse(Options, __doc__)) else 1)
     except UsageError as error:
         if WORLD.rank == 0:
             print(f"error: {error}", file=sys.stderr)

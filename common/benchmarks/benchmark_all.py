@@ -22,9 +22,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -43,6 +42,7 @@ from common import spawn
 from common.benchmarks import forked, peaks, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
+from common.options import Checked, Count, Ranks, Within, exit_on_bad_input, parse
 from common.utils.environment import describe
 from common.watchdog import UsageError
 
@@ -62,16 +62,16 @@ IMPORTANT = (
 
 
 @dataclass
-class Options:
+class Options(Checked):
     """What to run and where to write."""
 
     output: Path = Path("results")
     """Folder for records, plots, logs and report.html."""
     only: tuple[str, ...] = ()
     """Patterns of the cases to run, such as dp_basic or '*-weak-2'."""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Ranks, ...] = ()
     """Rank counts; left out: those that the cases list, up to the cores."""
-    cores: int | None = None
+    cores: Count | None = None
     """Cores of all hosts together; left out: those of this machine."""
     launch: str = ""
     """What starts the ranks in place of mpirun and torchrun, such as 'mpirun --hostfile hosts -np {ranks}'."""
@@ -81,7 +81,7 @@ class Options:
     """Start every script in a new Python; left out: in a fork of one that has imported torch."""
     resume: bool = False
     """Keep the records that are there, and run what is missing or failed."""
-    timeout: float = 180.0
+    timeout: Annotated[float, Within(1e-3, 1e6)] = 180.0
     """Seconds that a case may take."""
     picture: Path | None = None
     """File for the figure of the README."""
@@ -252,10 +252,8 @@ def show_table(table: tables.Table, console: Console, columns: Sequence[str] = I
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(Options, description=__doc__)))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        with exit_on_bad_input():
+            sys.exit(main(parse(Options, __doc__)))
     except KeyboardInterrupt:
         print("stopped; --resume goes on from here", file=sys.stderr)
         sys.exit(130)

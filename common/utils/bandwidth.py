@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from rich.console import Console
@@ -27,29 +27,26 @@ from rich.table import Table
 from common import comm
 from common.lesson import DTYPES, LessonOptions, write_records
 from common.measure import in_turn
+from common.options import Within
 from common.runtime import Runtime, UsageError
 from common.utils.primitives import PRIMITIVES, Primitive, start_of
 
 
 @dataclass
-class BandwidthOptions(LessonOptions):
+class BandwidthOptions(LessonOptions, without=("steps", "seed", "data")):
     """Options of the benchmark."""
 
     dtype: Literal["float64", "float32"] = "float32"
     """Type of what the benchmark sends."""
-    sizes_mb: tuple[float, ...] = (1, 4, 16, 64)
+    sizes_mb: tuple[Annotated[float, Within(1e-6, 1e6)], ...] = (1, 4, 16, 64)
     """Sizes to measure, in MiB."""
-    repeats: int = 7
+    repeats: Annotated[int, Within(5, 10**9)] = 7
     """Samples of each size, after 2 that do not count."""
 
     def check(self) -> None:
-        """Raises UsageError for what cannot be measured."""
-        if not self.sizes_mb or not all(0 < size <= 1e6 for size in self.sizes_mb):
-            raise UsageError(
-                f"--sizes-mb {self.sizes_mb}: sizes are larger than 0, at most 1e6, such as 1 4 16 64"
-            )
-        if self.repeats < 5:
-            raise UsageError(f"--repeats {self.repeats}: a median takes at least 5 samples")
+        """Raises UsageError where nothing would be measured."""
+        if not self.sizes_mb:
+            raise UsageError("--sizes-mb is empty; give sizes in MiB, such as 1 4 16 64")
 
 
 @dataclass

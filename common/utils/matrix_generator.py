@@ -19,18 +19,17 @@ Van Loan, "A storage-efficient WY representation", 1989), so an entry takes k pr
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from common import random
+from common.options import Checked, Count, Within, exit_on_bad_input, parse
 from common.runtime import UsageError
 
 Array = NDArray[np.float64]
@@ -40,32 +39,28 @@ LARGEST = 4_000_000  # entries that the command line measures
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Checked):
     """A float64 matrix, determined by these fields. Raises UsageError for sizes that do not fit together."""
 
     kind: Kind = "random"
     """random: uniform in [-1, 1); orthogonal: orthonormal columns, or rows if wide; low-rank: exactly `rank`;
     banded: zero beyond `bandwidth` diagonals on each side; spd: symmetric positive definite."""
-    rows: int = 64
-    columns: int = 64
-    seed: int = 0
-    rank: int = 4
+    rows: Count = 64
+    columns: Count = 64
+    seed: Annotated[int, Within(0, 2**64 - 1)] = 0
+    rank: Count = 4
     """Of low-rank."""
-    bandwidth: int = 2
+    bandwidth: Annotated[int, Within(0, 10**9)] = 2
     """Of banded."""
-    condition: float = 100.0
+    condition: Annotated[float, Within(1, 1e12)] = 100.0
     """Of spd: largest eigenvalue 1, smallest 1 / condition, the others evenly between on a logarithmic scale."""
-    reflectors: int = 8
+    reflectors: Annotated[int, Within(1, 1000)] = 8
     """Of orthogonal and spd: more of them mix more."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in KINDS:
             raise UsageError(f"kind {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
-        for size in ("rows", "columns", "rank", "reflectors"):
-            if getattr(self, size) < 1:
-                raise UsageError(f"{size} must be at least 1, not {getattr(self, size)}")
-        if self.bandwidth < 0:
-            raise UsageError(f"bandwidth must be at least 0, not {self.bandwidth}")
         if self.kind == "low-rank" and self.rank > min(self.rows, self.columns):
             most = min(self.rows, self.columns)
             raise UsageError(
@@ -74,10 +69,6 @@ class Matrix:
         if self.kind == "spd" and self.rows != self.columns:
             near = f"{self.rows} x {self.rows} or {self.columns} x {self.columns}"
             raise UsageError(f"an spd matrix is square, not {self.rows} x {self.columns}; {near} would be")
-        if not 1 <= self.condition <= 1e12:
-            raise UsageError(
-                f"condition must be from 1 to 1e12, which float64 can hold, not {self.condition}"
-            )
 
     def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
         """The block [rows, columns], made alone; by default the whole."""
@@ -201,15 +192,12 @@ def properties(a: Matrix) -> dict[str, str]:
 
 def main() -> None:
     """Print what a matrix measures."""
-    try:
-        a = tyro.cli(Matrix, description="Measures a test matrix.")
+    with exit_on_bad_input():
+        a = parse(Matrix, "Measures a test matrix.")
         if a.rows * a.columns > LARGEST:
             raise UsageError(
                 f"{a.rows} x {a.columns} takes too long to measure; at most {LARGEST} entries do not"
             )
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     table = Table(title=f"{a.kind}, seed {a.seed}", show_header=False)
     for name, value in properties(a).items():
         table.add_row(name, value)

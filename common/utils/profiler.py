@@ -28,11 +28,10 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function
@@ -41,6 +40,7 @@ from torch.profiler import profile as kineto
 from common import comm, spawn
 from common.comm import Group
 from common.launch import resolve
+from common.options import Checked, Within, exit_on_bad_input, parse
 from common.runtime import Runtime
 from common.utils import timeline
 from common.utils.timeline import Event, Shares
@@ -164,14 +164,14 @@ def _show(report: Report, trace: Path) -> None:
 
 
 @dataclass
-class Options:
+class Options(Checked):
     """Profile a script on all its ranks."""
 
     script: Path
     """Python script; all that follows are its own arguments."""
     trace: Path = Path("profile")
     """Folder for trace.json, shared by all hosts."""
-    timeout: float = 60.0
+    timeout: Annotated[float, Within(1e-3, 1e6)] = 60.0
     """Seconds that rank 0 waits for the other ranks' traces."""
 
 
@@ -228,12 +228,8 @@ def main() -> None:
     """The command line above."""
     given = sys.argv[1:]
     cut = given.index("--script") + 2 if "--script" in given else len(given)
-    options = tyro.cli(Options, args=given[:cut])
-    try:
-        sys.exit(_profile_script(options, given[cut:]))  # type: ignore[arg-type]
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with exit_on_bad_input():
+        sys.exit(_profile_script(parse(Options, args=given[:cut]), given[cut:]))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""Command lines: a dataclass names its options, their types say which values they take, and all are checked here.
+
+    @dataclass
+    class Options(Checked):
+        steps: Count = 3
+        rate: Annotated[float, Within(0, 1)] = 0.5
+
+    if __name__ == "__main__":
+        with exit_on_bad_input():
+            main(parse(Options))
+
+A class that inherits options of which it has no use names them: `class Memory(Training, without=("steps", "plot"))`.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from common.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Within:
+    """Metadata of a number's type, or of a tuple's: the least and the greatest value that it may have."""
+
+    least: float
+    most: float
+
+
+Count = Annotated[int, Within(1, 10**9)]
+Size = Annotated[int, Within(1, 2**27)]  # of a batch or a sequence; more tokens do not fit a machine
+Width = Annotated[int, Within(1, 2**20)]  # of a layer
+Ranks = Annotated[int, Within(1, 4096)]
+Seed = Annotated[int, Within(0, 2**63 - 1)]
+
+
+class Checked:
+    """Base of all options. Constructing them raises UsageError for a number outside of its bounds."""
+
+    def __init_subclass__(cls, without: Sequence[str] = ()) -> None:
+        """without: inherited options that the command line shall not have; they keep their defaults."""
+        super().__init_subclass__()
+        cls.__annotations__.update(dict.fromkeys(without, Annotated[Any, tyro.conf.Suppress]))
+
+    def __post_init__(self) -> None:
+        for name, bounds in _bounds(type(self)).items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not bounds.least <= number <= bounds.most:
+                    given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                    between = f"from {bounds.least:.12g} to {bounds.most:.12g}"
+                    raise UsageError(f"--{name.replace('_', '-')} {given}: give a number {between}")
+
+
+def _bounds(options: type[Any]) -> dict[str, Within]:
+    """The bounds of all options that have them, by name."""
+
+    def found(hint: object) -> list[Within]:
+        here = [data for data in getattr(hint, "__metadata__", ()) if isinstance(data, Within)]
+        return here + [bounds for inner in get_args(hint) for bounds in found(inner)]
+
+    hints = get_type_hints(options, include_extras=True)
+    return {name: bounds[0] for name, hint in hints.items() if (bounds := found(hint))}
+
+
+def parse(
+    options: type[T],
+    description: str | None = None,
+    args: Sequence[str] | None = None,
+    default: T | None = None,
+) -> T:
+    """The options of the command line, or of `args`. Raises UsageError, one line, for what they cannot be."""
+    said = io.StringIO()
+    known: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with redirect_stderr(said):
+            found: T = tyro.cli(options, description=description, args=args, **known)
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise  # --help
+        raise UsageError(_one_line(said.getvalue())) from None
+    return found
+
+
+def _one_line(box: str) -> str:
+    """What is wrong, out of the box that tyro draws: its rows between the title and the first rule."""
+    rows = [row.strip("│ ") for row in box.splitlines()[1:-1]]
+    rules = [place for place, row in enumerate(rows) if set(row) == {"─"}]
+    return " ".join(rows[: rules[0] if rules else None]).rstrip(".") + "; --help lists the options"
+
+
+@contextmanager
+def exit_on_bad_input() -> Iterator[None]:
+    """Print a UsageError as one line and exit with 2."""
+    try:
+        yield
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_folder(option: str, target: Path, folder: Path) -> None:
+    """Make the folder in which `target` will be written. Raises UsageError where that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        why = f"{folder} is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"--{option} {target} cannot be written: {why}") from None

@@ -1,0 +1,125 @@
+"""Every option of every runnable Python file with values that it cannot have: exit code 2 and one line."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import tyro
+from test_rules import ROOT, tracked
+
+from common import lesson, options
+from common.errors import UsageError
+from common.options import Within
+from common.utils import profiler
+
+SOURCES = {
+    str(file.relative_to(ROOT)): file.read_text()
+    for file in tracked("common/*.py", "0[1-6]-*.py", "scripts/*.py")
+}
+IMPORTS_MPI = {"common/benchmarks/all_reduce.py"}  # a process that pytest runs in is no rank
+FILES = [
+    file
+    for file, source in SOURCES.items()
+    if re.search(r"\nif __name__ ==", source) and re.search(r"\b(parse|run)\((main|[A-Z])", source)
+]
+# Options to which 0 is a value like any other, and those that may be as long as one has time for.
+TAKES_0 = (
+    "seed momentum jitter coefficient rate z_coefficient dropout curve_steps bandwidth clip warm_up learning_rate "
+    "final weight_decay temperature evaluate_every generate peak_tflops"
+)
+TAKES_10_9 = (
+    "steps seed curve_steps interval repeats clip rate condition rows columns learning_rate warm_up final periods "
+    "weight_decay temperature evaluate_every generate peak_tflops log_every evaluation checkpoint_every keep cores "
+    "scale sizes every bandwidth rank"
+)
+TAKES_TEXT = "prompt"
+
+
+def inside(hint: Any) -> Iterator[Any]:
+    """A type, and all that it is made of."""
+    yield hint
+    for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
+        yield from inside(part)
+
+
+def number_of(hint: Any) -> type | None:
+    """int or float, where the option is a number or some."""
+    return next((part for part in inside(hint) if part in (int, float)), None)
+
+
+def construct(kind: type[Any], name: str, hint: Any, value: float) -> None:
+    """Options with one of another value; of a tuple all are that value. Raises UsageError."""
+    parts = next((get_args(part) for part in inside(hint) if get_origin(part) is tuple), ())
+    given = (value,) * len([part for part in parts if part is not Ellipsis]) if parts else value
+    kind(**{name: given}, **({"script": Path()} if "script" in kind.__annotations__ else {}))
+
+
+def refuses(kind: type[Any], name: str, hint: Any, value: float) -> bool:
+    """Whether the options refuse a value when they are constructed, in one line that names the option."""
+    try:
+        construct(kind, name, hint, value)
+    except UsageError as error:
+        return str(error).startswith(f"--{name.replace('_', '-')} ") and "\n" not in str(error)
+    return False
+
+
+def accepted(kind: type[Any]) -> list[list[str]]:
+    """Arguments with a bad value that options accept when they are constructed: to be refused before the work."""
+    found = [["--no-such-option", "1"]]
+    for field in fields(kind):
+        name, hint = field.name, get_type_hints(kind, include_extras=True)[field.name]
+        flag = f"--{name.replace('_', '-')}"
+        if tyro.conf.Suppress in inside(hint):
+            continue
+        if number_of(hint):
+            assert any(isinstance(part, Within) for part in inside(hint)), f"{flag} has no bounds"
+            bad = {0, -1, 10**9, 1e308, math.inf, math.nan}
+            bad -= {v for v, fine in ((0, TAKES_0), (10**9, TAKES_10_9)) if name in fine.split()}
+            length = {"shape": 3, "grid": 2}.get(name, 1)
+            found += [[flag] + [str(v)] * length for v in bad if not refuses(kind, name, hint, v)]
+        elif str in inside(hint) and name not in TAKES_TEXT:
+            found.append([flag, "nonsense"])
+    return found
+
+
+class Found(Exception):
+    """Carries what was found where a file gives its options to `parse` or `run`."""
+
+
+def start(file: str, *arguments: str) -> None:
+    """Start a file in this process, on one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [file, *arguments])
+        runpy.run_path(str(ROOT / file), run_name="__main__")
+
+
+@pytest.mark.parametrize("file", sorted(set(FILES) - IMPORTS_MPI))
+def test_bad_values_are_refused(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*given: Any, **_: Any) -> None:
+        raise Found(accepted(next(one for one in given if isinstance(one, type))))
+
+    with monkeypatch.context() as patch:
+        for module, name in ((lesson, "run"), (options, "parse"), (profiler, "parse")):
+            patch.setattr(module, name, stop)
+        with pytest.raises(Found) as found:
+            start(file)
+    for arguments in found.value.args[0]:
+        with pytest.raises(SystemExit) as end:
+            start(file, *arguments)
+        said = capsys.readouterr().err
+        assert (end.value.code, said[:7], said.count("\n")) == (2, "error: ", 1), (arguments, said)
+
+
+def test_there_is_one_parser() -> None:
+    assert [file for file, source in SOURCES.items() if "tyro.cli(" in source] == ["common/options.py"]
+    assert len(FILES) > 55
