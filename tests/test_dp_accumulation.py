@@ -61,7 +61,7 @@ def against_one_device(rt: Runtime, o: StepOptions, names: tuple[str, ...]) -> d
             added = replace(RECIPES[name], sync_each=False, checkpoint=False, library=False)
             if added not in references:
                 references[added] = alone(name, optimizer, o)
-            model = make_model(replace(o, seed=rt.rank), rt.device)
+            model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
             with Ledger() as ledger:
                 version = make_version(name, model, rt, o)
                 step = training_step(version, EpochBatches(o, rt.world, rt.device), rt.world)
@@ -170,7 +170,7 @@ def test_the_shape_of_the_schedule() -> None:
 
 def train(rt: Runtime, first: int, last: int, state: dict[str, object] | None) -> dict[str, object]:
     """Steps [first, last) of `all`, from a checkpoint; what the next run needs."""
-    model = make_model(replace(OPTIONS, seed=rt.rank), rt.device)
+    model = make_model(replace(OPTIONS, seed=OPTIONS.seed + rt.rank), rt.device)
     optimizer = scheduled(OPTIMIZERS["adamw"], list(model.parameters()), OPTIONS, first)
     if state:
         model.load_state_dict(state["model"])

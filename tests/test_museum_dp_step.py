@@ -27,7 +27,7 @@ from dp_basic import DataParallel
 from dp_loss_scaling import HALF, LossScaler, ScalingOptions, TorchScaler, alone, overflow_in, with_scaler
 from dp_mixed_precision import Trainer
 from dp_zero import make_version
-from museum import show
+from museum import UNSEEN, show
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -151,7 +151,7 @@ def test_caught(name: str) -> None:
     found = spawn(visit, 2, name)[0]
     show(name, found)
     assert found["sgd"]["weights"].value > 1e-3
-    assert found["adamw"]["loss"].value < 0.03  # a loss curve does not show it
+    assert found["adamw"]["loss"].value < UNSEEN
 
 
 @pytest.mark.parametrize("name", ["right", "right, clipped", "right, scheduled"])
@@ -205,7 +205,7 @@ def test_a_scaler_that_skips_on_one_rank_only() -> None:
     print(f"\nscales of rank 0 {first}, of rank 1 {second}", end="")
     show("the scaler that skips on one rank", found)
     assert first != second  # rank 0 skipped, rank 1 stepped
-    assert found["adamw"]["loss"].value < 0.01  # a loss curve does not show it
+    assert found["adamw"]["loss"].value < UNSEEN
     assert found["sgd"]["gradients"].value > 0.3
     assert found["sgd"]["weights"].value > 0.1
 

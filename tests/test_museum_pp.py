@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from museum import show
+from museum import UNSEEN, show
 from pp_pipeline import Pipeline
 from pp_schedule import Instruction
 from pp_schedules import make_schedule
@@ -158,7 +158,7 @@ def test_caught(name: str, visited: dict[str, dict[str, dict[str, Difference]]])
     show(name, found)
     assert found["sgd"]["gradients"].value > 1e-3
     assert found["sgd"]["weights"].value > 1e-6
-    assert found["adamw"]["loss"].value < 0.2  # a loss curve does not show it
+    assert found["adamw"]["loss"].value < UNSEEN
 
 
 @pytest.mark.parametrize("name", [name for name in EXHIBITS if name.startswith("right")])
@@ -172,6 +172,6 @@ def test_right(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) 
 def test_adamw_hides_what_sgd_shows(visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
     """Gradients four times too large: under AdamW the loss is right to three digits, so a loss curve proves nothing."""
     found = visited["a loss that is not divided by the micro-batches"]
-    assert found["adamw"]["gradient norm"].value == pytest.approx(OPTIONS.micro_batches - 1, rel=1e-2)
+    assert found["adamw"]["gradient norm"].value == pytest.approx(OPTIONS.micro_batches - 1, rel=3e-2)
     assert found["adamw"]["loss"].value < 1e-3  # at most 9e-5 in 35 texts and seeds
     assert found["sgd"]["loss"].value > 3e-3  # at least 0.03

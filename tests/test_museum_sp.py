@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from museum import show
+from museum import UNSEEN, show
 from sp_block import KERNELS
 from sp_ring_attention import Passing, RingAttention
 from sp_sequence_parallel import ORDERS, sequence_parallel
@@ -148,7 +148,7 @@ def test_caught(name: str) -> None:
     show(name, found)
     assert found["sgd"]["gradients"].value > 1e-3
     assert found["sgd"]["weights"].value > 1e-6
-    assert found["adamw"]["loss"].value < 0.2  # a loss curve does not show it
+    assert found["adamw"]["loss"].value < UNSEEN
 
 
 @pytest.mark.parametrize("name", [name for name in EXHIBITS if name.startswith("right")])
