@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import importlib
 import importlib.util
 import json
@@ -20,9 +22,10 @@ import pytest
 import torch
 
 from common import lesson
+from common.benchmarks import forked
 from common.comm import Group
 from common.runtime import Runtime, UsageError
-from common.spawn import spawn
+from common.spawn import PRELOAD, spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = ROOT / "build" / "bin"
@@ -64,7 +67,7 @@ def run(
 
 
 def mpirun(
-    ranks: int, *command: str | Path, environment: Mapping[str, str] | None = None
+    ranks: int, *command: str | Path, environment: Mapping[str, str] | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """The mpirun of this Python's environment, else the one on the PATH."""
     beside = Path(sys.executable).with_name("mpirun")
@@ -72,21 +75,33 @@ def mpirun(
     if launcher is None:
         pytest.fail("there is no mpirun: run make setup", pytrace=False)
     whole = [launcher, "-np", str(ranks), *map(str, command)]
-    done = run(whole, environment=environment)
+    done = run(whole, timeout, environment)
     # Now and then Open MPI's launcher fails before it has started any rank; then there is nothing to judge.
-    return run(whole, environment=environment) if NOT_STARTED in done.stdout + done.stderr else done
+    return run(whole, timeout, environment) if NOT_STARTED in done.stdout + done.stderr else done
+
+
+@functools.cache
+def python() -> Path:
+    """A Python whose scripts are forks of one that has imported torch: that takes each rank seconds of CPU."""
+    if sys.platform != "linux":
+        return Path(sys.executable)
+    server = forked.interpreter(PRELOAD)
+    atexit.register(server.__exit__, None, None, None)
+    return server.__enter__() / "python"
 
 
 def run_worker(
-    ranks: int, worker: str, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ranks: int,
+    worker: str,
+    folder: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> Any:
-    """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument.
-
-    `-m mpi4py` ends all ranks when one raises.
-    """
-    result = folder / "result.json"
-    script = ROOT / "tests" / "mpi" / worker
-    done = mpirun(ranks, sys.executable, "-m", "mpi4py", script, result, *arguments, environment=environment)
+    """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument."""
+    result, scripts = folder / "result.json", ROOT / "tests" / "mpi"
+    command = (python(), scripts / "all_end.py", scripts / worker, result, *arguments)
+    done = mpirun(ranks, *command, environment=environment, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(result.read_text())
 
