@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -100,9 +101,12 @@ def test_meshes_in_words() -> None:
     ]
     assert all(0 < r.record.largest_difference <= 1e-12 for r in proved)
     assert of_meshes(["pp=5 dp=4 ep=2"])[40][0].model == "proof-moe-deep"
-    for words in ("", "dp", "dp=0", "dp=²", "xp=2", "dp=2,tp=2", "zero=4", "dp=2 zero=", "dp=" + 5000 * "9"):
-        with pytest.raises(UsageError, match="say it like"):
+    for words in ("dp", "dp=0", "dp=²", "xp=2", "dp=2,tp=2", "zero=9", "tp=2 zero=", "dp=" + 5000 * "9"):
+        wrong = re.escape(ascii(words.split()[-1])[:40])
+        with pytest.raises(UsageError, match=f"give words like .* and zero with 0 to 3; {wrong}"):
             of_meshes([words])
+    with pytest.raises(UsageError, match=r"give words like .* 0 to 3$"):
+        of_meshes([""])
     for words, message in (
         ("dp=2 dp=3", "twice"),
         ("dp=64 tp=8", "512 ranks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import hybrid_explain
 import hybrid_log
+import hybrid_training
 import numpy as np
 import pytest
 import torch
+from dp_memory import held
 from hybrid_bytes import StepBytes
 from hybrid_data import Shuffled, load_tokens, unigram_entropy
 from hybrid_evaluate import validation_loss
@@ -29,8 +33,8 @@ from hybrid_metrics import Meter
 from hybrid_optimizer import decays, learning_rate
 from hybrid_options import TrainOptions, parse
 from hybrid_signals import Signals
-from hybrid_trainer import Trainer, start
-from hybrid_training import samples_of
+from hybrid_trainer import Trainer, make, start
+from hybrid_training import HybridOptions, samples_of
 from small_models import tokens
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_huggingface import in_double, theirs  # noqa: F401
@@ -325,6 +329,73 @@ def test_any_text_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.stdout.flush()
     assert ran
     assert b"| ??" in shown.getvalue()
+
+
+def test_text_is_written_without_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = start(ALONE, options(steps=2, evaluate_every=0, generate=4)).run()
+    said = capsys.readouterr().out
+    assert ran
+    assert "validation" not in said
+    assert "        | def " in said
+
+
+def test_the_head_of_the_table_is_above_the_first_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which a resumed run does before its first step."""
+    o = options(steps=2, evaluate_every=2, checkpoints=tmp_path)
+    for steps in (2, 4):
+        capsys.readouterr()
+        assert start(ALONE, replace(o, steps=steps)).run()
+    said = capsys.readouterr().out
+    assert (
+        0
+        < said.index("tokens/s    MFU")
+        < said.index("2  validation loss")
+        < said.index("4  validation loss")
+    )
+
+
+def explained(rt: Runtime, o: TrainOptions, lesson_too: bool) -> str:
+    """What --explain prints where nothing is to be done."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        make(rt, o)
+        if lesson_too:
+            assert hybrid_training.lesson(rt, HybridOptions(model=o.model, ep=2, tp=2, steps=0, explain=True))
+    return said.getvalue()
+
+
+def test_explain_trains_nothing() -> None:
+    o = options(model="nano-mixtral", dp=1, ep=2, tp=2, steps=0, explain=True)
+    said, *others = spawn(explained, 4, o, True)
+    assert others == ["", "", ""]
+    assert said.count("if balanced") == 2
+    for word in ("formula", "proved", "tokens/s"):
+        assert word not in said
+    with pytest.raises(UsageError, match="--steps 0: give at least 1"):
+        start(ALONE, options(steps=0))
+    assert "formula" in explained(ALONE, options(dp=1, steps=0, explain=True), False)
+
+
+def memory(rt: Runtime, *given: TrainOptions) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Bytes of weights, gradients and states: said before, and there after a step."""
+    found = []
+    for o in given:
+        trainer = start(rt, o)
+        said = hybrid_explain.held(trainer.hybrid)
+        assert trainer.run()
+        version = replace(trainer.hybrid.version(), owner=trainer.hybrid)
+        found.append((said, held(version, trainer.optimizer)))
+    return found
+
+
+def test_explain_says_what_ranks_hold() -> None:
+    """But for the padding of ZeRO's units, and AdamW's number of steps for each piece."""
+    meshes = [dict(pp=2, tp=2), dict(tp=2, dp=2, zero=1), dict(dp=4, zero=2), dict(dp=4, zero=3)]
+    given = [options(steps=1, batch=8, **{"dp": 1, **mesh}) for mesh in meshes]
+    for rank in spawn(memory, 4, *given):
+        for (said, there), mesh in zip(rank, meshes, strict=True):
+            assert all(0 <= b - a <= 300 for a, b in zip(said, there, strict=True)), (mesh, said, there)
 
 
 def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:

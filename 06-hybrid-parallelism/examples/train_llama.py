@@ -15,7 +15,7 @@ import signal
 
 from hybrid_options import TrainOptions, parse
 from hybrid_signals import TRACE, pass_on
-from hybrid_trainer import start
+from hybrid_trainer import make, start
 
 from common import spawn
 from common.lesson import run
@@ -23,9 +23,9 @@ from common.runtime import Runtime
 
 
 def main(rt: Runtime, o: TrainOptions) -> bool:
-    """From the newest good checkpoint, or from the beginning, to the last step."""
+    """From the newest good checkpoint, or from the beginning, to the last step; with --explain --steps 0 to none."""
     signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
-    return start(rt, o).run()
+    return start(rt, o).run() if o.steps else bool(make(rt, o))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A mesh on paper: who sits where, who talks to whom, and what a step sends along each axis."""
+"""A mesh on paper: who sits where, holds what and talks to whom, and what a step sends along each axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fractions import Fraction
 from hybrid_model import Hybrid
 from rich.console import Group
 from rich.table import Table
-from torch import Tensor
 
 from common import comm
 from common.ledger import Row, show_bytes
@@ -54,14 +53,30 @@ def axes_table(mesh: Mesh) -> Table:
     return table
 
 
-def ranks_table(mesh: Mesh) -> Table:
-    """Every rank's place."""
-    table = Table(title="places: tp innermost", title_justify="left")
-    table.add_column("rank", justify="right")
-    for axis in AXES:
-        table.add_column(axis, justify="right")
-    for rank in range(mesh.world.size):
-        table.add_row(str(rank), *map(str, mesh.coordinates(rank).values()))
+def held(hybrid: Hybrid) -> tuple[int, int, int]:
+    """Bytes of weights, of gradients and of AdamW's two states that this rank holds from step to step.
+
+    ZeRO holds pieces of the states, from stage 2 on of the gradients, in stage 3 of the weights.
+    """
+    whole, pieces = (
+        sum(p.numel() * p.element_size() for p in parameters)
+        for parameters in (hybrid.model.parameters(), hybrid.parameters())
+    )
+    stage = hybrid.layout.zero
+    return pieces if stage == 3 else whole, pieces if stage >= 2 else whole, 2 * pieces
+
+
+def ranks_table(hybrid: Hybrid) -> Table:
+    """Every rank's place, and what it holds. All ranks call it."""
+    mesh, names = hybrid.mesh, [name.split(".") for name, _ in hybrid.model.named_parameters()]
+    layers = sorted({int(name[1]) for name in names if name[0] == "layers"})
+    table = Table(title="places, tp innermost, and bytes that a rank holds; activations add to them")
+    table.title_justify = "left"
+    for column in ("rank", *AXES, "layers", "weights", "gradients", "AdamW's states"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    for rank, (numbers, *sizes) in enumerate(comm.everyones((layers, *held(hybrid)), mesh.world)):
+        at = map(str, mesh.coordinates(rank).values())
+        table.add_row(str(rank), *at, " ".join(map(str, numbers)), *map(show_bytes, sizes))
     return table
 
 
@@ -108,11 +123,15 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
 
 
 def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row] | None = None) -> Table:
-    """Bytes of a step along each axis by formula; with the ledger's rows the calls and the bytes counted."""
+    """Bytes of a step along each axis by formula; with the ledger's rows the calls and the bytes counted.
+
+    Before a step nobody knows how many rows its router will send to which expert: an even load is assumed.
+    """
+    known = "formula" if rows is not None or "ep" not in formula else "if balanced"
     when = "before it runs" if rows is None else "formula and ledger"
     title = f"bytes that rank 0 sends in a step, {when}"
     table = Table(title=title, title_justify="left", min_width=len(title))
-    for column in ("along", "formula", *(() if rows is None else ("counted", "calls", "seconds blocked"))):
+    for column in ("along", known, *(() if rows is None else ("counted", "calls", "seconds blocked"))):
         table.add_column(column, justify="left" if column == "along" else "right")
     by_label: dict[str, Fraction] = {}
     for name, sent in sorted(formula.items()):
@@ -127,33 +146,12 @@ def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row]
     return table
 
 
-def count(parameters: Iterable[Tensor]) -> int:
-    """Numbers in all of them."""
-    return sum(p.numel() for p in parameters)
-
-
 def calls(rows: Sequence[Row]) -> str:
     """`4 all_reduce, 2 send`."""
     said = Counter(row.op for row in rows)
     return ", ".join(f"{n} {op}" for op, n in sorted(said.items()))
 
 
-def stages_table(hybrid: Hybrid) -> Table:
-    """What each rank along pp holds: layers, numbers. All ranks call it."""
-    mesh = hybrid.mesh
-    layers = sorted(
-        {name.split(".")[1] for name, _ in hybrid.model.named_parameters() if name[:7] == "layers."}, key=int
-    )
-    mine = layers, count(hybrid.model.parameters()), count(hybrid.parameters())
-    table = Table(title="what a rank holds, by its place along pp", title_justify="left")
-    for column in ("pp", "layers", "weights (numbers)", "steps on (numbers)"):
-        table.add_column(column, justify="left" if column == "layers" else "right")
-    for place, (numbers, held, owned) in enumerate(comm.everyones(mine, mesh.group("pp"))):
-        table.add_row(str(place), " ".join(numbers), f"{held:,}", f"{owned:,}")
-    return table
-
-
 def explain(hybrid: Hybrid, clip: bool = False) -> Group:
-    """The four tables. All ranks call it."""
-    mesh = hybrid.mesh
-    return Group(axes_table(mesh), ranks_table(mesh), stages_table(hybrid), groups_table(hybrid, clip))
+    """The three tables. All ranks call it."""
+    return Group(axes_table(hybrid.mesh), ranks_table(hybrid), groups_table(hybrid, clip))

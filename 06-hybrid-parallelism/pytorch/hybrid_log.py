@@ -77,6 +77,10 @@ class Log:
             self.say(f"resumed after step {self.begin} of {o.steps} from {o.checkpoints}")
         if self.begin >= o.steps:
             self.say(f"nothing is left to do; more --steps than {self.begin} go on")
+        else:
+            self.say(
+                "  step     loss   gradient norm   learning rate   tokens/s    MFU   MB of the largest rank"
+            )
         ranks, peak = self.rt.world_size, meter.peak
         self.record("run", self.begin, mesh=axes, ranks=ranks, unigram_entropy=entropy, peak=peak)
 
@@ -114,12 +118,7 @@ class Log:
             self.board.flush()
 
     def numbers(self, step: int, found: dict[str, float]) -> None:
-        """The line of a step, with what its column holds at its head."""
-        if step and not hasattr(self, "headed"):
-            self.headed = True
-            self.say(
-                "  step     loss   gradient norm   learning rate   tokens/s    MFU   MB of the largest rank"
-            )
+        """The line of a step."""
         self.say(
             f"{step:6d}  {found['loss']:7.4f}   {found['gradient_norm']:13.4f}   {found['learning_rate']:13.2e}"
             f"   {found['tokens_per_second']:8,.0f}   {found['mfu']:4.0%}   {found['memory_mb']:,.0f}"

@@ -45,7 +45,7 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
     """A name of common/models/configs.py."""
     init: Path | None = None
     """Folder with a model of Hugging Face's to begin with, instead of --model."""
-    steps: Count = 100
+    steps: CountOrNone = 100
     """Steps of the whole run, those before it was resumed included."""
     batch: Size = 16
     """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
@@ -70,11 +70,11 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
     log_every: Count = 10
     """Steps from one line of numbers to the next."""
     evaluate_every: CountOrNone = 50
-    """Steps between evaluations; 0 for none. There is one more at the end."""
+    """Steps between evaluations; there is one more at the end. 0 for none."""
     evaluation: Count = 64
     """Samples of the validation text in an evaluation, the same ones every time."""
     generate: CountOrNone = 0
-    """Tokens of text to write after each evaluation."""
+    """Tokens of text to write after each evaluation, and at the end."""
     prompt: str = "def "
     """What that text begins with."""
     temperature: Factor = 0.8

@@ -92,9 +92,12 @@ def table(every: int = 1) -> dict[int, list[HybridOptions]]:
 def of_mesh(text: str) -> HybridOptions:
     """The row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for words that say none that can be."""
     words = text.split()
-    if not words or not all(re.fullmatch(WORD, word, re.ASCII) for word in words):
+    wrong = [word for word in words if not re.fullmatch(WORD, word, re.ASCII)]
+    if wrong or not words:
+        of = f"; {wrong[0]!a:.40} is none of them" if wrong else ""
         raise UsageError(
-            f"--meshes {text!r}: say it like 'pp=2 dp=2 zero=1', of {', '.join((*AXES, 'zero'))}"
+            f"--meshes {text!a:.80}: give words like 'pp=2 dp=2 zero=1', of {', '.join(AXES)} with 1 or more and "
+            f"zero with 0 to 3{of}"
         )
     given: dict[str, Any] = {word.split("=")[0]: int(word.split("=")[1]) for word in words}
     if len(given) < len(words):

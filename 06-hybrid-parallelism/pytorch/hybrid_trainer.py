@@ -105,7 +105,7 @@ class Trainer:
             self.meter = Meter(self.rt, o)
             self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter)
             good = True
-            if self.begin and o.evaluate_every and self.due(o.evaluate_every):
+            if self.begin and self.due(o.evaluate_every):
                 self.evaluate()  # again, or at last: whoever ended the run may have come before it
             while self.step < o.steps and not self.stopped:
                 with self.traced():
@@ -117,7 +117,7 @@ class Trainer:
                     self.log.numbers(self.step, found | self.meter.read())
                 if self.checkpoints and self.due(o.checkpoint_every):
                     good = self.save(last)
-                if o.evaluate_every and self.due(o.evaluate_every) and not self.cut_short:
+                if self.due(o.evaluate_every) and not self.cut_short:
                     self.evaluate()
             if self.cut_short and good:
                 kept = (
@@ -149,8 +149,8 @@ class Trainer:
         return self.stopped and self.step < self.o.steps
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, and after the last, happens now."""
-        return self.stopped or self.step == self.o.steps or self.step % every == 0
+        """Whether something that happens every so many steps, or 0, and after the last happens now."""
+        return self.stopped or self.step == self.o.steps or (every > 0 and self.step % every == 0)
 
     def train(self) -> dict[str, float]:
         """One step: what it found. All ranks know the same after it."""
@@ -219,11 +219,12 @@ class Trainer:
         return good or not last
 
     def evaluate(self) -> None:
-        """The validation loss, and text."""
+        """The validation loss, if there are evaluations, and text."""
         o = self.o
-        loss = validation_loss(self.hybrid, self.batches)
-        self.log.say(f"{self.step:6d}  validation loss {loss:.4f}")
-        self.log.record("evaluation", self.step, validation_loss=loss)
+        if o.evaluate_every:
+            loss = validation_loss(self.hybrid, self.batches)
+            self.log.say(f"{self.step:6d}  validation loss {loss:.4f}")
+            self.log.record("evaluation", self.step, validation_loss=loss)
         if o.generate:
             prompt = list(o.prompt.encode(errors="surrogateescape"))
             (tokens,) = generate(
@@ -242,8 +243,8 @@ class Trainer:
         return nullcontext()
 
 
-def start(rt: Runtime, o: TrainOptions) -> Trainer:
-    """A run from its options: this rank's part of the model, and where to go on. Raises UsageError for bad input."""
+def make(rt: Runtime, o: TrainOptions) -> Hybrid:
+    """This rank's part of the model, explained if that was asked for. Raises UsageError for bad input."""
     o.check()
     mesh = o.mesh(rt)
     config = o.model_config()
@@ -257,7 +258,12 @@ def start(rt: Runtime, o: TrainOptions) -> Trainer:
             hybrid, samples_of(o, hybrid), o.sequence, clip=4
         )  # three flags travel with the norm
         console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
-    trainer = Trainer(rt, o, hybrid)
+    return hybrid
+
+
+def start(rt: Runtime, o: TrainOptions) -> Trainer:
+    """A run from its options: this rank's part of the model, and where to go on. Raises UsageError for bad input."""
+    trainer = Trainer(rt, o, make(rt, o))
     if rt.rank == 0:
         o.make_folders()
     return trainer

@@ -44,6 +44,8 @@ from common.training import (
 class HybridOptions(TrainingOptions, without=("versions",)):
     """Mesh, layout, model and batch of the lessons of chapter 06."""
 
+    steps: Annotated[int, Within(0, 10**9)] = 3
+    """Training steps."""
     model: str = "mixtral-tiny"
     """A name of common/models/configs.py."""
     batch: Size = 16
@@ -75,7 +77,12 @@ class HybridOptions(TrainingOptions, without=("versions",)):
     clip: Annotated[float, Within(0, 1e30)] = 0.0
     """Largest norm of the gradient; 0 leaves it as it is."""
     explain: bool = False
-    """Print the mesh, everyone's place, the groups, and the bytes of a step before it runs."""
+    """Print the mesh, each rank's place and memory, the groups, the bytes of a step; with --steps 0 nothing else."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.steps and not self.explain:
+            raise UsageError("--steps 0: give at least 1; 0 goes with --explain, and then nothing is trained")
 
     def layout(self) -> Layout:
         """How the axes split. Raises UsageError."""
@@ -185,6 +192,8 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
         hybrid = make_hybrid(rt, o, mesh)
         formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
         out.print(explain(hybrid, o.clip > 0), bytes_table(mesh, formula.all()))
+        if not o.steps:
+            return True
     if o.benchmark:
         report(rt, o, timed(rt, o, mesh))
         return True
