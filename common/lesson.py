@@ -25,9 +25,10 @@ from common import comm
 from common.data.text import load_text
 from common.errors import UsageError
 from common.launch import resolve
-from common.options import Checked, Count, Ranks, Seed, Within, check_folder, exit_on_bad_input, parse
+from common.options import Checked, Count, Ranks, Seed, Within, check_folder, parse
+from common.program import run_program
 from common.runtime import Runtime, runtime
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 from common.utils.profiler import profiled
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -112,13 +113,11 @@ def run(
     main: Callable[[Runtime, O], bool], options_type: type[O], parse: Callable[..., O] = parse
 ) -> NoReturn:
     """Parse the command line, run `main` on every rank, exit."""
-    try:
-        with exit_on_bad_input():
-            options = parse(options_type, description=sys.modules[main.__module__].__doc__)
-            sys.exit(0 if _start(main, options) else 1)
-    except RankError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.code)
+
+    def whole() -> int:
+        return 0 if _start(main, parse(options_type, description=sys.modules[main.__module__].__doc__)) else 1
+
+    run_program(whole)
 
 
 NO_MEMORY = (

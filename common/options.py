@@ -6,8 +6,7 @@
         rate: Annotated[float, Within(0, 1)] = 0.5
 
     if __name__ == "__main__":
-        with exit_on_bad_input():
-            main(parse(Options))
+        run_program(lambda: main(parse(Options)))
 
 A class that inherits options of which it has no use names them: `class Memory(Training, without=("steps", "plot"))`.
 """
@@ -15,9 +14,8 @@ A class that inherits options of which it has no use names them: `class Memory(T
 from __future__ import annotations
 
 import io
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -98,16 +96,6 @@ def _one_line(box: str) -> str:
     rows = [row.strip("│ ") for row in box.splitlines()[1:-1]]
     rules = [place for place, row in enumerate(rows) if set(row) == {"─"}]
     return " ".join(rows[: rules[0] if rules else None]).rstrip(".") + "; --help lists the options"
-
-
-@contextmanager
-def exit_on_bad_input() -> Iterator[None]:
-    """Print a UsageError as one line and exit with 2."""
-    try:
-        yield
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def check_folder(option: str, target: Path, folder: Path) -> None:

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
 import re
 import socket
@@ -28,7 +26,8 @@ import torch.distributed as dist
 from common import mpi_backend
 from common.comm import Group
 from common.launch import Launch, resolve
-from common.watchdog import RankFailed, UsageError, Watchdog, show_on_stderr
+from common.program import check_output
+from common.watchdog import RankFailed, UsageError, Watchdog, leave_at_once, show_on_stderr
 
 __all__ = ["Launch", "RankFailed", "Runtime", "UsageError", "resolve", "runtime", "session"]
 
@@ -109,8 +108,9 @@ def _address(launch: Launch) -> tuple[str, int]:
 def _store(launch: Launch, timeout: float) -> dist.Store:
     """The store in which ranks find one another and say that they failed.
 
-    A file when mpirun started all ranks on one host: it needs no port and outlives any rank. Otherwise TCP,
-    served by torchrun's agent or by rank 0.
+    A file when mpirun started all ranks on one host: it needs no port and outlives any rank. It has no name once all
+    ranks have opened it, so nothing is left of it, however they end. Otherwise TCP, served by torchrun's agent or by
+    rank 0.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -120,13 +120,13 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
         if not port:
             from mpi4py import MPI
 
-            if launch.world_size == launch.local_world_size:
-                path = MPI.COMM_WORLD.bcast(_temporary_file() if serve else None)
-                atexit.register(MPI.COMM_WORLD.Barrier)  # runs before rank 0 removes what others still read
-                local = dist.FileStore(path, -1)
-                # Its destructor reads for ever where rank 0 removes the file under it, so it never runs.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(local))
-                return local
+            if launch.world_size == launch.local_world_size and sys.platform == "linux":
+                path = MPI.COMM_WORLD.bcast(tempfile.mkstemp(prefix="ranks-")[1] if serve else None)
+                handle = os.open(path, os.O_RDWR)  # never closed
+                MPI.COMM_WORLD.Barrier()
+                if serve:
+                    os.unlink(path)
+                return dist.FileStore(f"/proc/self/fd/{handle}", -1)
             if serve:
                 store = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False)
             addresses, port = MPI.COMM_WORLD.bcast((_addresses(), store.port) if serve else None)
@@ -176,12 +176,13 @@ def _toward(host: str, port: int) -> None:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _temporary_file() -> str:
-    """An empty file that goes when this process ends in good order."""
-    handle, path = tempfile.mkstemp(prefix="ranks-")
-    os.close(handle)
-    atexit.register(os.unlink, path)
-    return path
+def _check_interfaces(backend: str) -> None:
+    """Raises UsageError for a network that the user names to gloo and that this host lacks."""
+    given, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
+    if backend == "gloo" and (unknown := [name for name in given.split(",") if name and name not in there]):
+        raise UsageError(
+            f"GLOO_SOCKET_IFNAME={given}: this host has no network {unknown[0]!r}; it has {', '.join(there)}"
+        )
 
 
 def _free_port() -> int:
@@ -201,6 +202,7 @@ def session(
 ) -> Iterator[Runtime]:
     """A process group over `store` that always ends. Raises RankFailed on every rank once one has failed."""
     watchdog = Watchdog(store, launch.rank, launch.world_size, show)
+    check_output()
     try:
         chosen, backend = _choose(launch, device, backend)
         if launch.local_world_size > 1:
@@ -210,6 +212,7 @@ def session(
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         watchdog.meet(timeout)
+        _check_interfaces(backend)
         if backend == "mpi":
             mpi_backend.register()
         dist.init_process_group(
@@ -223,6 +226,7 @@ def session(
         world = Group("world", launch.rank, launch.world_size, tuple(range(launch.world_size)), pg)
         local = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
         yield Runtime(*local, launch.launcher, chosen, backend, timeout, world)
+        sys.stdout.flush()  # fails while there is time to say so
         watchdog.finish(timeout)
     except BaseException as error:
         if launch.world_size > 1:
@@ -247,6 +251,4 @@ def runtime(device: str = "auto", backend: str = "auto", timeout: float = 60.0) 
         with session(launch, store, device, backend, timeout) as rt:
             yield rt
     except RankFailed as failure:
-        # not sys.exit: exit handlers (MPI_Finalize, thread joins) wait for ranks that are gone
-        sys.stdout.flush()
-        os._exit(failure.code)
+        leave_at_once(failure.code)

@@ -8,6 +8,7 @@ fork. `forkserver` is the safe form: a server without threads imports torch once
 
 from __future__ import annotations
 
+import fcntl
 import math
 import multiprocessing
 import os
@@ -21,31 +22,29 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
 from common.launch import Launch
 from common.runtime import session
-from common.watchdog import RankFailed, describe, exit_code
+from common.watchdog import RankError, RankFailed, describe, exit_code, leave_at_once
+
+__all__ = ["RankError", "spawn"]
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # imported once, before the first spawn; optimizers import torch._dynamo
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "common.runtime", "common.models.transformer"]
 END_WITHIN = 8.0  # seconds from the first failure until the last rank is ended by force
-
+MARK = "ranks-of-5d-parallel"  # file in a temporary folder that is ours
+LONGEST_PATH = 70  # bytes of the folder for temporary files; a socket's whole path has at most 107
+_marks: dict[Path, TextIO] = {}  # open, hence locked, until this process ends
 
 Ranks = dict[Connection, tuple[int, BaseProcess]]
-
-
-class RankError(RuntimeError):
-    """Ranks that failed, died or never returned; the message is the first one's traceback."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def _rank(
@@ -79,11 +78,10 @@ def _rank(
             result = pickle.dumps(fn(rt, *args))
         pipe.send((True, result))
     except RankFailed as failure:
-        sys.stdout.flush()
-        os._exit(failure.code)
+        leave_at_once(failure.code)
     except BaseException as error:
         tell(describe(error, launch.rank))
-        os._exit(exit_code(error))
+        leave_at_once(exit_code(error))
 
 
 def spawn(
@@ -107,7 +105,7 @@ def spawn(
     script = getattr(sys.modules["__main__"], "__file__", "")
     if (script or getattr(fn, "__module__", "") == "__main__") and not os.path.exists(script):
         raise ValueError("spawn's ranks import the script again: put it, and what they run, in a file")
-    folder = tempfile.mkdtemp(prefix="spawn-")
+    folder = tempfile.mkdtemp(prefix="spawn-", dir=_folder())
     meeting = os.path.join(folder, "store")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -129,6 +127,29 @@ def spawn(
             process.kill()
             process.join()
         shutil.rmtree(folder)
+
+
+def _folder() -> Path:
+    """multiprocessing's temporary folder of this process. Those of killed parents of ranks are removed.
+
+    A file marks a folder as ours. Its owner holds a lock on it, which the system releases when the owner dies.
+    """
+    folder, kept = Path(), tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_PATH:
+        tempfile.tempdir = "/tmp"
+    try:
+        folder = Path(util.get_temp_dir())  # removed when this process ends in good order
+    finally:
+        tempfile.tempdir = kept
+    if folder not in _marks:
+        _marks[folder] = (folder / "new").open("w")
+        fcntl.flock(_marks[folder], fcntl.LOCK_EX)
+        (folder / "new").rename(folder / MARK)  # nobody sees it before it is locked
+        for mark in folder.parent.glob(f"pymp-*/{MARK}"):
+            with suppress(OSError), mark.open() as file:  # BlockingIOError where its owner lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(mark.parent)
+    return folder
 
 
 def _collect(ranks: Ranks, store: dist.Store, limit: float) -> list[Any]:

@@ -8,6 +8,7 @@ that do not answer.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -37,9 +40,40 @@ class RankFailed(Exception):
         self.code = code
 
 
+class RankError(RuntimeError):
+    """Ranks that failed, died or never returned; the message is the first one's traceback."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def show_on_stderr(report: str) -> None:
-    """How a failure is shown, unless the launcher has a better way."""
-    print(report, file=sys.stderr, flush=True)
+    """Show a failure; and hand it to torchrun, where that is the launcher, which prints it last."""
+    with suppress(OSError):  # stderr may be closed: the exit code is left to say it
+        print(report, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        last = report.splitlines()[-1] if "\nTraceback (" in report else report
+        message = {"message": last, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End without exit handlers and thread joins: MPI_Finalize and others wait for ranks that are gone."""
+    with suppress(OSError, UsageError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End like sys.exit, or at once while a watchdog is inside its store.
+
+    An interpreter that ends stops that thread by unwinding it through the store's C++, which aborts the process.
+    """
+    if any(isinstance(thread, Watchdog) for thread in threading.enumerate()):
+        leave_at_once(code)
+    sys.exit(code)
 
 
 def exit_code(error: BaseException) -> int:
@@ -110,7 +144,8 @@ class Watchdog(threading.Thread):
             if self.rank == 0:  # the store ends with it: the others must have seen that all are done
                 self._missing("left", timeout)
             blocked_in.clear()
-        self.done.set()
+            self.done.set()
+            self.join(GRACE)
 
     def run(self) -> None:
         while not self.done.wait(LOOK_EVERY):
@@ -125,8 +160,7 @@ class Watchdog(threading.Thread):
                 if not self.someone_failed:
                     self._answer(where(sys._current_frames().get(self.main or 0)))
                 if not self.done.wait(GRACE):
-                    sys.stdout.flush()
-                    os._exit(1)
+                    leave_at_once(1)
 
     def failed(self, error: BaseException) -> RankFailed:
         """Show `error` if this rank is the first in the world to fail; otherwise leave that to the first."""

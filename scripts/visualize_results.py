@@ -9,7 +9,6 @@ second run is slower than the first by more than their spread; 2: bad input.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,8 @@ from typing import Annotated, Any
 import tyro
 
 from common.benchmarks import benchmark_all, beside, report
-from common.options import exit_on_bad_input, parse
+from common.options import parse
+from common.program import run_program
 from common.watchdog import UsageError
 
 
@@ -67,5 +67,4 @@ def main(o: Options) -> int:
 
 
 if __name__ == "__main__":
-    with exit_on_bad_input():
-        sys.exit(main(parse(Options, __doc__)))
+    run_program(lambda: main(parse(Options, __doc__)))

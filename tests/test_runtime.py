@@ -16,7 +16,8 @@ import torch
 from mpi.launch import ended, refusal
 
 from common.launch import Launch, resolve
-from common.runtime import UsageError
+from common.runtime import Runtime, UsageError
+from common.spawn import RankError, spawn
 from scripts import small_lesson
 
 NOBODY_WAITS = ("--timeout", "1000")  # longer than a test may last
@@ -56,13 +57,13 @@ def test_three_ways_to_start(launcher: str) -> None:
 def test_a_rank_that_raises_is_the_one_shown(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     done = start(launcher, capsys, "--bad", "1", *NOBODY_WAITS)
     assert done.returncode == 1
-    assert done.stderr.count("ArithmeticError: the reason") == 1
+    by_torchrun = launcher == "torchrun"  # it repeats what a rank says, at the end
+    assert done.stderr.count("ArithmeticError: the reason") == 1 + by_torchrun
     assert "rank 1 failed:" in done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") == 1 + (
-        launcher == "torchrun"
-    )  # its agent's
-    if launcher == "torchrun":
-        assert re.search(r"Root Cause.*?rank +: 1 ", done.stderr, re.S)
+    assert done.stderr.count("Traceback (most recent call last)") == 1 + by_torchrun  # its agent's
+    if by_torchrun:
+        last = r"Root Cause.*?rank +: 1 .*?: ArithmeticError: the reason\n=+\s*$"
+        assert re.search(last, done.stderr, re.S), done.stderr
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -136,7 +137,7 @@ def test_data_that_nobody_reads_is_looked_for(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_bad_command_line_ends_with_2() -> None:
     done = launch([sys.executable, str(SCRIPT), "--nproc", "2", "--backend", "mpich"])
-    assert "backend 'mpich' is unknown" in one_line(done)
+    assert "invalid choice 'mpich' for argument '--backend'" in one_line(done)
 
 
 def test_nproc_contradicts_the_launcher(
@@ -162,6 +163,39 @@ def test_ranks_that_never_come_are_named() -> None:
     given = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     done = launch([sys.executable, str(SCRIPT), "--timeout", "3"], **given, MASTER_PORT=str(free_port()))
     assert "ranks [1, 2] of 3 did not arrive within 3 s" in one_line(done)
+
+
+def broken_outputs() -> dict[str, int]:
+    """What the system says of each when it is written to."""
+    reader, closed = os.pipe()
+    os.close(reader)
+    return {"No space left on device": os.open("/dev/full", os.O_WRONLY), "Broken pipe": closed}
+
+
+def print_to(rt: Runtime, reason: str) -> None:
+    os.dup2(broken_outputs()[reason], 1)
+    if rt.rank == 1:
+        print("a line that lies in a buffer until the end")
+
+
+@pytest.mark.parametrize("reason", ["No space left on device", "Broken pipe"])
+def test_an_output_that_cannot_be_written_is_one_line(reason: str) -> None:
+    line = f"error: the output cannot be written: {reason}"
+    program = [sys.executable, "-m", "common.utils.matrix_generator", "--rows", "4", "--columns", "4"]
+    with subprocess.Popen(program, stdout=broken_outputs()[reason], stderr=-1, text=True) as alone:
+        with pytest.raises(RankError) as error:
+            spawn(print_to, 2, reason)
+        assert (str(error.value), error.value.code) == (line, 2)
+        assert alone.communicate(timeout=60)[1].splitlines() == [line]
+    assert alone.returncode == 2
+
+
+def test_a_network_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nonsense")
+    line = refused(capsys, "--nproc", "2")
+    assert "GLOO_SOCKET_IFNAME=lo,nonsense: this host has no network 'nonsense'; it has" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

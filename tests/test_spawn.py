@@ -136,6 +136,17 @@ def test_what_lies_in_no_file_is_refused() -> None:
     assert done.stderr.splitlines()[-1].startswith("ValueError: spawn's ranks import the script again")
 
 
+def test_an_end_while_the_watchdog_is_inside_a_slow_store() -> None:
+    script = Path(__file__).parent / "scripts" / "slow_store.py"
+    cases = ("0.06", "4"), ("0.06", "0.001"), ("1000", "0.1")  # the last look never ends
+    ends = [
+        subprocess.Popen([sys.executable, script, *case], stdout=-1, stderr=-1, text=True) for case in cases
+    ]
+    for end in ends:
+        out, err = end.communicate(timeout=100)
+        assert (end.returncode, out, err) == (3, "proved\n", "")
+
+
 def misuse(rt: Runtime) -> None:
     raise UsageError("given 3, needed 4; 2 or 4 would work")
 

@@ -21,7 +21,8 @@ from pp_schedule import Generator, Schedule, connect, in_a_line, in_a_v
 from pp_zero_bubble import zb_h1, zb_v
 
 from common.errors import UsageError
-from common.options import Checked, Ranks, Within, exit_on_bad_input, parse
+from common.options import Checked, Ranks, Within, parse
+from common.program import run_program
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,12 @@ class PrintOptions(Checked):
             )
 
 
+def main() -> int:
+    """Print a schedule."""
+    o = parse(PrintOptions, __doc__)
+    print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))
+    return 0
+
+
 if __name__ == "__main__":
-    with exit_on_bad_input():
-        o = parse(PrintOptions, __doc__)
-        print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))
+    run_program(main)

@@ -12,7 +12,6 @@ rank; and the bits of weights that several ranks hold.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -40,9 +39,10 @@ from common.equality import (
 from common.lesson import DTYPES, write_records
 from common.measure import BenchmarkRecord
 from common.mesh import AXES
-from common.options import Checked, Count, Ranks, exit_on_bad_input, parse
+from common.options import Checked, Count, Ranks, parse
+from common.program import run_program
 from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 
 HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "equal")
 
@@ -214,9 +214,4 @@ def main(o: ProofOptions) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        with exit_on_bad_input():
-            sys.exit(main(parse(ProofOptions, __doc__)))
-    except RankError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.code)
+    run_program(lambda: main(parse(ProofOptions, __doc__)))

@@ -42,7 +42,8 @@ from common import spawn
 from common.benchmarks import forked, peaks, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
-from common.options import Checked, Count, Ranks, Within, exit_on_bad_input, parse
+from common.options import Checked, Count, Ranks, Within, parse
+from common.program import run_program
 from common.utils.environment import describe
 from common.watchdog import UsageError
 
@@ -252,8 +253,7 @@ def show_table(table: tables.Table, console: Console, columns: Sequence[str] = I
 
 if __name__ == "__main__":
     try:
-        with exit_on_bad_input():
-            sys.exit(main(parse(Options, __doc__)))
+        run_program(lambda: main(parse(Options, __doc__)))
     except KeyboardInterrupt:
         print("stopped; --resume goes on from here", file=sys.stderr)
         sys.exit(130)

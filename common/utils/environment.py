@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from common.program import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -95,11 +97,12 @@ def describe() -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main() -> int:
     """Print the table."""
     for name, found in describe().items():
         print(f"{name:<10}{found}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

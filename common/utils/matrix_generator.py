@@ -29,8 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common import random
-from common.options import Checked, Count, Within, exit_on_bad_input, parse
-from common.runtime import UsageError
+from common.errors import UsageError
+from common.options import Checked, Count, Within, parse
+from common.program import run_program
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -190,19 +191,19 @@ def properties(a: Matrix) -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main() -> int:
     """Print what a matrix measures."""
-    with exit_on_bad_input():
-        a = parse(Matrix, "Measures a test matrix.")
-        if a.rows * a.columns > LARGEST:
-            raise UsageError(
-                f"{a.rows} x {a.columns} takes too long to measure; at most {LARGEST} entries do not"
-            )
+    a = parse(Matrix, "Measures a test matrix.")
+    if a.rows * a.columns > LARGEST:
+        raise UsageError(
+            f"{a.rows} x {a.columns} takes too long to measure; at most {LARGEST} entries do not"
+        )
     table = Table(title=f"{a.kind}, seed {a.seed}", show_header=False)
     for name, value in properties(a).items():
         table.add_row(name, value)
     Console().print(table)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -40,7 +40,8 @@ from torch.profiler import profile as kineto
 from common import comm, spawn
 from common.comm import Group
 from common.launch import resolve
-from common.options import Checked, Within, exit_on_bad_input, parse
+from common.options import Checked, Within, parse
+from common.program import run_program
 from common.runtime import Runtime
 from common.utils import timeline
 from common.utils.timeline import Event, Shares
@@ -228,8 +229,8 @@ def main() -> None:
     """The command line above."""
     given = sys.argv[1:]
     cut = given.index("--script") + 2 if "--script" in given else len(given)
-    with exit_on_bad_input():
-        sys.exit(_profile_script(parse(Options, args=given[:cut]), given[cut:]))  # type: ignore[arg-type]
+    options = parse(Options, args=given[:cut])
+    run_program(lambda: _profile_script(options, given[cut:]))  # type: ignore[arg-type,return-value]
 
 
 if __name__ == "__main__":

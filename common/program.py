@@ -1,0 +1,54 @@
+"""How a program of ours ends: bad input, and an output that cannot be written, are one line and exit code 2."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from common.errors import UsageError
+from common.watchdog import RankError, leave, show_on_stderr
+
+
+class Output(io.FileIO):
+    """Standard output. Raises UsageError where its pipe is closed or its disk is full, whoever writes."""
+
+    def write(self, data: object) -> int:
+        """Write to the file; after a failure to nowhere, so that the interpreter's last flush succeeds."""
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            raise UsageError(f"the output cannot be written: {error.strerror}") from None
+
+
+def check_output() -> None:
+    """Let whoever writes to this process's own standard output hear of failures as UsageError."""
+    out = sys.stdout
+    if out is None:  # closed from the beginning
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif out is sys.__stdout__ and isinstance(out, io.TextIOWrapper):  # not captured, and not done already
+        file = io.BufferedWriter(Output(out.fileno(), "w", closefd=False))
+        lines = out.line_buffering or out.write_through
+        sys.stdout = io.TextIOWrapper(file, out.encoding, out.errors, line_buffering=lines)
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Exit with what `main` returns. Bad input and ranks that failed are shown on stderr, without a traceback."""
+    check_output()
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except UsageError as error:
+        show_on_stderr(f"error: {error}")
+        code = 2
+    except RankError as error:
+        show_on_stderr(str(error))
+        code = error.code
+    leave(code)
