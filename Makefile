@@ -4,19 +4,32 @@
 export VENV ?= .venv
 
 ACTIVATE := . "$$(cd "$$VENV" && pwd)/bin/activate" &&
+PYTEST := python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+KERNELS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Haswell
+SAMPLE := tests/portability.py tests/test_moe.py tests/test_transformer.py tests/test_museum_pp.py \
+	tests/test_museum_dp_step.py tests/test_tp_summa_mpi.py -k "not lessons_prove or 03-tensor or 04-sequence"
 CPP_FILES := git ls-files -z '*.cpp' '*.hpp'
 
-.PHONY: help setup test proof demo benchmark lint format clean
+.PHONY: help setup test test-sample test-portability proof demo benchmark lint format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-17s%s\n", $$1, $$2 }' Makefile
 
 setup: ## environment, packages and C++; nothing to do when up to date
 	@scripts/install_all.sh
 
 test: setup ## all tests, C++ and Python, three files at a time: starting ranks is mostly waiting
-	@$(ACTIVATE) ctest --preset release
-	@$(ACTIVATE) python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(ACTIVATE) FIVED_TEXT="$$(python tests/grammar.py 0)" ctest --preset release
+	@$(ACTIVATE) $(PYTEST)
+
+test-sample: setup ## some numerical tests with other kernels, another text and seed: two minutes
+	@$(ACTIVATE) env $(KERNELS) $(PYTEST) --seed 1 $(SAMPLE)
+
+test-portability: setup ## all tests, every lesson and binary, with each of three kernel settings, five texts and seeds
+	@$(ACTIVATE) for kernels in $(KERNELS); do export "$$kernels"; \
+		for seed in 1 2 3 4 5; do echo "$$kernels, seed $$seed" && \
+			python -m pytest tests/portability.py --seed $$seed --steps 20 || exit; done; \
+		$(PYTEST) --seed 1 || exit; unset "$${kernels%=*}"; done
 
 proof: setup ## every mesh of 8 ranks and some of 12, 16 and 32 against one device, into docs/proof.md
 	@$(ACTIVATE) python 06-hybrid-parallelism/pytorch/hybrid_proof.py --write docs/proof.md

@@ -25,6 +25,7 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of the text and of the lessons")
+    parser.addoption("--steps", type=int, default=5, help="steps of each lesson in portability.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
