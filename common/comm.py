@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ from common import ledger
 
 T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+TREE_TAG = 1 << 30  # no message of a chapter has it
 
 # What this rank is blocked in right now; the watchdog shows it when a run hangs.
 blocked_in: dict[str, object] = {}
@@ -59,11 +61,15 @@ class Pending:
     def wait(self) -> None:
         """Block until done; seconds blocked here are the exposed part of the communication."""
         if self.work is not None:
-            self._blocked(self.work.wait)
-            self.finish()
+            self._blocked(self._complete)
             ledger.record(self.op, self.group.axis, self.sent, self.seconds)
             self.work = self.call = None
             self.finish = lambda: None
+
+    def _complete(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.finish()
 
     def _blocked(self, call: Callable[[], T]) -> T:
         start = time.perf_counter()
@@ -162,11 +168,53 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
     )
 
 
-def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> None:
-    """In place: P(x) to the sum on rank `dst`; other ranks' x is spoiled. Sends (n-1)/n S."""
+def _adds_itself(group: Group) -> bool:
+    """Whether reduce and reduce-scatter are ours: gloo's own send 1.25 to 1.5 times and 2 times what is needed."""
+    return group.pg is not None and dist.get_backend(group.pg) == "gloo"
+
+
+class _Tree:
+    """A reduce as a binomial tree: in each round half of the ranks that are left send their sums, and are done.
+
+    Counted from `dst`, 6 ranks send 1->0 3->2 5->4, then 2->0, then 4->0: each but the first sends S once.
+    """
+
+    def __init__(self, x: Tensor, group: Group, dst: int) -> None:
+        self.x, self.group, self.dst = x, group, dst
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        n, x = self.group.size, self.x
+        rank, term = (self.group.rank - self.dst) % n, torch.empty_like(x)
+        for step in (2**k for k in range((n - 1).bit_length())):
+            other = self.group.ranks[((rank ^ step) + self.dst) % n]
+            if rank & step:
+                dist.send(x, other, group=self.group.pg, tag=TREE_TAG)
+                return
+            if rank + step < n:
+                dist.recv(term, other, group=self.group.pg, tag=TREE_TAG)
+                x += term
+
+
+def _add_up(out: Tensor, terms: Tensor, n: int) -> None:
+    """out = the sum of the n pieces of `terms`, in their order; half types are added in float32 and rounded once."""
+    with torch.no_grad():
+        total, *others = terms.chunk(n)
+        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+        for term in others:
+            total += term
+        out.copy_(total.view_as(out))
+
+
+def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
+    """In place: P(x) to the sum on rank `dst`; the contents of x on other ranks are undefined. Sends (n-1)/n S."""
     y, back = _in_place(x, group)
     _run(
-        lambda: dist.reduce(y, group.ranks[dst], OPS[op], group=group.pg, async_op=True),
+        lambda: (
+            cast(dist.Work, _Tree(y, group, dst))
+            if _adds_itself(group)
+            else dist.reduce(y, group.ranks[dst], group=group.pg, async_op=True)
+        ),
         "reduce",
         group,
         share(x, 1, group),
@@ -245,18 +293,23 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
     """P(x) to S(out on dimension 0), pieces of equal length; out may be this rank's place in x. Sends (n-1)/n S.
 
     Both are contiguous: nothing is copied on the way. Raises ValueError where out does not fill x n times.
+    On gloo an all-to-all carries the terms, and wait() adds them in the order of the ranks.
     """
     _check_pieces("reduce_scatter_into", x, out, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
-    y, (room, back) = _carried(x, group), _room(out, group)
+    y, call = _carried(x, group).view(-1), dist.reduce_scatter_single  # type: Tensor, Callable[..., dist.Work | None]
+    room, finish = _room(out, group)
+    if _adds_itself(group):
+        call, room = dist.all_to_all_single, torch.empty_like(y)
+        finish = partial(_add_up, out, room, group.size)
     return _run(
-        lambda: dist.reduce_scatter_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
+        lambda: call(room.view(-1), y, group=group.pg, async_op=True),
         "reduce_scatter",
         group,
         share(x, 1, group),
         async_op,
-        finish=back,
+        finish=finish,
     )
 
 

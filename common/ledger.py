@@ -1,8 +1,10 @@
 """The communication ledger: every collective and every message adds a row.
 
-Bytes are exact. A collective counts what one rank sends on average in the bandwidth-optimal algorithm
-(an all-reduce of S bytes over n ranks: 2(n-1)/n * S); a message counts its own size. They are kept as
-fractions, so that `counted == formula` is an equality and not a tolerance.
+A row holds the formula of its call: of a collective the bytes that one rank sends on average in the
+bandwidth-optimal algorithm (an all-reduce of S bytes over n ranks: 2(n-1)/n * S), of a message its own size. They are
+kept as fractions, so that `counted == formula` is an equality and not a tolerance. The calls of common/comm.py send
+that: tests/test_wire.py holds them against the interface of a private network, within 3 % for headers, on gloo and on
+MPI over TCP. Calls that libraries make (common/listen.py) are counted by formula alone.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@
     ledger.bytes("all_reduce")
 
 torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
-through there on its thread. Bytes are counted as in common/comm.py. Our own calls are heard too, so inside a
-listener a ledger and the listener agree. Integers that a library broadcasts, gathers or sends (DDP checks the shapes of
-parameters and agrees on buckets, once) are its bookkeeping and stand in a row of that name. Rows carry the axis of the
-group given here, whichever group a call was for; its number of ranks is its own.
+through there on its thread. Each call counts by the formula of common/comm.py, whatever the backend then sends: gloo's
+own reduce-scatter sends twice as much. Our own calls are heard too, so inside a listener a ledger and the listener
+agree, in bytes: our reduce-scatter on gloo is heard as the all-to-all that carries it. Integers that a library
+broadcasts, gathers or sends (DDP checks the shapes of parameters and agrees on buckets, once) are its bookkeeping and
+stand in a row of that name. Rows carry the axis of the group given here, whichever group a call was for; its number of
+ranks is its own.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "reduce_scatter_": ("reduce_scatter", 1, 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1, 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 1),
+    "alltoall_base_": ("all_to_all", 1, 1),
 }
 # the same of functional collectives; does their argument have the whole tensor, or a piece?
 FUNCTIONAL: dict[str, tuple[str, int, bool]] = {
@@ -89,7 +92,8 @@ class Listener(TorchDispatchMode):
             (x,) = args[0]
             kind = "send" if x.is_floating_point() else "bookkeeping"
             return Row(kind, self.group.axis, Fraction(x.numel() * x.element_size()), 0.0)
-        if name not in known:
+        uneven = name == "alltoall_base_" and len(set(args[4])) > 1
+        if name not in known or uneven:
             raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
         n, (op, times, _) = ranks_of(args), known[name]
         whole = COLLECTIVES[name][2] if namespace == "c10d" else 0

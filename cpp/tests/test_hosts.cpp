@@ -109,6 +109,7 @@ void test_bytes(const Communicator& world, Hosts& hosts) {
     const std::size_t agreeing = count(hosts.barrier({}));
     const bool at_root = hosts.host_of(world.rank())[0] == 0;
     CHECK(count(hosts.all_reduce({}, bytes(x), length, 4, sum)) == agreeing + 2 * (H - 1) * length / H / l);
+    CHECK(count(hosts.all_reduce({}, bytes(x), length, 4, sum, 0)) == agreeing + (at_root ? 0 : length / l));
     CHECK(count(hosts.broadcast({}, bytes(x), length, 0)) == agreeing + (at_root ? (H - 1) * length / l : 0));
     CHECK(count(hosts.all_gather({}, bytes(x), out, length)) == agreeing + (H - 1) * length);
     CHECK(count(hosts.reduce_scatter({}, in, bytes(x), length, 4, sum)) == agreeing + (P - l) * length / l);

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,18 @@ def run(
 
 
 def mpirun(
-    ranks: int, *command: str | Path, environment: Mapping[str, str] | None = None, timeout: float = 240
+    ranks: int,
+    *command: str | Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240,
+    before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """The mpirun of this Python's environment, else the one on the PATH."""
+    """The mpirun of this Python's environment, else the one on the PATH. before: words that start mpirun."""
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         pytest.fail("there is no mpirun: run make setup", pytrace=False)
-    whole = [launcher, "-np", str(ranks), *map(str, command)]
+    whole = [*before, launcher, "-np", str(ranks), *map(str, command)]
     done = run(whole, timeout, environment)
     # Now and then Open MPI's launcher fails before it has started any rank; then there is nothing to judge.
     return run(whole, timeout, environment) if NOT_STARTED in done.stdout + done.stderr else done
@@ -97,11 +101,16 @@ def run_worker(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     timeout: float = 240,
+    before: Sequence[str] = (),
 ) -> Any:
-    """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument."""
+    """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument.
+
+    before: words that start mpirun, on another network, say; a fork would be where its server is.
+    """
     result, scripts = folder / "result.json", ROOT / "tests" / "mpi"
-    command = (python(), scripts / "all_end.py", scripts / worker, result, *arguments)
-    done = mpirun(ranks, *command, environment=environment, timeout=timeout)
+    interpreter = sys.executable if before else python()
+    command = (interpreter, scripts / "all_end.py", scripts / worker, result, *arguments)
+    done = mpirun(ranks, *command, environment=environment, timeout=timeout, before=before)
     assert done.returncode == 0, done.stderr
     return json.loads(result.read_text())
 

@@ -162,7 +162,7 @@ class Hosts {
     /// The ranks on the host of `rank`, in order. Those of this host are the local ranks of its memory.
     const std::vector<int>& host_of(int rank) const { return hosts_[of_rank_[rank]]; }
 
-    /// In place: P to R. With `root` >= 0 only there; it costs what it costs to have it everywhere.
+    /// In place: P to R. With `root` >= 0 only there: every other host sends its sum once.
     Stages all_reduce(const Call& call, std::byte* x, std::size_t bytes, std::size_t item, Reduce reduce,
                       int root = -1) {
         if (count() == 1)
@@ -170,9 +170,6 @@ class Hosts {
         const auto copy = root < 0 || root == rank_ ? nullptr : room(bytes);
         const std::span<std::byte> y(copy ? copy.get() : x, bytes);
         const auto slice = [=, this](int lane) { return cut_out(y, item, lanes_, lane); };
-        const auto part = [=, this](int host) { return cut_out(slice(index_), item, count(), host); };
-        const std::size_t length = part(here_).size();
-        const auto terms = room(length * count());
         Stages stages = agree(call);
         stages.push_back([=, this] {
             if (copy) copy_through_cache(copy.get(), x, bytes);
@@ -180,26 +177,9 @@ class Hosts {
             for (int r = 0; r < memory_->size(); ++r) in.push_back({slice(r)});
             return Stage{combine(*memory_, call, in, slice(index_).data(), item, reduce), {}};
         });
-        stages.push_back([=, this] {
-            Stage stage;
-            if (index_ >= lanes_) return stage;
-            copy_through_cache(&terms[here_ * length], part(here_).data(), length);
-            for_other_hosts([&](int h) {
-                receive(stage, {&terms[h * length], length}, hosts_[h][index_]);
-                send(stage, part(h), hosts_[h][index_]);
-            });
-            return stage;
-        });
-        stages.push_back([=, this] {
-            Stage stage;
-            if (index_ >= lanes_) return stage;
-            sum(part(here_).data(), terms.get(), length, item, reduce);
-            for_other_hosts([&](int h) {
-                receive(stage, part(h), hosts_[h][index_]);
-                send(stage, part(here_), hosts_[h][index_]);
-            });
-            return stage;
-        });
+        if (index_ < lanes_ && root < 0) sum_on_all_hosts(stages, slice(index_), item, reduce);
+        if (index_ < lanes_ && root >= 0)
+            sum_on_one_host(stages, slice(index_), item, reduce, of_rank_[root]);
         stages.push_back([=, this] {
             std::vector<Outputs> pieces;
             for (int r = 0; r < memory_->size(); ++r) pieces.push_back({slice(r)});
@@ -370,6 +350,57 @@ class Hosts {
         std::vector<const std::byte*> in;
         for (int h = 0; h < count(); ++h) in.push_back(terms + h * bytes);
         if (bytes) reduce(out, in.data(), count(), bytes / item);
+    }
+
+    /// In place: x of a lane, P to R over the hosts: reduce-scatter, then all-gather.
+    void sum_on_all_hosts(Stages& stages, std::span<std::byte> x, std::size_t item, Reduce reduce) const {
+        const auto part = [=, this](int host) { return cut_out(x, item, count(), host); };
+        const std::size_t length = part(here_).size();
+        const auto terms = room(length * count());
+        stages.push_back([=, this] {
+            Stage stage;
+            copy_through_cache(&terms[here_ * length], part(here_).data(), length);
+            for_other_hosts([&](int h) {
+                receive(stage, {&terms[h * length], length}, hosts_[h][index_]);
+                send(stage, part(h), hosts_[h][index_]);
+            });
+            return stage;
+        });
+        stages.push_back([=, this] {
+            Stage stage;
+            sum(part(here_).data(), terms.get(), length, item, reduce);
+            for_other_hosts([&](int h) {
+                receive(stage, part(h), hosts_[h][index_]);
+                send(stage, part(here_), hosts_[h][index_]);
+            });
+            return stage;
+        });
+    }
+    /// In place: x of a lane, P to host `root` alone. A binomial tree: in each round half of the hosts that are left send
+    /// their sums, and are done.
+    void sum_on_one_host(Stages& stages, std::span<std::byte> x, std::size_t item, Reduce reduce,
+                         int root) const {
+        const auto term = room(x.size());
+        const int place = (here_ - root + count()) % count();
+        for (int step = 1; step < count() && place % step == 0; step *= 2) {
+            const bool sends = place & step;
+            if ((place ^ step) >= count()) continue;
+            const int peer = hosts_[((place ^ step) + root) % count()][index_];
+            stages.push_back([=, this] {
+                Stage stage;
+                if (sends)
+                    send(stage, x, peer);
+                else
+                    receive(stage, {term.get(), x.size()}, peer);
+                return stage;
+            });
+            if (sends) continue;
+            stages.push_back([=] {
+                const std::byte* both[] = {x.data(), term.get()};
+                if (!x.empty()) reduce(x.data(), both, 2, x.size() / item);
+                return Stage{};
+            });
+        }
     }
 
     template <class Use>
