@@ -17,7 +17,7 @@ from torch import nn
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
+from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
 from common.ledger import Ledger
 from common.lesson import DTYPES, console, write_records
 from common.listen import Listener
@@ -175,16 +175,19 @@ def prove(
     """
     mesh, tokens, alone = Mesh(rt.world, **{axis: rt.world_size}), split_tokens(rt, axis), one_rank(rt)
     proof, ledgers = Proof(DTYPES[o.dtype]), {}
+
+    def on_one_device(start: Start) -> Followed:
+        model = start(make_model(o, rt.device))
+        version = one_device(name, model, o) if one_device else Version(model)
+        step = training_step(version, make_batches(replace(o, micro_batches=1), alone, rt.device), alone)
+        return follow(model, optimizer, o.steps, step, wrap=version.wrap)
+
     for optimizer in OPTIMIZERS:
         references: dict[str, Followed] = {}
         for name in o.versions:
             compared = name if one_device else "plain"
             if compared not in references:
-                model = make_model(o, rt.device)
-                version = one_device(name, model, o) if one_device else Version(model)
-                batches = make_batches(replace(o, micro_batches=1), alone, rt.device)
-                step = training_step(version, batches, alone)
-                references[compared] = follow(model, optimizer, o.steps, step, wrap=version.wrap)
+                references[compared] = with_units(on_one_device)
             # replicas begin apart, which their broadcast must mend; pieces come from the same model
             own = o.seed + mesh.at["dp"]
             model = make_model(replace(o, seed=own), rt.device)
@@ -194,21 +197,18 @@ def prove(
                 step = training_step(version, make_batches(o, tokens, rt.device), tokens)
                 owner = version.owner or model
                 followed = follow(owner, optimizer, o.steps, step, mesh, version.wrap)
-                found = compare(references[compared], followed)
             formula = run_bytes(name, shape_of(o), rt.world, o)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
-            proof.add(name, optimizer, worst_of_world(found, mesh), counted, formula)
+            proof.add(name, optimizer, references[compared], followed, mesh, counted, formula)
             ledgers[name] = ledger
             examine(name, optimizer, version, followed.optimizer)
     proof.gather(rt.world)
     out = console(rt)
-    out.print(
-        proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
-    )
+    out.print(proof.tables(f"{rt.world_size} ranks, {o.model}, {o.dtype}, {o.steps} steps"))
     shown = next((name for name in reversed(o.versions) if name not in unseen), o.versions[0])
     out.print(ledgers[shown].table(f"{shown}, {optimizer}: calls and seconds of rank 0, bytes mean"))
     records = benchmark(rt, replace(o, steps=5), make_version, step_bytes, unseen, make_batches, axis)
-    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    report(rt, o, proof.recorded(records))
     out.print(proof.sentence())
     return proof.holds
 

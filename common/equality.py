@@ -4,10 +4,19 @@
     parallel = follow(model, "adamw", steps, step, mesh)             # on the mesh; gathers what is split
     compare(reference, parallel)["gradients"]    # Difference(2.2e-16, "layers.0.mlp.up_proj.weight, step 2")
 
-A difference is relative: max|a - b| / max|a| of the tensor, a from the one device. A tensor that is zero up
-to rounding (below 64 epsilons of its type times the model's largest number) is measured on the model's scale:
-the gradient of a key bias, say, is zero because softmax does not see a shift of all scores, and rounding is
-all that is left of it.
+The difference of a tensor is relative, a from the one device and M the largest number of all tensors compared with it
+(the gradients of one step, say, or the weights):
+
+    max|a - b| / max(max|a|, (4 eps / tolerance) M)
+
+Rounding enters where sums are made, at the scale of weights and activations. A tensor that is small because large terms
+cancelled keeps that rounding: the gradient of a key bias is nothing else (softmax does not see a shift of all scores),
+and after a step of SGD those of q_proj and k_proj are 1e-8 M. So 4 eps M, four roundings of the largest number, is
+within the tolerance for any tensor, and above (4 eps / tolerance) M, 9e-4 M in float64, a tensor is measured by itself.
+
+What that lets pass is measured in units of its own (`in_ulps`): max|a - b| over max|a - a'| of the same tensor, where
+a' is from one device whose initial weights were moved by one unit in the last place, up or down at random. Tensor by
+tensor, because the units differ by 1e15: key biases move by all of their size. Honest runs reach 15; 100 is refused.
 
 Tolerances: the same arithmetic in the same order, 0; sums in another order, 1e-12 in float64 (about 4000
 roundings of 2^-52) and 1e-5 in float32. AdamW divides by sqrt(v) + eps: where a gradient is zero up to rounding
@@ -21,7 +30,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +41,8 @@ from common.placement import Run, gradient_norm, placement
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 KINDS = ("loss", "gradients", "gradient norm", "weights")
+ROUNDINGS = 4  # of the largest number, that are within the tolerance for any tensor
+ULPS = 100  # units of `in_ulps` that are refused
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 Wrap = Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer]
@@ -53,7 +64,7 @@ class Followed:
     """All that a training run leaves: per step the loss, every gradient and their norm; the last weights.
 
     Tensors are whole and under their canonical names; a gradient that is None is left out. The optimizer is as
-    the last step left it.
+    the last step left it. units: of a run that `with_units` made, by kind and suffix, how far each tensor moves.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -61,6 +72,16 @@ class Followed:
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     optimizer: Any = None
+    units: list[dict[str, float]] | None = None
+
+    def sets(self) -> list[tuple[str, str, dict[str, Tensor]]]:
+        """(kind, what follows the names, tensors) of all that are compared with one another."""
+        losses, norms = (
+            {f"{what}, step {t}": torch.tensor(v, dtype=torch.float64) for t, v in enumerate(values)}
+            for what, values in (("loss", self.losses), ("norm", self.norms))
+        )
+        gradients = [("gradients", f", step {t}", of_step) for t, of_step in enumerate(self.gradients)]
+        return [("loss", "", losses), *gradients, ("gradient norm", "", norms), ("weights", "", self.weights)]
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,11 @@ class Difference:
 
     value: float
     where: str
+
+
+def worst(differences: Iterable[Difference]) -> Difference:
+    """The largest of them."""
+    return max(differences, key=lambda d: d.value, default=Difference(0.0, ""))
 
 
 def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
@@ -136,31 +162,77 @@ def follow(
     return result
 
 
-def largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix: str) -> Difference:
-    """The worst tensor of two dictionaries; infinite where names, shapes or finiteness do not agree."""
+Model = TypeVar("Model", bound=Named)
+Start = Callable[[Any], Any]
+"""Passes a new model on, with its weights moved or not."""
+
+
+@torch.no_grad()
+def moved(model: Model) -> Model:
+    """The model, each weight moved by one unit in the last place, up or down at random."""
+    draw = torch.Generator().manual_seed(0)
+    for _, p in model.named_parameters():
+        up_or_down = (2 * torch.randint(2, p.shape, generator=draw) - 1) * math.inf
+        p.copy_(torch.nextafter(p, up_or_down.to(p)))
+    return model
+
+
+def unmoved(model: Model) -> Model:
+    """The model as it is."""
+    return model
+
+
+def with_units(run: Callable[[Start], Followed]) -> Followed:
+    """What `run(start)` leaves of training on one device, with its units; run passes its new model through `start`."""
+    other, result = run(moved), run(unmoved)
+    result.units = [
+        {name: _size(x - b[name]) for name, x in a.items() if name in b}
+        for (*_, a), (*_, b) in zip(result.sets(), other.sets(), strict=True)
+    ]
+    return result
+
+
+def _size(x: Tensor) -> float:
+    """max|x|; infinite where anything is no number."""
+    value = x.abs().max().item() if x.numel() else 0.0
+    return value if math.isfinite(value) else math.inf
+
+
+def _largest(
+    reference: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    suffix: str,
+    scale: Callable[[str, Tensor], float],
+) -> Difference:
+    """The worst tensor, each over its scale; infinite where names, shapes or finiteness do not agree."""
     if odd := set(reference) ^ set(other):
         return Difference(math.inf, f"{min(odd)} on one side only{suffix}")
     if not reference:
         return Difference(math.inf, f"nothing to compare{suffix}")
-    worst = Difference(0.0, "")
-    model_scale = max((a.abs().max().item() for a in reference.values() if a.numel()), default=0.0)
+    found = []
     for name, a in reference.items():
         b = other[name].to(a.device)
         if a.shape != b.shape:
             return Difference(math.inf, f"{name}: {tuple(a.shape)} against {tuple(b.shape)}{suffix}")
-        if a.numel() == 0:
-            continue
-        scale = a.abs().max().item()
-        scale = scale if scale > 64 * torch.finfo(a.dtype).eps * model_scale else model_scale
-        value = (a - b).abs().max().item() / (scale or 1.0)
-        value = value if math.isfinite(value) else math.inf
-        if value > worst.value:
-            worst = Difference(value, name + suffix)
-    return worst
+        apart = _size(a - b)
+        value = apart / (scale(name, a) or 1.0) if math.isfinite(apart) else math.inf
+        found.append(Difference(value, name + suffix if value > 0 else ""))
+    return worst(found)
 
 
-def _scalars(what: str, values: list[float]) -> dict[str, Tensor]:
-    return {f"{what}, step {t}": torch.tensor(v, dtype=torch.float64) for t, v in enumerate(values)}
+def largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix: str = "") -> Difference:
+    """The worst tensor of two dictionaries."""
+    model = max((_size(a) for a in reference.values()), default=0.0)
+
+    def scale(_: str, a: Tensor) -> float:
+        return max(_size(a), ROUNDINGS * torch.finfo(a.dtype).eps / TOLERANCE[a.dtype] * model)
+
+    return _largest(reference, other, suffix, scale)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """max|a - b| / max|a|, where there is one tensor."""
+    return largest({"": a}, {"": b}).value
 
 
 def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
@@ -168,26 +240,39 @@ def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
     if len(reference.losses) != len(other.losses):
         steps = f"{len(reference.losses)} against {len(other.losses)} steps"
         return dict.fromkeys(KINDS, Difference(math.inf, steps))
-    gradients = [
-        largest(a, b, f", step {t}")
-        for t, (a, b) in enumerate(zip(reference.gradients, other.gradients, strict=True))
+    found = [
+        (kind, largest(a, b, suffix))
+        for (kind, suffix, a), (*_, b) in zip(reference.sets(), other.sets(), strict=True)
     ]
-    return {
-        "loss": largest(_scalars("loss", reference.losses), _scalars("loss", other.losses), ""),
-        "gradients": max(gradients, key=lambda d: d.value),
-        "gradient norm": largest(_scalars("norm", reference.norms), _scalars("norm", other.norms), ""),
-        "weights": largest(reference.weights, other.weights, ""),
-    }
+    return {kind: worst(d for k, d in found if k == kind) for kind in KINDS}
+
+
+def in_ulps(reference: Followed, other: Followed) -> Difference:
+    """The tensor whose difference is the most units, of at least one rounding of its largest number.
+
+    A tensor that is zero on one device, or that a unit in the last place makes infinite or drop out, has no unit.
+    """
+    if reference.units is None or len(reference.losses) != len(other.losses):
+        return Difference(math.inf, "nothing to measure with")
+    found = []
+    for units, (_, suffix, a), (*_, b) in zip(reference.units, reference.sets(), other.sets(), strict=True):
+
+        def scale(name: str, x: Tensor, units: dict[str, float] = units) -> float:
+            own = torch.finfo(x.dtype).eps * _size(x)
+            return max(own, units.get(name, math.inf)) if own else math.inf
+
+        found.append(_largest(a, b, suffix, scale))
+    return worst(found)
 
 
 def worst_of_world(found: dict[str, Difference], mesh: Mesh) -> dict[str, Difference]:
     """The largest values over all ranks; the names are this rank's own."""
-    values = torch.tensor([found[kind].value for kind in KINDS], dtype=torch.float64)
+    values = torch.tensor([d.value for d in found.values()], dtype=torch.float64)
     group = mesh.group(*AXES)
     if group.pg is not None and torch.distributed.get_backend(group.pg) == "nccl":
         values = values.cuda()
     comm.all_reduce(values, group, "max")
-    return {k: Difference(v, found[k].where) for k, v in zip(KINDS, values.tolist(), strict=True)}
+    return {k: Difference(v, found[k].where) for k, v in zip(found, values.tolist(), strict=True)}
 
 
 def unequal_replicas(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> list[str]:

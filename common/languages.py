@@ -21,7 +21,17 @@ from torch import Tensor
 
 from common.comm import sizes_of
 from common.comparison import report
-from common.equality import OPTIMIZERS, TOLERANCE, Followed, compare, whole, worst_of_world
+from common.equality import (
+    OPTIMIZERS,
+    TOLERANCE,
+    Followed,
+    Start,
+    compare,
+    unmoved,
+    whole,
+    with_units,
+    worst_of_world,
+)
 from common.ledger import Ledger
 from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord
@@ -63,6 +73,10 @@ class InTorch:
     ) -> None:
         self.call, self.named, self.finish, self.bytes = call, named, finish, Fraction(0)
         self.optimizer = OPTIMIZERS[optimizer](list(named.values()))
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """By name."""
+        return self.named.items()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """y_BSD."""
@@ -184,14 +198,14 @@ def prove(
     rt: Runtime,
     o: TrainingOptions,
     mesh: Mesh,
-    train: Callable[[str, str], tuple[Followed, Fraction, Fraction]],
+    train: Callable[[str, str, Start], tuple[Followed, Fraction, Fraction]],
     benchmark: Callable[[TrainingOptions], list[BenchmarkRecord]],
     title: str,
 ) -> bool:
     """Every version against one device, and against every other.
 
     train: of a version and an optimizer what the steps left, the bytes sent and those by formula; first it is asked for
-    "one device".
+    "one device", whose parameters pass through the third argument.
     """
     proof = Proof(DTYPES[o.dtype])
     table = Table(title="largest relative difference between two versions", title_justify="left")
@@ -199,11 +213,10 @@ def prove(
         table.add_column(column, justify="right" if column == "difference" else "left")
     largest = 0.0
     for optimizer in OPTIMIZERS:
-        reference, _, _ = train("one device", optimizer)
-        runs = {name: train(name, optimizer) for name in o.versions}
+        reference = with_units(lambda start: train("one device", optimizer, start)[0])  # noqa: B023
+        runs = {name: train(name, optimizer, unmoved) for name in o.versions}
         for name, (found, sent, formula) in runs.items():
-            differences = worst_of_world(compare(reference, found), mesh)
-            proof.add(name, optimizer, differences, sent, formula)
+            proof.add(name, optimizer, reference, found, mesh, sent, formula)
         for a, b in itertools.combinations(o.versions, 2):
             kinds = worst_of_world(compare(runs[a][0], runs[b][0]), mesh).values()
             value = max(d.value for d in kinds)
@@ -213,7 +226,7 @@ def prove(
     out, limit = console(rt), 100 * TOLERANCE[DTYPES[o.dtype]]
     out.print(proof.tables(title), table)
     records = benchmark(replace(o, steps=5))
-    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    report(rt, o, proof.recorded(records))
     out.print(proof.sentence())
     agree = "agree with one another within" if largest <= limit else "do NOT agree with one another within"
     out.print(f"the languages {agree} {limit:.0e}")

@@ -104,6 +104,8 @@ class BenchmarkRecord:
     """Blocked in communication along each axis, the mean over the ranks."""
     equal: bool | None = None
     largest_difference: float | None = None
+    differences: dict[str, float] | None = None
+    """The largest with each optimizer."""
 
     def as_json(self) -> dict[str, Any]:
         """The record with the number of steps and the versions that ran it."""

@@ -1,8 +1,9 @@
-"""The table that a lesson prints of what it proved: differences to one device, bytes counted and by formula."""
+"""The tables that a lesson prints of what it proved: differences to one device, bytes counted and by formula."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -10,8 +11,49 @@ from rich.console import Group
 from rich.table import Table
 
 from common import comm
-from common.equality import KINDS, TOLERANCE, Difference
+from common.equality import (
+    KINDS,
+    TOLERANCE,
+    ULPS,
+    Difference,
+    Followed,
+    compare,
+    in_ulps,
+    worst,
+    worst_of_world,
+)
 from common.ledger import show_bytes
+from common.measure import BenchmarkRecord
+from common.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Row:
+    """A version with an optimizer. counted: bytes this rank sent by the ledger; None where they pass the ledger by."""
+
+    version: str
+    optimizer: str
+    found: dict[str, Difference]
+    ulps: Difference | None
+    counted: Fraction | None
+    formula: Fraction
+    limit: float
+
+    @property
+    def largest(self) -> Difference:
+        """The largest relative difference of all kinds."""
+        return worst(self.found.values())
+
+    @property
+    def equal(self) -> bool:
+        """All differences are within the tolerance, and below what is refused in units of their own."""
+        return self.largest.value <= self.limit and (self.ulps is None or self.ulps.value < ULPS)
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        values = [f"{self.found[kind].value:.1e}" for kind in KINDS]
+        ulps = "-" if self.ulps is None else f"{self.ulps.value:.1f}"
+        return [self.version, self.optimizer, *values, ulps, self.largest.where]
 
 
 @dataclass
@@ -19,9 +61,9 @@ class Proof:
     """Rows of one lesson: every version with every optimizer."""
 
     dtype: torch.dtype
-    rows: list[tuple[str, str, dict[str, Difference], Fraction | None, Fraction]] = field(
-        default_factory=list
-    )
+    rows: list[Row] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """One device's, by optimizer, of the first row of each."""
     elsewhere: bool = True
     """What other ranks' bytes say, after `gather`."""
 
@@ -29,32 +71,36 @@ class Proof:
         self,
         version: str,
         optimizer: str,
-        found: dict[str, Difference],
+        reference: Followed,
+        followed: Followed | None,
+        mesh: Mesh,
         counted: Fraction | None,
         formula: Fraction,
     ) -> None:
-        """counted: bytes this rank sent by the ledger; None where messages pass the ledger by."""
-        self.rows.append((version, optimizer, found, counted, formula))
-
-    @property
-    def largest(self) -> float:
-        """The largest relative difference of all rows and kinds."""
-        return max(d.value for _, _, found, _, _ in self.rows for d in found.values())
+        """Compare what a version left with one device. Collective; followed: None where another rank has it."""
+        found = compare(reference, followed or reference)
+        if reference.units is not None:
+            found["ulps"] = in_ulps(reference, followed or reference)
+        found = worst_of_world(found, mesh)
+        ulps = found.pop("ulps", None)
+        self.losses.setdefault(optimizer, reference.losses)
+        limit = TOLERANCE[self.dtype]
+        self.rows.append(Row(version, optimizer, found, ulps, counted, formula, limit))
 
     @property
     def counted(self) -> bool:
         """Any bytes were."""
-        return any(counted is not None for _, _, _, counted, _ in self.rows)
+        return any(row.counted is not None for row in self.rows)
 
     @property
     def equal(self) -> bool:
-        """All differences are within the tolerance of the type."""
-        return self.largest <= TOLERANCE[self.dtype]
+        """All rows are."""
+        return all(row.equal for row in self.rows)
 
     @property
     def bytes_agree(self) -> bool:
         """Counted bytes are the formula's, exactly, wherever they were counted."""
-        return self.elsewhere and all(counted in (None, formula) for _, _, _, counted, formula in self.rows)
+        return self.elsewhere and all(row.counted in (None, row.formula) for row in self.rows)
 
     def gather(self, group: comm.Group) -> None:
         """Let all ranks know of one whose bytes do not agree. Collective."""
@@ -65,33 +111,52 @@ class Proof:
         """Both."""
         return self.equal and self.bytes_agree
 
+    def recorded(self, records: Iterable[BenchmarkRecord]) -> list[BenchmarkRecord]:
+        """The records, each with the verdict on its own version and the largest difference by optimizer, if any."""
+        done = []
+        for record in records:
+            rows = [row for row in self.rows if row.version == record.implementation]
+            by_optimizer = {row.optimizer: row.largest.value for row in rows}
+            if rows:
+                record = replace(
+                    record,
+                    equal=all(row.equal for row in rows),
+                    largest_difference=max(by_optimizer.values()),
+                    differences=by_optimizer,
+                )
+            done.append(record)
+        return done
+
     def tables(self, title: str) -> Group:
-        """Largest relative differences by kind, with the place of the largest; then bytes sent by this rank."""
-        equality = Table(title=title, title_justify="left")
+        """Largest relative differences by kind, with the place of the largest; losses; bytes sent by this rank."""
+        equality = Table(title=f"largest relative difference from one device: {title}", title_justify="left")
         for column in ("version", "optimizer"):
             equality.add_column(column)
-        for kind in KINDS:
-            equality.add_column(kind.removeprefix("gradient "), justify="right")
+        for column in (*KINDS, "ulps"):
+            equality.add_column(column.removeprefix("gradient "), justify="right")
         equality.add_column("largest of the row is in")
         sent = Table(title="bytes a rank sent in the run, mean", title_justify="left")
         for column in ("version", "optimizer", "counted", "formula"):
             sent.add_column(column, justify="right" if column in ("counted", "formula") else "left")
-        for version, optimizer, found, counted, formula in self.rows:
-            worst = max(found.values(), key=lambda d: d.value)
-            values = [f"{found[kind].value:.1e}" for kind in KINDS]
-            equality.add_row(version, optimizer, *values, worst.where)
-            shown = "not counted" if counted is None else show_bytes(counted)
-            sent.add_row(version, optimizer, shown, show_bytes(formula))
-        return Group(equality, sent) if self.counted else Group(equality)
+        for row in self.rows:
+            equality.add_row(*row.cells())
+            shown = "not counted" if row.counted is None else show_bytes(row.counted)
+            sent.add_row(row.version, row.optimizer, shown, show_bytes(row.formula))
+        losses = [
+            f"loss of each step, {optimizer}: {' '.join(f'{loss:.10f}' for loss in values)}"
+            for optimizer, values in self.losses.items()
+        ]
+        return Group(equality, *losses, *([sent] if self.counted else []))
 
     def sentence(self) -> str:
         """One line: what was proved, or what differs."""
         limit = TOLERANCE[self.dtype]
-        if not self.equal:
-            _, _, found, _, _ = max(self.rows, key=lambda r: max(d.value for d in r[2].values()))
-            worst = max(found.values(), key=lambda d: d.value)
+        if (largest := worst(row.largest for row in self.rows)).value > limit:
+            return f"NOT equal to one device: {largest.where} differs by {largest.value:.1e}, {limit:.0e} is allowed"
+        if (ulps := worst(row.ulps for row in self.rows if row.ulps)).value >= ULPS:
             return (
-                f"NOT equal to one device: {worst.where} differs by {worst.value:.1e}, {limit:.0e} is allowed"
+                f"NOT equal to one device: {ulps.where} differs by {ulps.value:.1e} times what a unit in the last "
+                f"place of the weights moves it, less than {ULPS} is allowed"
             )
         if not self.bytes_agree:
             return "equal to one device, but the bytes counted are NOT those of the formula"

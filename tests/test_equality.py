@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import cast
 
+import pytest
 import torch
+from dp_basic import make_version as dp_version
+from dp_training import DataParallelOptions
+from pp_training import PipelineOptions
+from pp_training import make_batches as pp_batches
+from pp_training import make_version as pp_version
+from torch import Tensor
+from tp_megatron import MegatronOptions
+from tp_megatron import make_version as tp_version
 
-from common.equality import Followed, compare
+from common.comparison import one_rank, split_tokens
+from common.equality import (
+    OPTIMIZERS,
+    TOLERANCE,
+    ULPS,
+    Followed,
+    Start,
+    compare,
+    follow,
+    in_ulps,
+    largest,
+    moved,
+    unmoved,
+    with_units,
+    worst,
+    worst_of_world,
+)
+from common.measure import BenchmarkRecord
+from common.mesh import Mesh
+from common.proof import Proof
+from common.runtime import Runtime
+from common.spawn import spawn
+from common.training import Batches, Version, make_model, training_step
 
 
 def run(gradient: list[float], weight: list[float], loss: float = 1.0) -> Followed:
@@ -43,10 +79,190 @@ def test_missing_and_extra_names_and_steps_never_pass() -> None:
     assert compare(run([1, 2], [3, 4]), run([1, 2, 3], [3, 4]))["gradients"].value == math.inf
 
 
-def test_only_rounding_is_measured_on_the_models_scale() -> None:
-    def two(small: float) -> Followed:
-        g = {"big": torch.ones(2, dtype=torch.float64), "small": torch.full((2,), small, dtype=torch.float64)}
-        return Followed([1.0], [g], [1.0], g)
+def test_a_small_tensor_is_measured_by_its_share_of_the_largest_without_a_jump() -> None:
+    share = 4 * 2.0**-52 / 1e-12
+    for size in (1.0, 2 * share, share, share / 2, 64 * 2.0**-52, 1e-14, 0.0):
+        a = {
+            "large": torch.ones(2, dtype=torch.float64),
+            "small": torch.full((2,), size, dtype=torch.float64),
+        }
+        b = {"large": a["large"], "small": a["small"] - 1e-15}
+        apart = (a["small"] - b["small"]).max().item()
+        assert math.isclose(largest(a, b).value, apart / max(size, share)), size
+    rounding = 4 * 2.0**-52  # of the largest number: that much is allowed, and no more
+    for factor in (0.99, 1.01):
+        apart = {**a, "small": a["small"] + factor * rounding}
+        assert (largest(a, apart).value <= TOLERANCE[torch.float64]) == (factor < 1)
 
-    assert compare(two(1e-15), two(-1e-15))["gradients"].value < 1e-14
-    assert compare(two(1e-10), two(0.0))["gradients"].value == 1.0
+
+class Weights(torch.nn.Module):
+    """The gradient of `small` is what is left of large terms: a + w - a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.linspace(1, 2, 8, dtype=torch.float64))
+        self.small = torch.nn.Parameter(torch.linspace(1, 2, 8, dtype=torch.float64))
+        self.zero = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return (self.large * self.large + 1e-8 * self.small * self.large.detach() + 0 * self.zero).sum()
+
+
+def weights_followed(start: Start, mistake: Callable[[Weights], object] = lambda model: None) -> Followed:
+    model = start(Weights())
+
+    def step(_: int) -> Tensor:
+        loss: Tensor = model()
+        loss.backward()
+        mistake(model)
+        return loss.detach()
+
+    return follow(model, "sgd", 3, step)
+
+
+def test_units_see_what_hides_in_a_small_tensor() -> None:
+    reference = with_units(weights_followed)
+    assert reference.units is not None
+    assert in_ulps(reference, weights_followed(unmoved)).value == 0
+    assert in_ulps(reference, weights_followed(moved)).value <= 1
+
+    def wrong(model: Weights) -> None:
+        assert model.small.grad is not None
+        model.small.grad *= 1 + 1e-10
+
+    found = weights_followed(unmoved, wrong)
+    assert compare(reference, found)["gradients"].value < TOLERANCE[torch.float64]
+    ulps = in_ulps(reference, found)
+    assert (ulps.value > ULPS, ulps.where.split(",")[0]) == (True, "small")
+
+
+def test_units_of_what_is_missing_or_no_number_never_pass() -> None:
+    reference = with_units(weights_followed)
+    for change in ({"small": None}, {"small": math.nan}):
+        other = weights_followed(unmoved)
+        for name, value in change.items():
+            if value is None:
+                del other.weights[name]
+            else:
+                other.weights[name][0] = value
+        assert in_ulps(reference, other).value == math.inf
+    assert in_ulps(weights_followed(unmoved), reference).value == math.inf  # it has no units
+
+
+# What a lesson records
+
+
+def two_versions(
+    rt: Runtime,
+) -> tuple[list[tuple[str, bool | None, float | None, dict[str, float] | None]], str]:
+    """A right version, one that is a little off, and one with no row."""
+    mesh, proof = Mesh(rt.world, dp=1), Proof(torch.float64)
+    reference = with_units(weights_followed)
+
+    def off(model: Weights) -> None:
+        model.large.grad = cast(Tensor, model.large.grad) * (1 + 1e-9)
+
+    for version, mistake in (("right", lambda model: None), ("off", off)):
+        for optimizer in OPTIMIZERS:
+            proof.add(
+                version, optimizer, reference, weights_followed(unmoved, mistake), mesh, None, Fraction(0)
+            )
+    records = [
+        BenchmarkRecord(*(["dp", name, "pytorch"] + [None] * 13)) for name in ("right", "off", "other")
+    ]  # type: ignore[arg-type]
+    found = proof.recorded(records)
+    return [(r.implementation, r.equal, r.largest_difference, r.differences) for r in found], proof.sentence()
+
+
+def test_each_version_has_a_difference_and_a_verdict_of_its_own() -> None:
+    ((right, off, other), sentence), *_ = spawn(two_versions, 1)
+    assert right == ("right", True, 0.0, {"sgd": 0.0, "adamw": 0.0})
+    assert off[1] is False
+    assert off[2] == pytest.approx(1e-9, rel=0.1)
+    assert off[3] == pytest.approx({"sgd": off[2], "adamw": off[2]})
+    assert other == ("other", None, None, None)
+    assert "NOT equal to one device: loss, step 2" in sentence
+
+
+# The margin between the largest honest difference and the smallest mistake
+
+
+def single(model: torch.nn.Module) -> None:
+    """The gradient of the first query projection has been through a message in float32."""
+    for name, p in model.named_parameters():
+        if name.endswith("q_proj.weight") and p.grad is not None:
+            p.grad.copy_(p.grad.float())
+            return
+
+
+def whole_added(model: torch.nn.Module) -> None:
+    """1e-11 of each gradient is added once more."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad *= 1 + 1e-11
+
+
+SAMPLE = (("gpt2-tiny", "dp"), ("llama-tiny", "dp"), ("llama-tiny", "tp"), ("gpt2-deep", "pp"))
+MISTAKES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "honest": lambda model: None,
+    "a message in float32": single,
+    "1e-11 of the whole added": whole_added,
+}
+
+
+Case = tuple[str, str, str, str, float, float]
+"""Mistake, model, axis, optimizer, largest relative difference, in units."""
+
+
+def measured_of(rt: Runtime, name: str, axis: str, optimizer: str) -> list[Case]:
+    """Training with each mistake, and with none."""
+    options, make, kind, batches = {
+        "dp": (DataParallelOptions, dp_version, "bucketed", Batches),
+        "tp": (MegatronOptions, tp_version, "column-row", Batches),
+        "pp": (PipelineOptions, pp_version, "1f1b", pp_batches),
+    }[axis]
+    o = options(model=name, steps=6, batch=4, sequence=16, micro_batches=2)  # type: ignore[operator]
+    mesh, tokens, alone = Mesh(rt.world, **{axis: rt.world_size}), split_tokens(rt, axis), one_rank(rt)
+
+    def one_device(start: Start) -> Followed:
+        model = start(make_model(o, rt.device))
+        whole = Batches(replace(o, micro_batches=1), alone, rt.device)
+        return follow(model, optimizer, o.steps, training_step(Version(model), whole, alone))
+
+    def on_ranks(spoil: Callable[[torch.nn.Module], object]) -> Followed:
+        model = make_model(o, rt.device)
+        version = make(kind, model, rt, o)  # type: ignore[operator]
+        right = training_step(version, batches(o, tokens, rt.device), tokens)  # type: ignore[operator]
+
+        def step(t: int) -> Tensor:
+            loss = right(t)
+            spoil(model)
+            return loss
+
+        return follow(model, optimizer, o.steps, step, mesh, version.wrap)
+
+    reference, found = with_units(one_device), []
+    for mistake, spoil in MISTAKES.items():
+        run = on_ranks(spoil)
+        differences = worst_of_world(compare(reference, run) | {"ulps": in_ulps(reference, run)}, mesh)
+        ulps = differences.pop("ulps").value
+        found.append((mistake, name, axis, optimizer, worst(differences.values()).value, ulps))
+    return found
+
+
+def measured(rt: Runtime) -> list[Case]:
+    """Of all of the sample."""
+    cases = itertools.product(SAMPLE, OPTIMIZERS)
+    return [row for (name, axis), optimizer in cases for row in measured_of(rt, name, axis, optimizer)]
+
+
+def test_the_margin_between_rounding_and_the_smallest_mistake() -> None:
+    rows, _ = spawn(measured, 2, timeout=120)
+    for row in rows:
+        print("{:25} {:10} {} {:5} {:.1e} {:8.1f}".format(*row))
+    honest = [row for row in rows if row[0] == "honest"]
+    assert max(row[4] for row in honest) < TOLERANCE[torch.float64] / 10
+    assert max(row[5] for row in honest) < ULPS / 3
+    for row in rows:
+        if row[0] != "honest":
+            assert row[4] > 3 * TOLERANCE[torch.float64] or row[5] > 3 * ULPS, row

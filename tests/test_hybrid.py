@@ -85,7 +85,7 @@ def test_sizes_that_do_not_divide() -> None:
 def test_rows_of_the_proof_table(world: int, every: int) -> None:
     todo = table(every)[world]
     for row in spawn(prove, world, todo, False, limit=240)[0]:
-        assert row.holds, (row.options, row.found, row.bytes_agree, row.apart)
+        assert row.holds, (row.options, row.proof.rows, row.bytes_agree, row.apart)
 
 
 def test_meshes_in_words() -> None:

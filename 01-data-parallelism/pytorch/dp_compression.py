@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import comm
 from common.comm import Group, share
 from common.comparison import benchmark, report
-from common.equality import OPTIMIZERS, Followed, compare, follow, worst_of_world
+from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import BenchmarkRecord
@@ -121,8 +121,12 @@ def bytes_formula(name: str, model: nn.Module, group: Group, o: CompressionOptio
 
 
 def one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> Followed:
-    """The same steps on one device: the plain ones, or the simulated ones of a compressor."""
-    model, alone = make_model(o, rt.device), Group("one", 0, 1, (0,))
+    """The same steps on one device, with units: the plain ones, or the simulated ones of a compressor."""
+    return with_units(partial(_one_device, name, optimizer, rt, o))
+
+
+def _one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions, start: Start) -> Followed:
+    model, alone = start(make_model(o, rt.device)), Group("one", 0, 1, (0,))
     if name == "bucketed":
         batches = Batches(replace(o, micro_batches=1), alone, rt.device)
         return follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
@@ -210,18 +214,13 @@ def prove(rt: Runtime, o: CompressionOptions) -> bool:
             same = same and same_on_all_ranks(followed, rt.world)
             counted = None if name.startswith("torch") else ledger.bytes()
             formula = bytes_formula(name, make_model(o, rt.device), rt.world, given)
-            found = worst_of_world(compare(references[simulated], followed), mesh)
-            proof.add(label, optimizer, found, counted, formula)
+            proof.add(label, optimizer, references[simulated], followed, mesh, counted, formula)
     out = console(rt)
-    out.print(
-        proof.tables(f"{rt.world_size} ranks against one device: {o.model}, {o.dtype}, {o.steps} steps")
-    )
+    out.print(proof.tables(f"{rt.world_size} ranks, {o.model}, {o.dtype}, {o.steps} steps"))
     out.print(bytes_table(rt, o))
     stalls, table = stall()
     out.print(table)
-    records = timed(rt, replace(o, steps=5))
-    records = [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records]
-    report(rt, replace(o, plot=None), records)
+    report(rt, replace(o, plot=None), proof.recorded(timed(rt, replace(o, steps=5))))
     if o.plot:
         curves(rt, o)
     out.print(proof.sentence())

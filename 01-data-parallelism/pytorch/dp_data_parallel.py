@@ -22,9 +22,10 @@ reduces by NCCL, which passes W on from device to device; scatter, gather, the l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import torch
 from dp_basic import make_version, step_bytes
@@ -36,7 +37,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common import comm
 from common.comm import Group, sizes_of
 from common.comparison import records, report
-from common.equality import KINDS, OPTIMIZERS, Difference, Followed, compare, follow, worst_of_world
+from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import BenchmarkRecord, in_turn
@@ -137,9 +138,7 @@ def bytes_by_rank(model: Transformer, o: DataParallelOptions, n: int) -> list[tu
     return [(sum(received for _, received in helpers), sum(sent for sent, _ in helpers)), *helpers]
 
 
-def alone(
-    rt: Runtime, o: DataParallelOptions, optimizer: str, wrap: Callable[[nn.Module], nn.Module]
-) -> Followed:
+def alone(rt: Runtime, o: DataParallelOptions, optimizer: str, wrap: Start) -> Followed:
     """The same steps on one device."""
     model, group = make_model(o, rt.device), Group("one", 0, 1, (rt.rank,))
     batches = Batches(replace(o, micro_batches=1), group, rt.device)
@@ -161,22 +160,22 @@ def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed
 def prove(rt: Runtime, o: DataParallelOptions) -> bool:
     """Equal to one device, with bytes and logits by rank; then the time beside dp_basic.py's ranks."""
     n, mesh, proof = rt.world_size, Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
-    agree, nothing = True, {kind: Difference(0.0, "") for kind in KINDS}
+    agree = True
     for optimizer in OPTIMIZERS:
         followed, one, ledger = train(rt, o, optimizer)
-        reference = alone(rt, o, optimizer, lambda model: model)
-        found = worst_of_world(compare(reference, followed) if followed else nothing, mesh)
+        reference = with_units(partial(alone, rt, o, optimizer))
         by_rank = comm.all_gather(
             torch.tensor([[int(ledger.bytes()), one.logits_bytes]], device=rt.device), rt.world
         )
         sent = [int(x) for x in by_rank[:, 0]]
         formula = [o.steps * x for x, _ in bytes_by_rank(one.model, o, n)]
         agree &= sent == formula
-        proof.add("one process", optimizer, found, Fraction(sum(sent), n), Fraction(sum(formula), n))
-        library = compare(reference, alone(rt, o, optimizer, nn.DataParallel))
-        proof.add("nn.DataParallel", optimizer, worst_of_world(library, mesh), None, Fraction(0))
+        means = Fraction(sum(sent), n), Fraction(sum(formula), n)
+        proof.add("one process", optimizer, reference, followed, mesh, *means)
+        library = alone(rt, o, optimizer, nn.DataParallel)
+        proof.add("nn.DataParallel", optimizer, reference, library, mesh, None, Fraction(0))
     out = console(rt)
-    out.print(proof.tables(f"{n} rank(s) against one device: {o.model}, {o.dtype}, {o.steps} steps"))
+    out.print(proof.tables(f"{n} rank(s), {o.model}, {o.dtype}, {o.steps} steps"))
     table = Table(title="by rank, bytes: a step, and logits held at once", title_justify="left")
     for column in ("rank", "sends", "by formula", "receives", "dp_basic.py sends", "logits", "a rank's own"):
         table.add_column(column, justify="right")
@@ -187,7 +186,7 @@ def prove(rt: Runtime, o: DataParallelOptions) -> bool:
         row: list[Fraction | int] = [Fraction(sent[r], o.steps), by_formula, received, basic, logits, theirs]
         table.add_row(str(r), *(show_bytes(x) for x in row))
     out.print(table)
-    report(rt, o, [replace(r, equal=proof.equal) for r in benchmark(rt, replace(o, steps=5))])
+    report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5))))
     out.print(proof.sentence() if agree else "the bytes that ranks sent are NOT those of the formula")
     return proof.holds and agree
 

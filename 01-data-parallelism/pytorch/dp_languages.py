@@ -100,22 +100,19 @@ def prove(rt: Runtime, o: MLPOptions) -> bool:
         for name in o.versions:
             followed, counted = train(name, optimizer, rt, o)
             unseen = name in INSIDE_MPI and rt.world_size > 1
-            found = worst_of_world(compare(reference, followed), mesh)
-            proof.add(
-                name, optimizer, found, None if unseen else counted, bytes_by_formula(name, rt.world, o)
-            )
+            sent, formula = None if unseen else counted, bytes_by_formula(name, rt.world, o)
+            proof.add(name, optimizer, reference, followed, mesh, sent, formula)
             runs[optimizer][name] = followed
     table, largest = between(runs, o.versions, mesh)
     limit = 100 * TOLERANCE[proof.dtype]
     out = console(rt)
-    title = f"{rt.world_size} rank(s) against one device: MLP, {o.dtype}, {o.steps} steps"
+    title = f"{rt.world_size} rank(s), MLP, {o.dtype}, {o.steps} steps"
     out.print(proof.tables(title), table)
     records = benchmark(rt, replace(o, steps=5, benchmark=False))
     console(rt).print(timing_table(records))
     equal = proof.equal and largest <= limit
     if rt.rank == 0:
-        proved = [replace(r, equal=equal, largest_difference=proof.largest) for r in records]
-        write_records(o.json, [r.as_json() for r in proved])
+        write_records(o.json, [r.as_json() for r in proof.recorded(records)])
     out.print(proof.sentence())
     agree = "agree with one another within" if largest <= limit else "do NOT agree with one another within"
     out.print(f"the versions {agree} {limit:.0e}")

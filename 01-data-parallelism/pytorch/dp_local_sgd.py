@@ -46,7 +46,7 @@ from torch import nn
 from common.comm import Group, share
 from common.comparison import records, report
 from common.data.text import lm_batch
-from common.equality import OPTIMIZERS, compare, follow, worst_of_world
+from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import BenchmarkRecord, in_turn
@@ -74,32 +74,32 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
     """Each version against one device with n replicas; with H = 1 and SGD against plain training on one device."""
     mesh, alone, proof = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (0,)), Proof(DTYPES[o.dtype])
     every_step = replace(o, every=1)
-    model = make_model(o, rt.device)
-    formula = bytes_formula(model, rt.world, every_step)
     batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-    reference = follow(model, "sgd", o.steps, training_step(Version(model), batches, alone))
+
+    def plain(start: Start) -> Followed:
+        model = start(make_model(o, rt.device))
+        return follow(model, "sgd", o.steps, training_step(Version(model), batches, alone))
+
+    model = make_model(o, rt.device)
     seen, targets, _, counted = on_ranks("local-sgd", "sgd", rt, every_step)
-    found = compare(reference, mean_of_replicas(seen, targets, rt.world))
-    proof.add("H = 1: plain", "sgd", worst_of_world(found, mesh), counted, formula)
+    mean, formula = mean_of_replicas(seen, targets, rt.world), bytes_formula(model, rt.world, every_step)
+    proof.add("H = 1: plain", "sgd", with_units(plain), mean, mesh, counted, formula)
     # torch does not weigh: it gets equal parts
     even = replace(o, batch=max(1, o.batch // rt.world_size) * rt.world_size)
     for optimizer in OPTIMIZERS:
         for name in o.versions:
             given = even if name == "torch" else o
             seen, _, _, sent = on_ranks(name, optimizer, rt, given)
-            found = worst_of_world(compare(simulated(name, optimizer, rt, given), seen), mesh)
             formula = bytes_formula(model, rt.world, o, counts=name != "torch")
-            proof.add(name, optimizer, found, sent, formula)
+            proof.add(name, optimizer, simulated(name, optimizer, rt, given), seen, mesh, sent, formula)
     out = console(rt)
     out.print(
         proof.tables(
-            f"{rt.world_size} ranks against one device with {rt.world_size} replicas, H = {o.every}: "
-            f"{o.model}, {o.dtype}, {o.steps} steps"
+            f"{rt.world_size} ranks, {rt.world_size} replicas on one device, H = {o.every}, {o.model}, {o.dtype}, "
+            f"{o.steps} steps"
         )
     )
-    shown = timed(rt, replace(o, steps=5))
-    shown = [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in shown]
-    report(rt, replace(o, plot=None), shown)
+    report(rt, replace(o, plot=None), proof.recorded(timed(rt, replace(o, steps=5))))
     if o.plot:
         curves(rt, o)
     out.print(proof.sentence())

@@ -197,7 +197,7 @@ def prove(rt: Runtime, o: ScalingOptions) -> bool:
     """Train with every version and optimizer, on all ranks and on one; show who saw the overflow and who skipped."""
     mesh = Mesh(rt.world, dp=rt.world_size)
     comparison = Comparison(
-        f"{rt.world_size} ranks against one device in float16: {o.model}, {o.steps} steps"
+        f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, float16, {o.steps} steps"
     )
     title = f"in step {o.overflow} a gradient of rank {rt.world_size - 1} overflows"
     skips = Table(

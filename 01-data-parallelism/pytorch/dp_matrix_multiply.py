@@ -37,6 +37,7 @@ from torch import Tensor
 
 from common import collectives, comm
 from common.comm import Group, Pending, sizes_of
+from common.equality import difference
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import BenchmarkRecord, Measured, in_turn
@@ -189,8 +190,7 @@ def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
     worst = 0.0 if right else math.inf
     if whole is not None:
         expected = torch.from_numpy(factors.expected("C", slice(None), slice(None)))
-        found = ((whole.double().cpu() - expected).abs().max() / expected.abs().max()).item()
-        worst = max(worst, found) if math.isfinite(found) else math.inf
+        worst = max(worst, difference(expected, whole.double().cpu()))
     over_ranks = torch.tensor(worst, dtype=torch.float64, device=c.device)
     comm.all_reduce(over_ranks, group, "max")
     return over_ranks.item()

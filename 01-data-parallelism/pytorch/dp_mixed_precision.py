@@ -150,11 +150,11 @@ def one_device(precision: torch.dtype, rt: Runtime, o: PrecisionOptions, as_rank
 
 def at_first(expected: Followed, mine: Followed, mesh: Mesh) -> Difference:
     """The difference of the gradients of step 0."""
-    runs = [
+    first, other = (
         replace(f, losses=f.losses[:1], gradients=f.gradients[:1], norms=f.norms[:1])
         for f in (expected, mine)
-    ]
-    return worst_of_world(compare(*runs), mesh)["gradients"]
+    )
+    return worst_of_world(compare(first, other), mesh)["gradients"]
 
 
 class Comparison:
@@ -232,7 +232,7 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
     """Train with every version and optimizer, on all ranks and on one, in bfloat16 and in float32."""
     mesh, brief = Mesh(rt.world, dp=rt.world_size), torch.bfloat16
     comparison = Comparison(
-        f"{rt.world_size} ranks in bfloat16 against one device: {o.model}, {o.steps} steps"
+        f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, bfloat16, {o.steps} steps"
     )
     for optimizer in OPTIMIZERS:
         same = one_device(brief, rt, o).train(optimizer, o.steps)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common import ledger
 from common.comm import Group
 from common.data.text import mlp_batch, rank_slice
-from common.equality import OPTIMIZERS, Followed, MakeOptimizer, follow
+from common.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, follow, with_units
 from common.ledger import Ledger
 from common.lesson import DTYPES
 from common.listen import Listener
@@ -220,10 +220,15 @@ def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Follow
 
 
 def one_device(optimizer: str, o: MLPOptions) -> Followed:
-    """The same steps in plain torch on the whole batch, on every rank for itself."""
-    alone, model = Group("one", 0, 1, (0,)), make_model(o, o.seed)
+    """The same steps in plain torch on the whole batch, on every rank for itself, with units."""
+    alone = Group("one", 0, 1, (0,))
     samples = Samples(replace(o, micro_batches=1), alone, torch.device("cpu"))
-    return follow(model, optimizer, o.steps, training_step(Version(model), samples, alone))
+
+    def run(start: Start) -> Followed:
+        model = start(make_model(o, o.seed))
+        return follow(model, optimizer, o.steps, training_step(Version(model), samples, alone))
+
+    return with_units(run)
 
 
 def padding_of_step(model: nn.Module, group: Group, o: MLPOptions) -> Fraction:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, Followed
+from common.equality import OPTIMIZERS, Followed, Start, with_units
 from common.ledger import Ledger
 from common.listen import Listener
 from common.models.transformer import Transformer, cross_entropy_sum
@@ -170,9 +171,13 @@ def on_ranks(
 
 
 def simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions) -> Followed:
-    """One device that keeps n replicas and steps them in turn; what it saw of this rank's."""
+    """One device that keeps n replicas and steps them in turn; what it saw of this rank's, with units."""
+    return with_units(partial(_simulated, name, optimizer, rt, o))
+
+
+def _simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions, start: Start) -> Followed:
     n, (rate, momentum) = rt.world_size, outer(name, o)
-    models = [make_model(o, rt.device) for _ in range(n)]
+    models = [start(make_model(o, rt.device)) for _ in range(n)]
     chosen = [OPTIMIZERS[optimizer](list(model.parameters())) for model in models]
     groups = [Group("replica", r, n, tuple(range(n))) for r in range(n)]
     batches, seen = Batches(o, groups[0], rt.device), [Followed() for _ in range(n)]

@@ -33,7 +33,7 @@ from common import languages, ledger
 from common.comm import Group
 from common.comparison import check as check_versions
 from common.comparison import report
-from common.equality import OPTIMIZERS, Followed, follow
+from common.equality import OPTIMIZERS, Followed, Start, follow, unmoved
 from common.ledger import Ledger
 from common.lesson import run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
@@ -101,7 +101,9 @@ class Lesson:
             return Version(make_model(o, rt.device)), make_batches(whole, rt.world, rt.device)
         return Version(plain_mlp(o)), Samples(whole, self.alone, rt.device)
 
-    def train(self, pair: tuple[str, str], name: str, optimizer: str) -> tuple[Followed, Fraction, Fraction]:
+    def train(
+        self, pair: tuple[str, str], name: str, optimizer: str, start: Start = unmoved
+    ) -> tuple[Followed, Fraction, Fraction]:
         """What the steps leave, the bytes this rank sent, and those by formula."""
         o = self.o
         with Ledger() as counted:
@@ -110,7 +112,7 @@ class Lesson:
             elif name == "one device":
                 version, batches = self.version("gpt2" if pair == PAIRS[0] else "mlp")
                 step = training_step(version, batches, self.alone)
-                found = follow(version.model, optimizer, o.steps, step)
+                found = follow(start(version.model), optimizer, o.steps, step)
             else:
                 version, batches = self.version(name)
                 step = training_step(version, batches, self.alone)
@@ -198,7 +200,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
     right = True
     for pair in PAIRS:
         if chosen := tuple(name for name in pair if name in o.versions):
-            title = f"{o.schedule} on {rt.world_size} ranks against one device: {o.dtype}, {o.steps} steps"
+            title = f"{o.schedule} on {rt.world_size} ranks, {o.dtype}, {o.steps} steps"
             some = replace(o, versions=chosen)
             right &= languages.prove(
                 rt, some, lesson.mesh, partial(lesson.train, pair), lesson.benchmark, title

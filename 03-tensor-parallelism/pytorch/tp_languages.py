@@ -27,7 +27,7 @@ from tp_megatron import check_split
 
 from common import random
 from common.comparison import check, report
-from common.equality import Followed
+from common.equality import Followed, Start, unmoved
 from common.languages import Part, check_modules, follow, prove
 from common.lesson import DTYPES, run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
@@ -52,11 +52,13 @@ def step(part: Part, x_BSD: Tensor, y_BSD: Tensor) -> tuple[float, Tensor]:
     return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
 
 
-def train(rt: Runtime, o: LanguageOptions, name: str, optimizer: str) -> tuple[Followed, Fraction, Fraction]:
+def train(
+    rt: Runtime, o: LanguageOptions, name: str, optimizer: str, start: Start = unmoved
+) -> tuple[Followed, Fraction, Fraction]:
     """What the steps leave, gathered, the bytes this rank sent, and those by formula."""
     x_BSD, y_BSD = samples(o)
     plain, mesh = dict(plain_layer(o).named_parameters()), Mesh(rt.world, tp=rt.world_size)
-    part = make(name, rt, o, optimizer)
+    part = start(make(name, rt, o, optimizer))
     found, sent = follow(part, plain, mesh, "tp", o.steps, lambda part: step(part, x_BSD, y_BSD))
     return found, sent, o.steps * step_bytes(rt, o)
 
@@ -126,7 +128,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
         report(rt, o, benchmark(rt, o))
         return True
     mesh = Mesh(rt.world, tp=rt.world_size)
-    title = f"a layer on {rt.world_size} rank(s) against one device: {o.model}, {o.dtype}"
+    title = f"a layer on {rt.world_size} rank(s), {o.model}, {o.dtype}"
     return prove(rt, o, mesh, partial(train, rt, o), partial(benchmark, rt), title)
 
 

@@ -40,6 +40,7 @@ from tp_training import lesson, tp_group
 
 from common import comm
 from common.comm import Group, Pending, sizes_of
+from common.equality import TOLERANCE, difference
 from common.lesson import DTYPES, console, run
 from common.measure import in_turn
 from common.mesh import Mesh
@@ -291,7 +292,7 @@ def sweep(rt: Runtime, o: OverlapOptions, speed: float, title: str) -> bool:
     )
     first, _ = gather_multiply(x_BsD, matrix_DF, Pieces(group, 1, Link()))
     last, _ = gather_multiply(x_BsD, matrix_DF, Pieces(group, 16, Link()))
-    return bool((first - last).abs().max() <= 1e-5 * first.abs().max())
+    return difference(first, last) <= TOLERANCE[first.dtype]
 
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:

@@ -45,6 +45,7 @@ from tp_training import TensorOptions, lesson, tp_group
 
 from common import collectives
 from common.comm import Group, padded
+from common.equality import TOLERANCE, difference
 from common.ledger import Ledger, show_bytes
 from common.lesson import console, run
 from common.models.transformer import Transformer
@@ -139,10 +140,10 @@ def gelu_of_parts(rt: Runtime, group: Group) -> bool:
     wrong, agree = {}, True
     for name, (call, formula) in cases.items():
         with Ledger() as ledger:
-            difference = ((call() - right).abs().max() / right.abs().max()).item()
-        wrong[name] = difference > 1e-12
+            apart = difference(right, call())
+        wrong[name] = apart > TOLERANCE[right.dtype]
         agree &= ledger.bytes() == formula
-        table.add_row(name, show_bytes(ledger.bytes()), f"{difference:.1e}")
+        table.add_row(name, show_bytes(ledger.bytes()), f"{apart:.1e}")
     console(rt).print(table)
     expected = [False, False, n > 1]
     return list(wrong.values()) == expected and agree

@@ -10,7 +10,6 @@ B batch (1)  S sequence  s = S / n, a rank's tokens  H heads  K width of a head
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import TOLERANCE
+from common.equality import TOLERANCE, difference
 from common.ledger import Ledger
 from common.lesson import DTYPES, console, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
@@ -84,7 +83,8 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, Attent
         *qkv, do = (x[:, :, mine] for x in (*whole, d_whole))
         calls[name] = partial(forward_and_backward, case.attend, qkv, do, busy[name])
         found = forward_and_backward(case.attend, qkv, do, [])
-        equal[name] = largest_difference(rt, [x[:, :, mine] for x in expected], found)
+        apart = max(difference(a[:, :, mine], b) for a, b in zip(expected, found, strict=True))
+        equal[name] = max(comm.everyones(apart, rt.world))
         if case.messages:
             calls[name + ALONE] = partial(case.messages, qkv)
     measured = in_turn(calls, o.steps, rt.world, warm_up=1, device=rt.device.type)
@@ -105,15 +105,6 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, Attent
     sentence = f"o, dq, dk and dv {'equal' if right else 'do NOT equal'} one device's within {limit:.0e}"
     console(rt).print(sentence + f", bytes counted {'=' if agree else 'are NOT those of the'} formula")
     return right and agree
-
-
-def largest_difference(rt: Runtime, expected: list[Tensor], found: list[Tensor]) -> float:
-    """The largest of all tensors and ranks, relative to the largest number of the tensor."""
-    values = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(expected, found, strict=True)]
-    largest = max(value if math.isfinite(value) else math.inf for value in values)
-    worst = torch.tensor(largest, dtype=torch.float64, device=rt.device)
-    comm.all_reduce(worst, rt.world, "max")
-    return worst.item()
 
 
 def balance(rt: Runtime, pairs: int, busy: list[float]) -> tuple[float, float]:

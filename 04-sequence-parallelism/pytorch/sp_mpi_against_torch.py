@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from common import comm
+from common.equality import TOLERANCE, difference
 from common.lesson import DTYPES, LessonOptions, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.options import Count, Size
@@ -111,16 +112,16 @@ def main(rt: Runtime, o: Options) -> bool:
     tensors = [torch.randn(shape, generator=draw, dtype=DTYPES[o.dtype]) for _ in range(4)]
     ours, torchs = OnAllRanks(tensors, rt, o), OnOneRank(tensors)
     expected = [x[:, :, ours.positions] for x in torchs.step()]
-    apart = torch.stack(
-        [(a - b).abs().max() / a.abs().max() for a, b in zip(expected, ours.step(), strict=True)]
-    ).double()
+    apart = torch.tensor(
+        [difference(a, b) for a, b in zip(expected, ours.step(), strict=True)], dtype=torch.float64
+    )
     comm.all_reduce(apart, rt.world, "max")
     cases: dict[str, Callable[[], object]] = {
         "sp_mpi": ours.step,
         "torch, one rank": lambda: torchs.step() if rt.rank == 0 else None,
     }
     measured = in_turn(cases, o.steps, rt.world, warm_up=1)
-    equal = apart.max().item() <= (1e-12 if o.dtype == "float64" else 1e-5)
+    equal = apart.max().item() <= TOLERANCE[DTYPES[o.dtype]]
     report(rt, o, measured, apart, equal)
     write(rt, o, measured, ours, equal, apart.max().item())
     return equal

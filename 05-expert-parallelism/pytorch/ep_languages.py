@@ -34,7 +34,7 @@ from common import comm, languages, random
 from common.comm import sizes_of
 from common.comparison import check, report
 from common.data.text import rank_slice
-from common.equality import Followed, whole
+from common.equality import Followed, Start, unmoved, whole
 from common.languages import InLibTorch, InNumpy, InTorch, Part
 from common.lesson import DTYPES, run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
@@ -124,7 +124,7 @@ class Lesson:
         self.step(part)
         part.update()
 
-    def train(self, name: str, optimizer: str) -> tuple[Followed, Fraction, Fraction]:
+    def train(self, name: str, optimizer: str, start: Start = unmoved) -> tuple[Followed, Fraction, Fraction]:
         """What the steps leave, the mean bytes of a rank, and those by formula."""
         alone = name == "one device"
         lies = torch.empty(0)
@@ -136,7 +136,7 @@ class Lesson:
             total = sum([loss] if alone else comm.everyones(loss, self.group))
             return total, whole(dx, lies, self.mesh)
 
-        part, plain = self.make(name, optimizer), dict(self.plain.named_parameters())
+        part, plain = start(self.make(name, optimizer)), dict(self.plain.named_parameters())
         found, sent = languages.follow(part, plain, self.mesh, "ep", self.o.steps, step)
         formula = sum((self.formula(experts_BSK) for experts_BSK in self.choices), Fraction(0))
         return found, self.mean(sent), formula
@@ -212,7 +212,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
     if o.benchmark:
         report(rt, o, lesson.benchmark(o))
         return True
-    title = f"a mixture on {rt.world_size} rank(s) against one device: {o.model}, {o.dtype}"
+    title = f"a mixture on {rt.world_size} rank(s), {o.model}, {o.dtype}"
     return languages.prove(rt, o, lesson.mesh, lesson.train, lesson.benchmark, title)
 
 

@@ -21,30 +21,30 @@ from pathlib import Path
 
 from hybrid_bytes import StepBytes
 from hybrid_rows import of_meshes, table
-from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of, timed
+from hybrid_training import (
+    Counted,
+    HybridOptions,
+    make_hybrid,
+    mesh_step,
+    name_of,
+    reference,
+    samples_of,
+    timed,
+)
 from rich.console import Console
 
 from common import comm
-from common.equality import (
-    KINDS,
-    OPTIMIZERS,
-    TOLERANCE,
-    Difference,
-    Followed,
-    compare,
-    follow,
-    unequal_replicas,
-    worst_of_world,
-)
+from common.equality import KINDS, OPTIMIZERS, ULPS, Followed, follow, unequal_replicas, worst
 from common.lesson import DTYPES, write_records
 from common.measure import BenchmarkRecord
 from common.mesh import AXES
 from common.options import Checked, Count, Ranks, parse
 from common.program import run_program
+from common.proof import Proof
 from common.runtime import Runtime, UsageError
 from common.spawn import spawn
 
-HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "equal")
+HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "ulps", "equal")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Row:
     """What was found of a mesh, a model and a layout."""
 
     options: HybridOptions
-    found: dict[str, dict[str, Difference]]
-    """For each optimizer and kind of number."""
+    proof: Proof
+    """A row for each optimizer."""
     bytes_agree: bool
     apart: list[str]
     """Parameters of which ranks hold different replicas."""
@@ -63,13 +63,12 @@ class Row:
     @property
     def largest(self) -> float:
         """The largest difference of the row."""
-        return max(d.value for kinds in self.found.values() for d in kinds.values())
+        return max(row.largest.value for row in self.proof.rows)
 
     @property
     def holds(self) -> bool:
         """Equal, in numbers and in bytes, and replicas to the bit."""
-        equal = self.largest <= TOLERANCE[DTYPES[self.options.dtype]]
-        return equal and self.bytes_agree and not self.apart
+        return self.proof.equal and self.bytes_agree and not self.apart
 
 
 Key = tuple[str, int, float, str]  # model, batch, clip, optimizer
@@ -102,18 +101,19 @@ def prove(rt: Runtime, todo: list[HybridOptions], show: bool = True, time_too: b
 
 def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> Row:
     """One mesh against one device."""
-    start, mesh, found, agree = time.perf_counter(), o.mesh(rt), {}, True
+    start, mesh, proof, agree = time.perf_counter(), o.mesh(rt), Proof(DTYPES[o.dtype]), True
     apart: list[str] = []
     for optimizer in OPTIMIZERS:
         hybrid = make_hybrid(rt, o, mesh)
         formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
         run = Counted(mesh_step(hybrid, rt, o), formula)
         followed = follow(hybrid, optimizer, o.steps, run, mesh)
-        found[optimizer] = worst_of_world(compare(expected[key(o, optimizer)], followed), mesh)
+        name, one_device = name_of(o, mesh), expected[key(o, optimizer)]
+        proof.add(name, optimizer, one_device, followed, mesh, run.sent, run.by_formula)
         agree &= all(comm.everyones(run.agree, rt.world))
         apart += unequal_replicas(hybrid.named_parameters(), mesh)
     mesh.close()
-    return Row(o, found, agree, apart, time.perf_counter() - start)
+    return Row(o, proof, agree, apart, time.perf_counter() - start)
 
 
 def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
@@ -121,13 +121,14 @@ def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
     mesh = row.options.mesh(rt)
     (record,) = timed(rt, replace(row.options, steps=1), mesh)
     mesh.close()
-    return replace(record, equal=row.holds, largest_difference=row.largest)
+    return replace(row.proof.recorded([record])[0], equal=row.holds)
 
 
 def cells(row: Row) -> list[str]:
     """What the table says of a row."""
     o = row.options
-    worst = {kind: max(found[kind].value for found in row.found.values()) for kind in KINDS}
+    largest = [max(of.found[kind].value for of in row.proof.rows) for kind in KINDS]
+    ulps = worst(of.ulps for of in row.proof.rows if of.ulps)
     split: list[str] = [o.schedule] if o.pp > 1 else []
     split += [o.attention] if o.sp > 1 else []
     split += ["sequence parallel"] if o.sequence_parallel else []
@@ -135,7 +136,7 @@ def cells(row: Row) -> list[str]:
     split += ["checkpointing"] if o.checkpointing else []
     split += ["clipping"] if o.clip else []
     shape = [str(getattr(o, axis)) for axis in AXES]
-    numbers = [f"{worst[kind]:.1e}" for kind in KINDS]
+    numbers = [*(f"{value:.1e}" for value in largest), f"{ulps.value:.1f}"]
     return [
         *shape,
         o.model.removeprefix("proof-").removesuffix("-deep"),
@@ -148,14 +149,17 @@ def cells(row: Row) -> list[str]:
 def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
     """The lines of docs/proof.md."""
     done = [row for rows in proved.values() for row in rows]
-    worst = max(done, key=lambda row: row.largest)
+    largest = max(row.largest for row in done)
     yield "# The proof table"
     yield ""
     yield from textwrap.wrap(
         "Each row trains a model on a mesh and on one device, two steps with SGD and two with AdamW, in float64, and "
         "gives the largest relative difference of the loss, of any gradient, of the gradients' norm and of any weight. "
-        "`equal` says that all are at most 1e-12, that every rank booked, in each step and group, exactly the bytes of "
-        "the formula, and that weights which several ranks hold are the same to the bit. What is booked is the formula "
+        "`ulps` is the largest difference of a tensor in units of how far it moves on one device when all weights "
+        "begin one unit in the last place elsewhere. "
+        f"`equal` says that the former are at most 1e-12, that the latter is below {ULPS}, that every rank booked, in "
+        "each step and group, exactly the bytes of the formula, and that weights which several ranks hold are the same "
+        "to the bit. What is booked is the formula "
         "of each call when it is made; [a test](../tests/test_wire.py) proves on a private network that the wire "
         "carries that, within 3 %. What the columns `pp` to `tp` mean: "
         "[docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md).",
@@ -164,13 +168,13 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
     )
     yield ""
     failing = sum(not row.holds for row in done)
-    yield f"`make proof` wrote this: {len(done)} rows, {failing} failing; largest difference {worst.largest:.1e}."
+    yield f"`make proof` wrote this: {len(done)} rows, {failing} failing; largest difference {largest:.1e}."
     for n, of_n in proved.items():
         yield ""
         yield f"## {n} ranks"
         yield ""
         yield f"| {' | '.join(HEADS)} |"
-        yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|---|"
+        yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|--:|---|"
         yield from (f"| {' | '.join(cells(row))} |" for row in of_n)
 
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from tp_dtensor import dtensor_parallel
 
 from common.comparison import report
-from common.equality import OPTIMIZERS, compare, follow, worst_of_world
+from common.equality import OPTIMIZERS, follow
 from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.transformer import Layer
@@ -131,18 +131,16 @@ def main(rt: Runtime, o: Options) -> bool:
         return True
     # full_tensor, by which gradients are compared, takes two messages where one would do; a step has none of them
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    proof = Proof(DTYPES[o.dtype])
+    proof, torchs = Proof(DTYPES[o.dtype]), f"{title(mesh)}, torch"
     dp = mesh.group("dp")
     for optimizer in OPTIMIZERS:
         version = make_torch(rt, o, mesh)
         step = training_step(version, Batches(o, dp, rt.device), dp)
-        found = compare(reference(rt, o, optimizer), follow(version.model, optimizer, o.steps, step, mesh))
-        proof.add("torch", optimizer, worst_of_world(found, mesh), None, Fraction(0))
-    out.print(
-        proof.tables(f"{title(mesh)} of torch against one device: {o.model}, {o.dtype}, {o.steps} steps")
-    )
-    ours, theirs = timed(rt, replace(o, steps=5), mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)})
-    report(rt, o, [ours, replace(theirs, equal=proof.equal, largest_difference=proof.largest)])
+        found = follow(version.model, optimizer, o.steps, step, mesh)
+        proof.add(torchs, optimizer, reference(rt, o, optimizer), found, mesh, None, Fraction(0))
+    out.print(proof.tables(f"{title(mesh)} of torch, {o.model}, {o.dtype}, {o.steps} steps"))
+    records = timed(rt, replace(o, steps=5), mesh, {torchs: make_torch(rt, o, mesh)})
+    report(rt, o, proof.recorded(records))
     out.print(proof.sentence())
     return proof.holds
 

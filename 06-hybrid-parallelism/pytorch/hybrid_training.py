@@ -21,7 +21,7 @@ from common import comm
 from common.comm import sizes_of
 from common.comparison import one_rank, records, report
 from common.data.text import rank_slice
-from common.equality import OPTIMIZERS, Followed, compare, follow, unequal_replicas, worst_of_world
+from common.equality import OPTIMIZERS, Followed, Start, follow, unequal_replicas, with_units
 from common.ledger import Ledger, Row
 from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord, in_turn
@@ -145,9 +145,13 @@ def one_device_step(model: nn.Module, rt: Runtime, o: HybridOptions) -> Step:
 
 
 def reference(rt: Runtime, o: HybridOptions, optimizer: str) -> Followed:
-    """What one device leaves."""
-    model = make_model(o, rt.device)
-    return follow(model, optimizer, o.steps, one_device_step(model, rt, o))
+    """What one device leaves, with units."""
+
+    def run(start: Start) -> Followed:
+        model = start(make_model(o, rt.device))
+        return follow(model, optimizer, o.steps, one_device_step(model, rt, o))
+
+    return with_units(run)
 
 
 def samples_of(o: HybridOptions, hybrid: Hybrid) -> list[int]:
@@ -207,18 +211,22 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
         run = Counted(
             mesh_step(hybrid, rt, o), StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
         )
-        found = compare(reference(rt, o, optimizer), follow(hybrid, optimizer, o.steps, run, mesh))
-        proof.add(title(mesh), optimizer, worst_of_world(found, mesh), run.sent, run.by_formula)
+        expected, found = reference(rt, o, optimizer), follow(hybrid, optimizer, o.steps, run, mesh)
+        proof.add(name_of(o, mesh), optimizer, expected, found, mesh, run.sent, run.by_formula)
         proof.elsewhere &= all(comm.everyones(run.agree, rt.world))
         apart += unequal_replicas(hybrid.named_parameters(), mesh)
-    out.print(proof.tables(f"{title(mesh)} against one device: {o.model}, {o.dtype}, {o.steps} steps"))
+    out.print(proof.tables(f"{title(mesh)}, {o.model}, {o.dtype}, {o.steps} steps"))
     out.print(bytes_table(mesh, run.expected, run.rows))
-    records = timed(rt, replace(o, steps=5), mesh)
-    report(rt, o, [replace(r, equal=proof.equal, largest_difference=proof.largest) for r in records])
+    report(rt, o, proof.recorded(timed(rt, replace(o, steps=5), mesh)))
     if apart:
         out.print(f"NOT the same bits on all ranks that hold it: {apart[0]}")
     out.print(proof.sentence())
     return proof.holds and not apart
+
+
+def name_of(o: HybridOptions, mesh: Mesh) -> str:
+    """The mesh, and its stage of ZeRO."""
+    return title(mesh) + (f", ZeRO-{o.zero}" if o.zero else "")
 
 
 def timed(
@@ -237,8 +245,7 @@ def timed(
         step()
         sent.append(sum(formula.all().values(), Fraction(0)))
 
-    zero = f", ZeRO-{o.zero}" if o.zero else ""
-    cases: dict[str, Callable[[], object]] = {title(mesh) + zero: ours}
+    cases: dict[str, Callable[[], object]] = {name_of(o, mesh): ours}
     for name, version in (beside or {}).items():
         cases[name] = whole_step(version, batches, hybrid.tokens)
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import TOLERANCE
+from common.equality import TOLERANCE, difference
 from common.lesson import DTYPES, console, write_records
 from common.measure import BenchmarkRecord, Measured, peak_memory
 from common.runtime import Runtime
@@ -60,18 +60,13 @@ class Product:
     def apart(
         self, name: str, found: Tensor, rows: slice, columns: slice, group: Group, at_most: int | None = None
     ) -> float:
-        """max|found - numpy| / max|numpy| of this rank's block, the largest of all ranks of the group.
+        """The difference (common/equality.py) to numpy of this rank's block, the largest of all ranks of the group.
 
         at_most: compare this many rows, evenly spread, where all would take too long.
         """
         step = max(1, math.ceil(found.shape[0] / at_most)) if at_most else 1
-        expected = self.expected(name, slice(rows.start, rows.stop, step), columns)
-        values = found.detach()[::step].double().cpu().numpy()
-        worst = 0.0
-        if values.shape != expected.shape or not np.isfinite(values).all():
-            worst = math.inf
-        elif values.size:
-            worst = float(abs(values - expected).max() / abs(expected).max())
+        expected = torch.from_numpy(self.expected(name, slice(rows.start, rows.stop, step), columns))
+        worst = difference(expected, found.detach()[::step].double().cpu())
         over_ranks = torch.tensor(worst, dtype=torch.float64, device=self.device)
         comm.all_reduce(over_ranks, group, "max")
         return over_ranks.item()

@@ -15,7 +15,7 @@ from mpi.said import said_by
 from pp_schedules import make_schedule
 from torch import Tensor
 
-from common.equality import OPTIMIZERS
+from common.equality import OPTIMIZERS, largest
 from common.models.configs import gpt2
 from common.models.transformer import Transformer, cross_entropy_sum
 
@@ -38,12 +38,9 @@ class Apart:
         self.found: dict[str, float] = {}
 
     def include(self, kind: str, expected: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-        """max |a - b| / max |a| of each tensor that we have; on the model's scale where it is zero up to rounding."""
-        model = max(x.abs().max() for x in expected.values())
-        for name, b in ours.items():
-            a, size = expected[name], expected[name].abs().max()
-            value = ((a - b).abs().max() / (size if size > 1e-12 * model else model)).item()
-            self.found[kind] = max(self.found.get(kind, 0.0), value if value == value else float("inf"))
+        """Of the tensors that we have."""
+        value = largest({name: expected[name] for name in ours}, ours).value
+        self.found[kind] = max(self.found.get(kind, 0.0), value)
 
 
 def trained(name: str, optimizer: str, up: Any, down: Any) -> dict[str, Any]:
