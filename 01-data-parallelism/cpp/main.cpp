@@ -77,7 +77,7 @@ class Lesson : LessonBase<Settings> {
         if (!s_.benchmark)
             say("\n%s: training on %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG",
                 world_.size(), right ? "equals" : "differs from");
-        for (const Version<T>& version : versions) append(record_of(version, right));
+        for (const Version<T>& version : versions) append(record_of(version));
         return right;
     }
 
@@ -90,33 +90,34 @@ class Lesson : LessonBase<Settings> {
 
     /// Every strategy, by MPI and by our ring, with both optimizers.
     bool prove() {
-        say("\nlargest relative difference from the serial run, %d steps\n%-26s %8s %8s %8s  %s\n", s_.steps,
-            "", "loss", "norm", "gradient", "weights");
+        say("\nlargest relative difference from one device, %d steps\n%-26s %8s %8s %8s  %s\n", s_.steps, "",
+            "loss", "norm", "gradient", "weights");
         bool right = true;
-        if (s_.optimizer != "adamw") right &= prove_with<Sgd>("SGD", tolerance("sgd"));
-        if (s_.optimizer != "sgd") right &= prove_with<AdamW<T>>("AdamW", tolerance("adamw"));
+        if (s_.optimizer != "adamw") right &= prove_with<Sgd>("sgd");
+        if (s_.optimizer != "sgd") right &= prove_with<AdamW<T>>("adamw");
         if (s_.strategy == "all" || s_.strategy == "topk") show_feedback();
         return right;
     }
 
     template <class Optimizer>
-    bool prove_with(const std::string& optimizer, double tolerance) {
+    bool prove_with(const std::string& optimizer) {
         bool right = true;
         for (auto [name, how] : s_.strategies()) {
-            std::string title = optimizer + ", " + name;
-            if (how.keep) title += share(*how.keep);
-            right &= compare<Optimizer>(title, how, tolerance);
+            const std::string kept = how.keep ? name + share(*how.keep) : name;
+            right &= compare<Optimizer>(name, optimizer, kept, how);
             how.ring = true;
-            right &= compare<Optimizer>(title + ", ring", how, tolerance);
+            right &= compare<Optimizer>(name, optimizer, kept + ", ring", how);
             how.keep = 1, how.ring = false;
-            if (name == "topk") right &= compare<Optimizer>(title = optimizer + ", topk all", how, tolerance);
+            if (name == "topk") right &= compare<Optimizer>("topk all", optimizer, "topk all", how);
         }
         return right;
     }
 
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
-    bool compare(const std::string& title, const Strategy& how, double tolerance) {
+    bool compare(const std::string& version, const std::string& optimizer, const std::string& title,
+                 const Strategy& how) {
+        const double tolerance = this->tolerance(optimizer);
         DataParallelMlp<T> ours = parallel(how);
         DataParallelMlp<T> serial(s_.sizes(), s_.seed, nullptr);
         const bool compressed = how.keep && *how.keep < 1;
@@ -124,7 +125,7 @@ class Lesson : LessonBase<Settings> {
         Optimizer our_optimizer, serial_optimizer;
         Difference loss, norm, gradient, weight;
         const auto difference = [&](std::span<const T> a, std::span<const T> b) {
-            return largest_difference<T>(world_, serial.mlp().parameters(), a, b);
+            return largest_difference<T>(world_, serial.mlp().parameters(), a, b, tolerance);
         };
         for (int step = 0; step < s_.steps; ++step) {
             const MlpBatch<T> mine = part(step, world_.rank());
@@ -151,9 +152,9 @@ class Lesson : LessonBase<Settings> {
         weight = difference(serial.mlp().weights(), ours.mlp().weights());
         const bool apart = gradient.value > 0 || weight.value > 0;
         const std::string where = "  (" + gradient.name + "; " + weight.name + ")";
-        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n", title.c_str(), loss.value, norm.value, gradient.value,
-            weight.value, apart ? where.c_str() : "");
-        return within(tolerance, {loss.value, norm.value, gradient.value, weight.value});
+        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n", ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + title).c_str(),
+            loss.value, norm.value, gradient.value, weight.value, apart ? where.c_str() : "");
+        return within(version, optimizer, tolerance, {loss.value, norm.value, gradient.value, weight.value});
     }
 
     /// What error feedback is for: the same training without it, on one batch over and over.
@@ -239,9 +240,9 @@ class Lesson : LessonBase<Settings> {
         return text;
     }
 
-    Record record_of(const Version<T>& version, bool right) const {
+    Record record_of(const Version<T>& version) const {
         const std::string name = version.name == "all-reduce" ? "dp_mpi" : "dp_mpi-" + version.name;
-        Record line = record("dp", name, right);
+        Record line = record("dp", name, version.name);
         line.add("model", "mlp-" + s_.model_name()).add("parameters", parameters_);
         line.add("tokens_per_step", global_).add("flop_per_step", flop_);
         line.add("step_seconds", version.seconds).add("communication_seconds", median(version.exposed));

@@ -65,7 +65,7 @@ class Lesson : ProductLesson<Settings> {
         const Matrix<T> a_mK = a<T>(my_rows(), all_inner()), b_KJ = owned_b();
         Matrix<T> c(my_rows().length, s_.columns);
         product.multiply(a_mK, b_KJ, c.view, std::min<std::size_t>(s_.inner, 3));
-        return row("broadcast", {difference<T>(serial.c, my_rows(), all_columns(), c), 0, 0},
+        return row("broadcast", {difference<T>(world_, serial.c, my_rows(), all_columns(), c), 0, 0},
                    {product.bytes_sent(), product.bytes_by_formula(), 0, 0}, false) &&
                right;
     }

@@ -35,8 +35,8 @@ class Lesson : TorchLesson<Settings> {
             s_.model.c_str(), static_cast<long long>(numbers_), s_.dtype.c_str(), world_.size(), global_,
             model_->targets(), s_.text.name.c_str(), s_.megabytes());
         if (!s_.benchmark) {
-            say("\nlargest relative difference from one device, %d steps\n%-18s %8s %8s %8s %8s  %s\n",
-                s_.steps, "", "loss", "norm", "gradient", "weights", "the largest gradient's is in");
+            say("\nlargest relative difference from one device, %d steps\n%-18s %8s %8s %8s %8s %6s  %s\n",
+                s_.steps, "", "loss", "norm", "gradient", "weights", "ulps", "the largest gradient's is in");
             for (const std::string optimizer : {"sgd", "adamw"})
                 if (s_.optimizer == "both" || s_.optimizer == optimizer) right &= compare(optimizer);
         }
@@ -44,7 +44,7 @@ class Lesson : TorchLesson<Settings> {
         if (!s_.benchmark)
             say("\n%s: training on %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG",
                 world_.size(), right ? "equals" : "differs from");
-        for (std::size_t i = 0; i < ways_.size(); ++i) append(record_of(i, right));
+        for (std::size_t i = 0; i < ways_.size(); ++i) append(record_of(i));
         return right;
     }
 
@@ -71,37 +71,46 @@ class Lesson : TorchLesson<Settings> {
 
     /// Trains on all ranks in each way, and on every rank alone on the whole batch, and compares after each step.
     bool compare(const std::string& optimizer) {
-        const auto alone = make(Way::one_device, optimizer);
+        const auto alone = make(Way::one_device, optimizer), moved = make(Way::one_device, optimizer);
+        move_by_an_ulp(moved->weights());
         struct Run {
             Way way;
             std::unique_ptr<Trainer> trainer;
-            Difference loss, norm, gradient, weight;
+            Difference loss, norm, gradient, weight, ulps;
         };
         std::vector<Run> runs;
-        for (const Way way : ways_) runs.push_back({way, make(way, optimizer), {}, {}, {}, {}});
+        for (const Way way : ways_) runs.push_back({way, make(way, optimizer), {}, {}, {}, {}, {}});
         std::vector<double> losses;
         for (int step = 0; step < s_.steps; ++step) {
             losses.push_back(alone->backward(parts(Way::one_device, step), targets()));
+            moved->backward(parts(Way::one_device, step), targets());
             for (Run& run : runs) {
                 Trainer& t = *run.trainer;
                 const double loss = world_.all_reduce(t.backward(parts(run.way, step), targets()));
                 run.loss.include(largest_difference(world_, losses.back(), loss));
                 run.norm.include(largest_difference(world_, alone->gradient_norm(), t.gradient_norm()));
-                run.gradient.include(difference(*alone, alone->gradients(), t.gradients(), t.starts()));
+                const auto list =
+                    compared_all(*alone, alone->gradients(), moved->gradients(), t.gradients(), t.starts());
+                run.gradient.include(largest(list, tolerance(optimizer)));
+                run.ulps.include(in_ulps(list));
                 t.update();
             }
-            alone->update();
+            alone->update(), moved->update();
         }
         bool right = true;
         const std::vector<std::int64_t> whole(alone->names().size(), 0);
         for (Run& run : runs) {
-            run.weight = difference(*alone, alone->weights(), run.trainer->weights(), whole);
-            say("%-18s %8.1e %8.1e %8.1e %8.1e  %s\n",
+            const auto list =
+                compared_all(*alone, alone->weights(), moved->weights(), run.trainer->weights(), whole);
+            run.weight = largest(list, tolerance(optimizer));
+            run.ulps.include(in_ulps(list));
+            say("%-18s %8.1e %8.1e %8.1e %8.1e %6.1f  %s\n",
                 ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + std::string(name_of(run.way))).c_str(),
-                run.loss.value, run.norm.value, run.gradient.value, run.weight.value,
+                run.loss.value, run.norm.value, run.gradient.value, run.weight.value, run.ulps.value,
                 run.gradient.name.c_str());
-            right &= within(tolerance(optimizer),
-                            {run.loss.value, run.norm.value, run.gradient.value, run.weight.value});
+            right &= within(name_of(run.way), optimizer, tolerance(optimizer),
+                            {run.loss.value, run.norm.value, run.gradient.value, run.weight.value},
+                            run.ulps.value);
         }
         say("%-18s", "loss of each step");
         for (const double loss : losses) say(" %.10f", loss);
@@ -110,15 +119,16 @@ class Lesson : TorchLesson<Settings> {
     }
 
     /// `b` may be the runs of the flat `a` that begin at `starts`.
-    Difference difference(const Trainer& names, const Tensors& a, const Tensors& b,
-                          const std::vector<std::int64_t>& starts) const {
+    std::vector<Compared> compared_all(const Trainer& names, const Tensors& a, const Tensors& moved,
+                                       const Tensors& b, const std::vector<std::int64_t>& starts) const {
         std::vector<Compared> list;
         for (std::size_t i = 0; i < a.size(); ++i) {
-            list.push_back({names.names()[i], a[i], {}, b[i]});
+            at::Tensor expected;
             if (a[i].defined() && b[i].defined())
-                list[i].expected = a[i].detach().flatten().narrow(0, starts[i], b[i].numel()).view_as(b[i]);
+                expected = a[i].detach().flatten().narrow(0, starts[i], b[i].numel()).view_as(b[i]);
+            list.push_back(compared(names.names()[i], a[i], expected, b[i], moved[i]));
         }
-        return largest_difference(world_, list);
+        return list;
     }
 
     struct Measured {
@@ -189,10 +199,10 @@ class Lesson : TorchLesson<Settings> {
     }
     double flop() const { return model_->flop_per_sample() * double(global_); }
 
-    Record record_of(std::size_t i, bool right) const {
+    Record record_of(std::size_t i) const {
         const Measured& m = measured_[i];
         const char* name = ways_[i] == Way::zero1 ? "dp_libtorch-zero1" : "dp_libtorch";
-        Record line = record("dp", name, right);
+        Record line = record("dp", name, name_of(ways_[i]));
         line.add("model", s_.model).add("parameters", numbers_).add("flop_per_step", flop());
         line.add("tokens_per_step", std::int64_t(targets())).add("step_seconds", m.seconds);
         line.add("communication_seconds", median(m.blocked));

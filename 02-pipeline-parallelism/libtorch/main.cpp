@@ -29,8 +29,8 @@ class Lesson : TrainingLesson<Settings, Trainer> {
             s_.model.c_str(), s_.shape().layers, (long long)numbers_, s_.dtype.c_str(), world_.size(),
             s_.batch, s_.sequence, s_.text.name.c_str(), s_.megabytes());
         const auto compare_all = [&](const std::string& optimizer) {
-            Trainer alone(s_, optimizer);
-            return compare(optimizer, alone, trainers(optimizer),
+            Trainer alone(s_, optimizer), moved(s_, optimizer);
+            return compare(optimizer, alone, moved, trainers(optimizer),
                            [](const std::string&, const at::Tensor& whole) { return whole; });
         };
         const auto measure_all = [&] {
@@ -40,7 +40,7 @@ class Lesson : TrainingLesson<Settings, Trainer> {
                 [&](std::size_t i) { return bytes_by_formula(s_.schedules[i].second); });
         };
         const bool right = prove("training in stages on", compare_all, measure_all);
-        for (const Timed& timed : timed_) append(record_of(timed, "pp", "pp_libtorch-" + timed.name, right));
+        for (const Timed& timed : timed_) append(record_of(timed, "pp", "pp_libtorch-" + timed.name));
         return right;
     }
 

@@ -30,8 +30,8 @@ class Lesson : TrainingLesson<Settings, Trainer> {
             s_.model.c_str(), (long long)numbers_, (long long)world_.all_reduce(mine, MPI_MAX),
             s_.dtype.c_str(), world_.size(), s_.batch, s_.sequence, s_.text.name.c_str(), s_.megabytes());
         const auto compare_both = [&](const std::string& optimizer) {
-            Trainer alone(s_, optimizer, one_);
-            return compare(optimizer, alone, trainers(optimizer),
+            Trainer alone(s_, optimizer, one_), moved(s_, optimizer, one_);
+            return compare(optimizer, alone, moved, trainers(optimizer),
                            [&](const std::string& name, const at::Tensor& whole) {
                                return piece_of(whole, split_dimension(name), *ranks_);
                            });
@@ -43,7 +43,7 @@ class Lesson : TrainingLesson<Settings, Trainer> {
                 [&](std::size_t) { return bytes_by_formula(); });
         };
         const bool right = prove("training split over", compare_both, measure_both);
-        append(record_of(timed_[0], "tp", "tp_libtorch", right));
+        append(record_of(timed_[0], "tp", "tp_libtorch"));
         return right;
     }
 

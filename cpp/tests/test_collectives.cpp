@@ -76,12 +76,23 @@ void test_equality(const Communicator& world) {
     const std::vector<Parameter> one{{"w", 0, 1, 3}};
     const std::vector<double> good{1, 2, 3};
     const auto apart = [&](const std::vector<double>& a, const std::vector<double>& b) {
-        return largest_difference(world, std::span(one), std::span(a), std::span(b)).value;
+        return largest_difference(world, std::span(one), std::span(a), std::span(b), 1e-12).value;
     };
     CHECK(apart(good, good) == 0 && std::abs(apart(good, {1, 2, 3.3}) - 0.1) < 1e-12);
     for (const std::vector<double>& bad : {std::vector{nan, 2.0, 3.0}, {nan, nan, nan}, {1.0, inf, 3.0}})
         CHECK(apart(bad, good) == inf && apart(good, bad) == inf && apart(bad, bad) == inf);
-    CHECK(relative_difference(inf, inf) == inf && relative_difference(nan, 1) == inf);
+    CHECK(largest_difference(world, inf, inf).value == inf && largest_difference(world, nan, 1).value == inf);
+
+    // A small tensor is measured by 4 eps / tolerance of the largest, with no jump; in units, by its own unit.
+    const double share = share_of_largest<double>(1e-12);
+    for (const double size : {1.0, 2 * share, share, share / 2, 1e-14, 0.0}) {
+        const double expected = 1e-16 / std::max(size, share);
+        const std::vector<Compared> two{{"large", 1, 0, 1}, {"small", size, 1e-16, 1e-18}};
+        const Difference found = largest_difference(world, two, share);
+        CHECK(std::abs(found.value / expected - 1) < 1e-12 && found.name == "small");
+        const double units = size > 0 ? 1e-16 / std::max(1e-18, 0x1p-52 * size) : 0;
+        CHECK(std::abs(largest_in_ulps(world, two, 0x1p-52).value - units) <= 1e-12 * units);
+    }
 }
 
 }  // namespace

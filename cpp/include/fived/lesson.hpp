@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <new>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -74,21 +74,36 @@ class LessonBase {
     double tolerance(const std::string& optimizer = "sgd") const {
         return s_.dtype == "float64" ? 1e-12 : optimizer == "adamw" ? 1e-2 : 1e-5;
     }
-    /// Whether no difference is larger than `most`. The record keeps the largest of all.
-    bool within(double most, std::initializer_list<double> differences) {
+    /// Whether no difference is larger than `most`. The version's record keeps the largest with each optimizer ("" where
+    /// there is none). in_ulps: refused from 100 on, as in common/equality.py.
+    bool within(const std::string& version, const std::string& optimizer, double most,
+                std::initializer_list<double> differences, double in_ulps = 0) {
+        Found& found = found_[version];
         const double largest = std::max(differences);
-        largest_ = std::max(largest_.value_or(0), largest);
-        return largest <= most;
+        double& kept = found.largest[optimizer];
+        kept = std::max(kept, largest);
+        const bool right = largest <= most && in_ulps < 100;
+        found.equal &= right;
+        return right;
     }
-    /// What all records say; the lesson adds its model and what it measured. Collective.
-    Record record(const std::string& strategy, const std::string& implementation, bool right) const {
+    /// What all records say; the lesson adds its model and what it measured. version: as within() was told. Collective.
+    Record record(const std::string& strategy, const std::string& implementation,
+                  const std::string& version) const {
         Record record;
         record.add("strategy", strategy).add("implementation", implementation).add("language", language_);
         record.add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
         record.add("steps", s_.steps).add("scaling", s_.scaling).add("versions", versions_);
         record.add("peak_memory_bytes", world_.all_reduce(peak_memory_bytes(), MPI_MAX));
-        if (!largest_) return record.add("equal", nullptr).add("largest_difference", nullptr);
-        return record.add("equal", right).add("largest_difference", *largest_);
+        const auto found = found_.find(version);
+        if (found == found_.end()) return record.add("equal", nullptr).add("largest_difference", nullptr);
+        double largest = 0;
+        Record differences;
+        for (const auto& [optimizer, value] : found->second.largest) {
+            largest = std::max(largest, value);
+            differences.add(optimizer, value);
+        }
+        record.add("equal", found->second.equal).add("largest_difference", largest);
+        return found->second.largest.contains("") ? record : record.add("differences", differences);
     }
     /// To the file of --json.
     void append(const Record& record) const {
@@ -100,8 +115,12 @@ class LessonBase {
     Record versions_;
 
   private:
+    struct Found {
+        std::map<std::string, double> largest{};  // by optimizer
+        bool equal = true;
+    };
     const char* language_;
-    std::optional<double> largest_;
+    std::map<std::string, Found> found_;  // by version
 };
 
 /// main() of a lesson; `body(world, settings)` returns whether all was right. Exit codes: 0 right; 1 wrong, or an error

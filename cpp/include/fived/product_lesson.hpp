@@ -8,13 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "fived/blas.hpp"
+#include "fived/equality.hpp"
 #include "fived/lesson.hpp"
 #include "fived/matrix.hpp"
 #include "fived/product.hpp"
@@ -62,18 +62,15 @@ struct Matrix {
     operator Factor<T>() const { return MatrixView<const T>(view); }
 };
 
-/// max |x - y| / max |x| over this rank's piece x = whole[rows, columns].
+/// Of this rank's piece x = whole[rows, columns] and y, the largest of all ranks. Collective.
 template <class T>
-double difference(const Matrix<T>& whole, Range rows, Range columns, MatrixView<const T> y) {
-    double size = 0, apart = 0;
+double difference(const Communicator& world, const Matrix<T>& whole, Range rows, Range columns,
+                  MatrixView<const T> y) {
+    std::vector<Compared> one(1);
     for (std::size_t i = 0; i < rows.length; ++i)
-        for (std::size_t j = 0; j < columns.length; ++j) {
-            const double x = double(whole.view(rows.begin + i, columns.begin + j));
-            size = std::max(size, std::abs(x));
-            apart = std::isfinite(double(y(i, j))) ? std::max(apart, std::abs(x - double(y(i, j))))
-                                                   : std::numeric_limits<double>::infinity();
-        }
-    return apart == 0 ? 0 : apart / size;
+        for (std::size_t j = 0; j < columns.length; ++j)
+            one[0].include(double(whole.view(rows.begin + i, columns.begin + j)), double(y(i, j)));
+    return largest_difference(world, one, 0).value;
 }
 
 /// Seconds of each round.
@@ -143,7 +140,7 @@ class ProductLesson : protected LessonBase<Settings> {
         return whole;
     }
     void say_columns() const {
-        say("\nlargest relative difference from the serial product, and bytes that all ranks sent\n"
+        say("\nlargest relative difference from one device, and bytes that all ranks sent\n"
             "%-*s %8s %8s %8s  %14s %14s  %14s %14s\n",
             width_, "", "C", "dA", "dB", "forward", "by formula", "backward", "by formula");
     }
@@ -159,14 +156,13 @@ class ProductLesson : protected LessonBase<Settings> {
         const std::size_t forward = p.bytes_sent();
         p.gradients(a_, b_, dc_, da.view, db.view);
         return row(name,
-                   {difference<T>(whole.c, p.rows_of_c(), p.columns_of_c(), c),
-                    difference<T>(whole.da, p.rows_of_a(), p.columns_of_a(), da),
-                    difference<T>(whole.db, p.rows_of_b(), p.columns_of_b(), db)},
+                   {difference<T>(world_, whole.c, p.rows_of_c(), p.columns_of_c(), c),
+                    difference<T>(world_, whole.da, p.rows_of_a(), p.columns_of_a(), da),
+                    difference<T>(world_, whole.db, p.rows_of_b(), p.columns_of_b(), db)},
                    {forward, p.bytes_forward(), p.bytes_sent(), p.bytes_backward()}, true);
     }
-    bool row(const std::string& name, std::array<double, 3> apart, std::array<std::uint64_t, 4> bytes,
+    bool row(const std::string& name, const std::array<double, 3>& apart, std::array<std::uint64_t, 4> bytes,
              bool backward) {
-        world_.all_reduce(std::span<double>(apart), MPI_MAX);
         const bool agree = this->everywhere(bytes[0] == bytes[1] && bytes[2] == bytes[3]);
         world_.all_reduce(std::span<std::uint64_t>(bytes));
         say("%-*s %8.1e ", width_, name.c_str(), apart[0]);
@@ -175,7 +171,7 @@ class ProductLesson : protected LessonBase<Settings> {
                 bytes[2], bytes[3]);
         else
             say("%8s %8s  %14llu %14llu\n", "", "", bytes[0], bytes[1]);
-        return this->within(this->tolerance(), {apart[0], apart[1], apart[2]}) && agree;
+        return this->within(name, "", this->tolerance(), {apart[0], apart[1], apart[2]}) && agree;
     }
     /// The whole product on rank 0; nothing on the others.
     template <class T>
@@ -194,7 +190,7 @@ class ProductLesson : protected LessonBase<Settings> {
                   "formula.\n",
             world_.size());
         for (const Timed& timed : timed_) {
-            Record line = this->record(strategy, program + ", " + timed.name, right);
+            Record line = this->record(strategy, program + ", " + timed.name, timed.name);
             line.add("model", "matrix product " + std::to_string(s_.rows) + " x " + std::to_string(s_.inner) +
                                   " x " + std::to_string(s_.columns));
             line.add("parameters", s_.inner * s_.columns).add("tokens_per_step", s_.rows);

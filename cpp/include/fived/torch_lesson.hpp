@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,36 +17,29 @@
 
 namespace fived {
 
-/// A tensor of the serial run, and of both runs what of it this rank has.
-struct Compared {
-    std::string name;
-    at::Tensor whole, expected, ours;
-};
-
-/// Tensor by tensor max |expected - ours| / max |whole|, the largest of all ranks. A tensor that is zero up to rounding is
-/// measured on the model's scale, as in common/equality.py. Collective.
-inline Difference largest_difference(const Communicator& world, const std::vector<Compared>& list) {
+/// Of a tensor of the serial run, of what this rank has of both runs, and of the serial run whose weights were moved.
+inline Compared compared(const std::string& name, const at::Tensor& whole, const at::Tensor& expected,
+                         const at::Tensor& ours, const at::Tensor& moved) {
     const at::NoGradGuard no_grad;
-    const double none = std::numeric_limits<double>::infinity();
     const auto size_of = [](const at::Tensor& t) { return t.numel() ? t.abs().max().item<double>() : 0; };
-    double model_size = 0;
-    for (const Compared& c : list)
-        if (c.whole.defined()) model_size = std::max(model_size, size_of(c.whole));
-    std::vector<double> values;
-    for (const Compared& c : list) {
-        if (!c.whole.defined() || !c.ours.defined()) {
-            values.push_back(c.whole.defined() == c.ours.defined() ? 0 : none);
-            continue;
-        }
-        const double rounding = c.whole.scalar_type() == at::kDouble ? 0x1p-52 : 0x1p-23;
-        const double size = size_of(c.whole), apart = size_of(c.expected - c.ours);
-        const double scale = size > 64 * rounding * model_size ? size : model_size;
-        values.push_back(std::isfinite(apart) && apart > 0 ? apart / scale : apart == 0 ? 0 : none);
+    Compared found{name};
+    if (!whole.defined() || !ours.defined()) {
+        if (whole.defined() != ours.defined()) found.apart = INFINITY;
+        return found;
     }
-    world.all_reduce(std::span(values), MPI_MAX);
-    Difference largest;
-    for (std::size_t i = 0; i < values.size(); ++i) largest.include({values[i], list[i].name});
-    return largest;
+    found.size = size_of(whole), found.apart = distance(size_of(expected - ours), 0);
+    found.unit = moved.defined() ? distance(size_of(whole - moved), 0) : INFINITY;
+    return found;
+}
+
+/// Moves every weight by one unit in the last place, up or down at random.
+inline void move_by_an_ulp(const std::vector<at::Tensor>& weights) {
+    const at::NoGradGuard no_grad;
+    at::Generator draw = at::detail::createCPUGenerator(0);
+    for (const at::Tensor& w : weights) {
+        const at::Tensor up_or_down = at::randint(2, w.sizes(), draw, w.options()) * 2 - 1;
+        w.copy_(at::nextafter(w, up_or_down * INFINITY));
+    }
 }
 
 template <class Settings>
@@ -56,6 +48,13 @@ class TorchLesson : protected LessonBase<Settings> {
     TorchLesson(const Communicator& world, const Settings& settings)
         : LessonBase<Settings>(world, settings, "libtorch") {
         this->versions_.add("torch", TORCH_VERSION);
+    }
+    double epsilon() const { return this->element() == 8 ? 0x1p-52 : 0x1p-23; }
+    Difference largest(const std::vector<Compared>& list, double tolerance) const {
+        return largest_difference(this->world_, list, share_of_largest(epsilon(), tolerance));
+    }
+    Difference in_ulps(const std::vector<Compared>& list) const {
+        return largest_in_ulps(this->world_, list, epsilon());
     }
 };
 
