@@ -323,6 +323,18 @@ def test_the_first_sentence_says_it_all_and_names_are_folded(tmp_path: Path) -> 
     assert "largest relative difference" in page.split("<h2")[1]
 
 
+def test_names_are_text_and_no_html(tmp_path: Path) -> None:
+    """In the sentences, in tables and in pictures."""
+    name = '<script>alert("a")</script>'
+    given = dict(strategy=name, language=name, backend=name, dtype=name, model=name, implementation=name)
+    shown = {**KEPT, **given, "chapter": name, "case": name, "command": name, "purpose": "time"}
+    shown |= {"ranks": 2, "scaling": "strong"}
+    timed = {**shown, "equal": False, "largest_difference": 1e-14, "step_seconds": [1.0]}
+    page = report.write([timed, {**shown, "error": name}, *sweep(name, (name,))], tmp_path).read_text()
+    assert page.count("&lt;script&gt;") > 10
+    assert "<script" not in page
+
+
 def test_a_pair_of_scaling_plots_is_as_wide_as_two(tmp_path: Path) -> None:
     sizes = {}
     for columns in (1, 2):

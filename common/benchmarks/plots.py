@@ -34,11 +34,12 @@ class Plot:
 
     def save(self, folder: Path) -> str:
         """Draw it into `folder`, as PNG and as SVG; the SVG as it stands in a page."""
-        png, svg = folder / f"{self.name}.png", folder / f"{self.name}.svg"
+        name = re.sub(r"[^\w-]+", "-", self.name)  # of files, and of what a page holds
+        png, svg = folder / f"{name}.png", folder / f"{name}.svg"
         shape = {"columns": self.columns, "rows": self.rows}
         with visualizer.figure(png, svg, **shape, width=5.8 * self.columns, height=self.height) as axes:
             self.draw(axes)
-        return inline(svg.read_text(), self.name, self.caption)
+        return inline(svg.read_text(), name, self.caption)
 
 
 def inline(svg: str, name: str, caption: str) -> str:
