@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +217,50 @@ def test_what_is_not_finite_stops_all_ranks_or_is_left_out() -> None:
         assert torch.equal(stopped.weights[name], x), name
         assert torch.equal(skipped.weights[name], by_hand.weights[name]), name
         assert not torch.equal(skipped.weights[name], x), name
+
+
+def spoilt(rt: Runtime, o: TrainOptions) -> Ran:
+    """A run in which one number of rank 1's weights is not one, as a damaged memory leaves it."""
+
+    def change(trainer: Trainer) -> None:
+        if rt.rank == 1:
+            next(p for p in trainer.hybrid.parameters() if p.numel()).data.view(-1)[0] = math.nan
+
+    return go(rt, o, change=change)
+
+
+def test_a_weight_or_a_token_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    for rank, ran in enumerate(spawn(spoilt, 2, options(dp=1, tp=2))):
+        assert not ran.finished
+        assert list(ran.losses) == [1]
+        said = "error: in step 1 the loss or the gradient is not finite (rank 0: loss nan"
+        assert ran.errors.startswith(said if rank == 0 else "")
+        assert ran.errors.count("\n") == (rank == 0)
+    np.save(tmp_path / "tokens.npy", np.full(1000, math.nan))
+    with pytest.raises(
+        UsageError, match=r"holds float64 of shape \[1000\]; token numbers in a row are needed"
+    ):
+        start(ALONE, options(data=tmp_path / "tokens.npy"))
+
+
+def test_nothing_grows_from_step_to_step() -> None:
+    """Objects of Python, of which each tensor is one, after evaluations and records as well."""
+    alive: list[int] = []
+
+    def change(trainer: Trainer) -> None:
+        train = trainer.train
+
+        def counted() -> dict[str, float]:
+            gc.collect()
+            alive.append(len(gc.get_objects()))
+            return train()
+
+        trainer.train = counted  # type: ignore[method-assign]
+
+    gc.freeze()  # what is there already is not looked at
+    go(ALONE, options(model="nano-mixtral", steps=30, evaluate_every=5), change=change)
+    gc.unfreeze()
+    assert max(alive[20:]) - max(alive[10:20]) < 15  # the progress bar keeps a thousand steps, an object each
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_no_run_but_the_last(
