@@ -194,6 +194,8 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
         "dp_mpi-topk": 2 * 12 * math.ceil(0.01 * parameters),
     }
     assert [r["implementation"] for r in records] == list(sent)
+    # the simulation of top-k adds in the same order, one device on the whole batch does not
+    assert records[0]["differences"] != records[2]["differences"]
     for r in records:
         assert (r["ranks"], r["language"], r["tokens_per_step"]) == (3, "cpp-mpi", 10)
         assert r["parameters"] == parameters
@@ -201,7 +203,8 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
         share = 3 if r["implementation"] == "dp_mpi-zero1" else 1
         assert r["optimizer_state_bytes"] == pytest.approx(16 * parameters / share, abs=16)
         assert r["equal"] is True
-        assert 0 < r["largest_difference"] < 1e-12
+        assert r["largest_difference"] == max(r["differences"].values()) < 1e-12
+        assert list(r["differences"]) == ["adamw", "sgd"]
         assert len(r["step_seconds"]) == 2
 
 
