@@ -125,7 +125,7 @@ def test_share_of_the_peak_of_its_own_blas() -> None:
     assert [t.peak_share for t in runs] == [0.5, 0.5, 0.125, None, None]
     assert timing(1, 1.0).peak_share is None
     table = tables.throughput(runs[:1], runs)
-    assert table.rows[0].cells[table.heads.index(">of its BLAS's peak")] == "50%"
+    assert table.rows[0].cells[table.heads.index(">share of peak")] == "50%"
 
 
 @pytest.mark.parametrize(("cpp", "says"), [(8.7e9, ""), (8.9e9, "C++ on MPI"), (7.3e9, ""), (7.2e9, "torch")])

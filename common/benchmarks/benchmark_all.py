@@ -56,7 +56,7 @@ IMPORTANT = (
     "ranks",
     "step (ms)",
     "tokens/s",
-    "of its BLAS's peak",
+    "share of peak",
     "speed-up",
     "equal to one device",
 )

@@ -92,7 +92,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
             ">spread",
             ">tokens/s",
             ">GFLOP/s",
-            ">of its BLAS's peak",
+            ">share of peak",
             ">speed-up",
             ">memory a rank (MB)",
             "equal to one device",

@@ -176,7 +176,8 @@ def share_bars(
             if share > 0.07:
                 _inside(axes, left + share / 2, y, f"{share:.0%}", colour(place))
             left += share
-        axes.text(1.01, y, f"{total:.3g} {unit}", va="center", fontsize=9)
+        digits = f"{total:,.0f}" if total >= 1000 else f"{total:.3g}"
+        axes.text(1.01, y, f"{digits} {unit}", va="center", fontsize=9)
     axes.set_yticks(range(len(parts)), list(parts))
     axes.set(xlim=(0, 1), ylim=(len(parts) - 0.5, -0.5), xlabel=of)
     axes.tick_params(axis="y", length=0)
