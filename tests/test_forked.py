@@ -19,15 +19,18 @@ from common.benchmarks import forked, runner
 
 SHOWS = """
 import json, os, sys
-print(json.dumps([__name__, __file__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sorted(os.sched_getaffinity(0)),
-                  sys.path[0], sys.stdin.read(), os.getppid(), sorted(os.listdir("/proc/self/fd"))]))
+with open(f"/proc/{os.getppid()}/environ") as file:
+    given = "OF_THE_SERVER=1" in file.read()
+print(json.dumps([given, __name__, __file__, sys.argv[1:], os.getcwd(), os.environ["SAID"],
+                  sorted(os.sched_getaffinity(0)), sys.path[0], sys.stdin.read(), os.getppid(),
+                  sorted(os.listdir("/proc/self/fd"))]))
 """
 ENDS = {"sys.exit(7)": 7, "print('done')": 0, "1 / 0": 1, "os.kill(os.getpid(), 9)": -9, "os._exit(3)": 3}
 
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[dict[str, Any]]:
-    with forked.interpreter(["json"]) as folder:
+    with forked.interpreter(["multiprocessing"], {**os.environ, "OF_THE_SERVER": "1"}) as folder:
         yield {"env": runner.environment(folder), "text": True, "capture_output": True, "timeout": 60}
 
 
@@ -43,9 +46,28 @@ def test_a_script_sees_what_the_real_python_shows_it(python: dict[str, Any], tmp
         for program in ("python", sys.executable)
     ]
     (*ours, parent, files), (*theirs, real_parent, _) = outcomes
-    assert ours == theirs
+    assert ours == [True, *theirs[1:]]
     assert parent != real_parent  # it was a fork
     assert len(files) == 4  # the fourth is the listing itself
+
+
+SPAWNS = """
+import multiprocessing
+class Result:
+    pass
+def work(_):
+    return Result()
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(1) as pool:
+        print(type(pool.map(work, [0])[0]).__name__)
+"""
+
+
+def test_a_script_starts_processes_that_know_its_classes(python: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    done = subprocess.run(["python", "spawns.py"], **python, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("Result\n", "")
 
 
 @pytest.mark.parametrize(("ends", "code"), ENDS.items())
@@ -79,7 +101,7 @@ def test_what_is_no_script_and_what_comes_late_is_the_real_python_s(
     shows = "import os; print(os.getppid())"
     mine = subprocess.run(["python", "-c", shows], **python).stdout
     assert mine == f"{os.getpid()}\n"
-    with forked.interpreter([]) as folder:
+    with forked.interpreter([], os.environ) as folder:
         late = folder / "python"
         text = late.read_text()
     (tmp_path / "late.sh").write_text(text)

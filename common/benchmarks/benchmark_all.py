@@ -113,7 +113,7 @@ def main(options: Options, root: Path = ROOT) -> int:
     console = terminal()
     anew = options.fresh or options.launch or sys.platform != "linux"
     with (
-        nullcontext() if anew else forked.interpreter(PRELOAD) as python,
+        nullcontext() if anew else forked.interpreter(PRELOAD, runner.environment()) as python,
         progress(console, len(tasks)) as show_progress,
     ):
         peak = peaks.measured(runner.environment(python))

@@ -1,7 +1,7 @@
 """A program `python` that runs each script in a fork of one process, which has imported what scripts need.
 
-    with interpreter(["torch"]) as folder:        # holds the program
-        subprocess.run(["mpirun", "-np", "2", "python", "file.py"], env={**os.environ, "PATH": f"{folder}:..."})
+    with interpreter(["torch"], env) as folder:        # holds the program
+        subprocess.run(["mpirun", "-np", "2", "python", "file.py"], env={**env, "PATH": f"{folder}:..."})
 
 Importing torch and what lessons import takes 3 s of CPU per rank, a fork 30 ms. The program (fork_client.py) sends its
 arguments, working folder, environment, cores and open files to a server without threads, which may therefore fork; the
@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import runpy
 import select
 import shlex
 import signal
@@ -21,14 +20,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 
 @contextmanager
-def interpreter(preload: Iterable[str]) -> Iterator[Path]:
-    """The folder of the program, which can be used at once: scripts wait until the server has imported `preload`."""
+def interpreter(preload: Iterable[str], env: Mapping[str, str]) -> Iterator[Path]:
+    """The folder of the program, which can be used at once: scripts wait until the server has imported `preload`.
+
+    env: the server's environment. Scripts have their own, but OpenMP reads its number of threads when it is loaded.
+    """
     with tempfile.TemporaryDirectory(prefix="python-") as name, socket.socket(socket.AF_UNIX) as listener:
         program, address = Path(name, "python"), str(Path(name, "socket"))
         client = Path(__file__).with_name("fork_client.py")
@@ -42,6 +45,7 @@ def interpreter(preload: Iterable[str]) -> Iterator[Path]:
         server = subprocess.Popen(
             command,
             pass_fds=[listener.fileno()],
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -109,4 +113,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     with socket.socket(fileno=int(sys.argv[1])) as waiting_clients:
         serve(waiting_clients)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = ModuleType("__main__")
+    script.__file__ = sys.argv[0]
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second name is multiprocessing's
+    exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), script.__dict__)
