@@ -78,8 +78,12 @@ def test_a_killed_rank_is_named(launcher: str, capsys: pytest.CaptureFixture[str
     assert re.search(named[launcher], done.stderr, re.S), done.stderr
 
 
-def test_a_hang_is_named_with_its_line() -> None:
-    done = launch([*LAUNCHERS["openmpi"], "--bad", "1", "--how", "hang", "--timeout", "4"])
+def test_a_hang_is_named_with_its_line(tmp_path: Path) -> None:
+    folder = tmp_path / "ein Ört"
+    folder.mkdir()
+    hang = [*LAUNCHERS["openmpi"], "--bad", "1", "--how", "hang", "--timeout", "4"]
+    done = launch(hang, TMPDIR=str(folder))
+    assert list(folder.glob("ranks-*")) == []
     assert done.returncode != 0
     assert re.search(r"rank 0 failed in all_reduce over 'world'", done.stderr), done.stderr
     assert re.search(r"rank 1 stood .*small_lesson.py:\d+ \(main\)", done.stderr), done.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from common import comm, watchdog
+from common import spawn as module
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
@@ -92,13 +95,21 @@ def write_and_sleep(rt: Runtime, folder: str) -> None:
     time.sleep(1000)
 
 
-def test_ranks_go_with_their_parent(tmp_path: Path) -> None:
+@pytest.fixture
+def long_folder(tmp_path: Path) -> str:
+    """For temporary files: spaces, letters beyond ASCII, and too long for a socket's address."""
+    folder = tmp_path / "ein längerer Weg, an dessen Ende kein Socket mehr einen Namen hätte"
+    folder.mkdir()
+    return str(folder)
+
+
+def test_ranks_go_with_their_parent(tmp_path: Path, long_folder: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from common.spawn import spawn\nfrom test_spawn import write_and_sleep\n"
         f"if __name__ == '__main__':\n    spawn(write_and_sleep, 2, {str(tmp_path)!r}, timeout=600)\n"
     )
-    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": long_folder}
     parent = subprocess.Popen([sys.executable, str(script)], env=here)
     while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
         assert parent.poll() is None
@@ -108,6 +119,22 @@ def test_ranks_go_with_their_parent(tmp_path: Path) -> None:
     parent.wait()
     while any(map(psutil.pid_exists, ranks)):  # pytest's own timeout ends a wait that has no end
         time.sleep(0.1)
+
+
+def test_folders_of_killed_parents_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = module._folder().parent
+    dead, living, of_others = (parent / f"pymp-{name}-{os.getpid()}" for name in ("dead", "living", "others"))
+    for folder in (dead, living, of_others):
+        folder.mkdir()
+        (folder / ("other" if folder is of_others else module.MARK)).touch()
+    with (living / module.MARK).open() as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        monkeypatch.setattr(module, "_marks", {})  # as at the start of a process
+        module._folder()
+        left = [folder.exists() for folder in (dead, living, of_others)]
+    for folder in (dead, living, of_others):
+        shutil.rmtree(folder, ignore_errors=True)
+    assert left == [False, True, True]
 
 
 def sleep_forever(rt: Runtime, folder: Path) -> None:
