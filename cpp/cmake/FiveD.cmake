@@ -167,10 +167,13 @@ endfunction()
 
 # A second lesson of a folder has a prefix: fived_mpi_chapter(dp_matmul_mpi matmul_) takes matmul_main.cpp.
 function(fived_mpi_chapter name)
-  add_executable(${name} ${name}.cpp ${ARGN}main.cpp)
+  add_library(${name}_core OBJECT ${name}.cpp) # the binary and the module are made of it
+  target_link_libraries(${name}_core PRIVATE fived)
+  set_target_properties(${name}_core PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+  add_executable(${name} $<TARGET_OBJECTS:${name}_core> ${ARGN}main.cpp)
   target_link_libraries(${name} PRIVATE fived)
   if(FIVED_PYTHON)
-    fived_add_module(${name}_module "${FIVED_PYBIND11}/include" ${name}.cpp ${ARGN}bindings.cpp)
+    fived_add_module(${name}_module "${FIVED_PYBIND11}/include" $<TARGET_OBJECTS:${name}_core> ${ARGN}bindings.cpp)
     set_target_properties(${name}_module PROPERTIES OUTPUT_NAME ${name})
   endif()
 endfunction()
