@@ -54,6 +54,10 @@ def _create(given: Any, _: object) -> Any:
     options.ranks_per_host = _number("FIVED_RANKS_PER_HOST", 0, least=0)
     options.largest_message = _number("FIVED_LARGEST_MESSAGE", options.largest_message, least=1)
     options.staged = os.environ.get("FIVED_STAGED") == "1"
-    return MpiBackend(
-        given.group_rank, given.group_size, given.group_id, list(given.global_ranks_in_group), options
-    )
+    ranks = list(given.global_ranks_in_group)
+    try:
+        return MpiBackend(given.group_rank, given.group_size, given.group_id, ranks, options)
+    except RuntimeError as error:
+        if "/dev/shm has no room" in str(error):
+            raise UsageError(f"{error}, or use --backend gloo") from None
+        raise

@@ -1,5 +1,6 @@
 """The life of process groups on MPI: split, shrunk, made and ended many times, and how a run may end."""
 
+import re
 import sys
 
 import pytest
@@ -54,6 +55,28 @@ def test_calls_that_cannot_be_right_name_who_gave_what(found):
     assert "recv of 16 bytes, peer 0" in found[1]["refused"]["a shorter message"]
     assert "12 elements arrived from rank 0, 16 expected" in found[1]["refused"]["a shorter message"]
     assert "elements arrived from rank 0, 16 expected" in found[1]["refused"]["a longer message"]
+
+
+def test_ranks_that_there_are_not_are_refused(found):
+    for mine in found:
+        for place, said in enumerate(mine["wrong ranks"]):
+            assert f"there is no rank {9 if place % 2 else -1}; there are 0 to {RANKS - 1}" in said, said
+
+
+def test_a_forked_child_is_refused_and_changes_nothing(found):
+    for mine in found:
+        said, total = mine["forked"]
+        assert said.startswith("this process was forked from a rank of MPI")
+        assert total == [RANKS] * 3
+
+
+def test_a_host_without_room_for_shared_memory(found):
+    for mine in found:
+        assert re.fullmatch(
+            r"/dev/shm has no room for \d+ bytes, which 3 ranks of one host share: File too large; "
+            r"give it more \(docker run --shm-size=1g\), or use --backend gloo",
+            mine["without room"],
+        ), mine["without room"]
 
 
 START = """

@@ -1,7 +1,10 @@
 """The process group without Python, and that MPI ends once and in peace, whoever goes first."""
 
+import mmap
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mpi.launch import ROOT, mpirun, need_module
@@ -28,8 +31,23 @@ def ending(ranks, how=""):
     return mpirun(ranks, ENDINGS, how)
 
 
+@pytest.fixture
+def segments():
+    """Shared memory of a process that was killed, which goes, and of one that lives, which stays."""
+    dead, living = (Path(f"/dev/shm/sm_segment.{name}-{os.getpid()}") for name in ("dead", "living"))
+    dead.write_bytes(bytes(4096))
+    living.write_bytes(bytes(4096))
+    with living.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        file.close()
+        yield
+        left = dead.exists(), living.exists()
+    living.unlink()
+    dead.unlink(missing_ok=True)
+    assert left == (False, True)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_it_works_without_python(ranks):
+def test_it_works_without_python(ranks, segments):
     assert ending(ranks).returncode == 0
     if sys.platform == "linux":
         libraries = subprocess.run(["ldd", ENDINGS], capture_output=True, text=True, check=True).stdout
@@ -48,7 +66,7 @@ def test_an_exception_ends_all_ranks():
     assert ending(3, "throws").returncode == 1
 
 
-def test_python_may_leave_a_group_behind():
+def test_python_may_leave_a_group_behind(segments):
     need_module("fived_c10d")
     done = mpirun(2, sys.executable, "-W", "ignore", "-c", NEVER_DESTROYED)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

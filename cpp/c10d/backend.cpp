@@ -1,7 +1,10 @@
 #include "backend.hpp"
 
+#include "fived/environment.hpp"
+
 #include <algorithm>
 #include <functional>
+#include <mutex>
 
 #if defined(OPEN_MPI) && __has_include(<mpi-ext.h>)
 #include <mpi-ext.h>
@@ -11,8 +14,6 @@ namespace fived {
 
 using c10d::OpType;
 using Byte = std::byte;
-
-namespace {
 
 const char* name_of(OpType op) {
     switch (op) {
@@ -40,6 +41,8 @@ const char* name_of(OpType op) {
             return "message";
     }
 }
+
+namespace {
 
 [[noreturn]] void refuse(const std::string& why) {
     throw std::invalid_argument(why);
@@ -150,6 +153,9 @@ void MpiWork::done(std::exception_ptr error) {
 MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<int> ranks,
                        c10::intrusive_ptr<GroupOptions> options)
     : Backend(rank, size), name_(name), ranks_(std::move(ranks)), options_(std::move(options)) {
+    Engine::get().check_process();
+    static std::once_flag once;
+    std::call_once(once, remove_dead_segments);
     int running = 0, finalized = 0, level = 0, world_rank = 0, world_size = 0;
     MPI_Initialized(&running);
     if (!running) refuse("the backend 'fived' needs MPI; import mpi4py.MPI first, under mpirun");
@@ -177,6 +183,11 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<
 }
 
 MpiBackend::~MpiBackend() {
+    if (Engine::get().is_forked()) {  // what is MPI's is the parent's
+        std::make_unique<std::optional<Communicator>>(std::move(comm_)).release();
+        hosts_.release();
+        return;
+    }
     Engine::get().remove(this);
     const auto error = std::make_exception_ptr(std::runtime_error("group '" + name_ + "' was destroyed"));
     const auto give_back = [&](Task& task) {
@@ -361,6 +372,7 @@ WorkPtr MpiBackend::collective(OpType op, const char* title, std::shared_ptr<Buf
 
 WorkPtr MpiBackend::message(OpType op, const char* title, Tensors& tensors, int peer, int tag) {
     check(tensors, 1, title);
+    if (op != OpType::RECVANYSOURCE) check_rank(title, peer);
     const bool sends = op == OpType::SEND;
     const bool straight = mpi_reads_devices() && !options_->staged;
     auto buffers = straight ? std::make_shared<Buffers>(Buffers::Via::nothing) : buffer();

@@ -31,6 +31,8 @@ using Tensors = std::vector<at::Tensor>;
 using c10d::Work;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
+const char* name_of(c10d::OpType op);
+
 /// What a call on the group returns. wait() also moves on all other operations of this process.
 class MpiWork final : public Work {
   public:
@@ -131,12 +133,13 @@ class MpiBackend final : public c10d::Backend, private Party {
     bool go_on(Task& task);
     std::string missing(const Task& task) const;
     std::string show(const Call& call) const;
-    Call call(c10d::OpType op, const at::Tensor& tensor, std::int64_t elements, int root = 0,
+    Call call(c10d::OpType op, const at::Tensor& tensor, std::int64_t elements, std::optional<int> root = {},
               c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM);
     WorkPtr collective(c10d::OpType op, const char* title, std::shared_ptr<Buffers> buffers, Stages stages,
                        Tensors outputs, std::chrono::milliseconds timeout, bool async);
     WorkPtr message(c10d::OpType op, const char* title, Tensors& tensors, int peer, int tag);
     void check(const Tensors& tensors, std::size_t count, const char* call) const;
+    void check_rank(const char* call, int rank) const;
     std::shared_ptr<Buffers> buffer() const;
     Reduce kernel(const at::Tensor& x, c10d::ReduceOp::RedOpType op) const;
     void append(Stages& stages, Stages more, const at::Tensor& result = {},

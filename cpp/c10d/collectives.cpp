@@ -31,13 +31,14 @@ void fits(const char* call, const at::Tensor& from, std::int64_t times, const at
 
 }  // namespace
 
-/// Elements -1: they may differ between ranks. Root: counted from 1, 0 for none.
-Call MpiBackend::call(OpType op, const at::Tensor& tensor, std::int64_t elements, int root,
+/// Elements -1: they may differ between ranks.
+Call MpiBackend::call(OpType op, const at::Tensor& tensor, std::int64_t elements, std::optional<int> root,
                       c10d::ReduceOp::RedOpType reduction) {
+    if (root) check_rank(name_of(op), *root);
     return {.operation = std::uint32_t(op) | std::uint32_t(reduction) << 8,
             .type = tensor.defined() ? std::uint32_t(tensor.scalar_type()) : 0xff,
             .elements = std::uint64_t(std::max<std::int64_t>(elements, 0)),
-            .root = std::uint64_t(root),
+            .root = std::uint64_t(root ? *root + 1 : 0),
             .number = number_};
 }
 
@@ -57,6 +58,12 @@ void MpiBackend::check(const Tensors& tensors, std::size_t count, const char* ca
         if (t.scalar_type() != tensors[0].scalar_type())
             refuse(start() + "tensors of two types, " + size_of(tensors[0]) + " and " + size_of(t));
     }
+}
+
+void MpiBackend::check_rank(const char* call, int rank) const {
+    if (rank < 0 || rank >= size_)
+        refuse(std::string(call) + " in group '" + name_ + "': there is no rank " + std::to_string(rank) +
+               "; there are 0 to " + std::to_string(size_ - 1));
 }
 
 std::shared_ptr<Buffers> MpiBackend::buffer() const {
@@ -86,7 +93,7 @@ WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o)
     auto buffers = buffer();
     const at::Tensor x = buffers->write(tensors[0], true);
     const int root = int(o.rootRank);
-    const Call what = call(OpType::BROADCAST, x, x.numel(), root + 1);
+    const Call what = call(OpType::BROADCAST, x, x.numel(), root);
     return collective(OpType::BROADCAST, "fived:broadcast", buffers,
                       hosts_->broadcast(what, bytes_of(x), x.nbytes(), root), tensors, o.timeout, o.asyncOp);
 }
@@ -104,7 +111,7 @@ WorkPtr MpiBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceC
     Stages stages;
     for (const at::Tensor& t : tensors) {
         const at::Tensor x = buffers->write(t, true);
-        const Call what = call(OpType::ALLREDUCE, x, x.numel(), 0, o.reduceOp);
+        const Call what = call(OpType::ALLREDUCE, x, x.numel(), {}, o.reduceOp);
         append(stages,
                hosts_->all_reduce(what, bytes_of(x), x.nbytes(), x.element_size(), kernel(x, o.reduceOp)), x,
                o.reduceOp);
@@ -118,7 +125,7 @@ WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
     auto buffers = buffer();
     const at::Tensor x = buffers->write(tensors[0], true);
     const int root = int(o.rootRank);
-    const Call what = call(OpType::REDUCE, x, x.numel(), root + 1, o.reduceOp);
+    const Call what = call(OpType::REDUCE, x, x.numel(), root, o.reduceOp);
     Stages stages;
     append(stages,
            hosts_->all_reduce(what, bytes_of(x), x.nbytes(), x.element_size(), kernel(x, o.reduceOp), root),
@@ -188,7 +195,7 @@ WorkPtr MpiBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
         }
         results = outputs[0];
     }
-    const Call what = call(OpType::GATHER, x, x.numel(), root + 1);
+    const Call what = call(OpType::GATHER, x, x.numel(), root);
     return collective(OpType::GATHER, "fived:gather", buffers,
                       hosts_->gather(what, bytes_of(x), places, x.nbytes(), root), results, o.timeout,
                       o.asyncOp);
@@ -209,7 +216,7 @@ WorkPtr MpiBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
             in[r] = {bytes_of(x), x.nbytes()};
         }
     }
-    const Call what = call(OpType::SCATTER, y, y.numel(), root + 1);
+    const Call what = call(OpType::SCATTER, y, y.numel(), root);
     return collective(OpType::SCATTER, "fived:scatter", buffers,
                       hosts_->scatter(what, in, {bytes_of(y), y.nbytes()}, root), outputs, o.timeout,
                       o.asyncOp);
@@ -228,7 +235,7 @@ WorkPtr MpiBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& input
             fits("reduce_scatter", t, 1, y);
             in.push_back(bytes_of(buffers->read(t)));
         }
-        const Call what = call(OpType::REDUCE_SCATTER, y, y.numel(), 0, o.reduceOp);
+        const Call what = call(OpType::REDUCE_SCATTER, y, y.numel(), {}, o.reduceOp);
         append(stages,
                hosts_->reduce_scatter(what, in, bytes_of(y), y.nbytes(), y.element_size(),
                                       kernel(y, o.reduceOp)),

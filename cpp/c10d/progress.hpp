@@ -7,6 +7,7 @@
 // does; it gives its time slice back whenever the other ranks have nothing for it.
 #pragma once
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -37,6 +39,9 @@ class Party {
 
 class Engine {
   public:
+    Engine() {
+        pthread_atfork(nullptr, nullptr, [] { forked_ = true; });
+    }
     /// Lives as long as the process: a group in a static variable may go after all others.
     static Engine& get() {
         static Engine& engine = *std::make_unique<Engine>().release();
@@ -44,6 +49,7 @@ class Engine {
     }
     /// Ends the thread, then every group that is still there. MPI_Finalize calls it.
     void end() {
+        if (forked_) return;
         {
             const std::lock_guard lock(mutex_);
             ending_ = true;
@@ -52,6 +58,15 @@ class Engine {
         if (thread_.joinable()) thread_.join();
         const std::lock_guard lock(mutex_);
         for (Party* party : parties_) party->end();
+    }
+
+    /// Whether this is a child of the process that uses MPI. The lock may be held for ever here, by a thread of the parent.
+    bool is_forked() const { return forked_; }
+    void check_process() const {
+        if (forked_)
+            throw std::runtime_error(
+                "this process was forked from a rank of MPI, whose process groups it cannot use; "
+                "start it with multiprocessing's spawn or forkserver");
     }
 
     void add(Party* party) {
@@ -66,6 +81,7 @@ class Engine {
     /// takes over what is left.
     template <class Enqueue>
     void submit(Enqueue enqueue, bool in_background) {
+        check_process();
         {
             const std::lock_guard lock(mutex_);
             enqueue();
@@ -80,6 +96,7 @@ class Engine {
     }
     /// Moves everything on that can move. True when anything did.
     bool poll() {
+        check_process();
         std::vector<std::function<void()>> afterwards;
         bool moved = false, busy = false;
         {
@@ -147,6 +164,7 @@ class Engine {
     std::atomic<bool> busy_ = false;
     std::atomic<int> waiting_ = 0, spins_ = 2000;
     bool ending_ = false;
+    static inline std::atomic<bool> forked_ = false;
     std::thread thread_;
 };
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from common.mpi_backend import register
+from common.watchdog import UsageError
 
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank
@@ -44,7 +46,7 @@ def raised(call: Callable[[], object]) -> str:
     """The exception's text, or nothing."""
     try:
         call()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, UsageError) as error:
         return str(error)
     return ""
 
@@ -166,6 +168,43 @@ def refused() -> dict[str, str]:
     return found
 
 
+def wrong_ranks() -> list[str]:
+    """Calls to a rank that there is not, in the world: torch looks for ranks in other groups itself."""
+    x = torch.ones(3)
+    calls: list[Callable[[int], object]] = [
+        lambda r: dist.reduce(x, r),
+        lambda r: dist.broadcast(x, r),
+        lambda r: dist.gather(x, None, r),
+        lambda r: dist.scatter(x, None, r),
+        lambda r: dist.send(x, r),
+        lambda r: dist.recv(x, r),
+    ]
+    return [raised(lambda r=r, call=call: call(r)) for call in calls for r in (-1, 9)]
+
+
+def forked() -> tuple[str, list[float]]:
+    """What a child hears that uses its parent's group, and the parents' next sum."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.write(writer, raised(lambda: dist.all_reduce(torch.ones(3))).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return os.read(reader, 1000).decode(), x.tolist()
+
+
+def without_room() -> str:
+    """What is said where /dev/shm is full; the system's limit for files stands for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        return raised(lambda: make(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def main(result: str, elements: str) -> None:
     register()
     folder = WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
@@ -177,6 +216,9 @@ def main(result: str, elements: str) -> None:
         "parts": parts(),
         "many": many_times(30),
         "refused": refused(),
+        "wrong ranks": wrong_ranks(),
+        "forked": forked(),
+        "without room": without_room(),
     }
     dist.destroy_process_group()
     everything = WORLD.gather(found)

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <new>
@@ -58,7 +61,9 @@ class LessonBase {
     /// printf on rank 0.
     template <class... Values>
     void say(const char* format, Values... values) const {
-        if (world_.rank() == 0) std::printf(format, values...), std::fflush(stdout);
+        if (world_.rank() > 0) return;
+        if (std::printf(format, values...) < 0 || std::fflush(stdout))
+            throw UsageError(std::string("the output cannot be written: ") + std::strerror(errno));
     }
     /// What came of the proof of equality and of bytes.
     void say_verdict(bool right) const {
@@ -124,10 +129,12 @@ class LessonBase {
 };
 
 /// main() of a lesson; `body(world, settings)` returns whether all was right. Exit codes: 0 right; 1 wrong, or an error
-/// that ends all ranks; 2 unusable input, said once, before any rank communicates. --help prints the options.
+/// that ends all ranks; 2 unusable input, said once, before any rank communicates, or later where only then it shows:
+/// sizes for which there is no memory, an output that cannot be written. --help prints the options.
 template <class Settings, class Body>
 int run_lesson(const char* name, int argc, char** argv, Body body, int threads = MPI_THREAD_FUNNELED) {
     const Environment mpi(argc, argv, threads);
+    std::signal(SIGPIPE, SIG_IGN);  // a closed pipe is an error of printf
     const Communicator world = Communicator::world();
     const auto given = [&](std::string_view option) {
         return std::find(argv + 1, argv + argc, option) != argv + argc;
@@ -160,11 +167,12 @@ int run_lesson(const char* name, int argc, char** argv, Body body, int threads =
     } catch (const std::exception& error) {
         const bool large =
             dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const std::length_error*>(&error);
+        const int code = large || dynamic_cast<const UsageError*>(&error) ? 2 : 1;
         std::fprintf(stderr, "%s: rank %d: %s\n", name, world.rank(),
                      large ? "there is not enough memory for these sizes" : error.what());
         std::fflush(nullptr);
-        MPI_Abort(MPI_COMM_WORLD, 1);
-        return 1;
+        MPI_Abort(MPI_COMM_WORLD, code);
+        return code;
     }
 }
 

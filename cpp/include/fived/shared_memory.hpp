@@ -48,6 +48,7 @@
 #include <utility>
 #include <vector>
 
+#include "fived/error.hpp"
 #include "fived/mpi.hpp"
 #include "fived/partition.hpp"
 
@@ -97,7 +98,7 @@ class HostMemory {
     static constexpr std::size_t slot_bytes = 64 << 10;
     static constexpr std::size_t large = 8 << 20;  // outputs beyond this go past the cache
 
-    /// Collective. All ranks of `comm` must be on this host. Throws MpiError where there is no room for it.
+    /// Collective. All ranks of `comm` must be on this host. Throws UsageError where there is no room for it.
     explicit HostMemory(const Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {
         if (size_ > max_local_ranks)
             comm.fail("shared memory", "at most " + std::to_string(max_local_ranks) + " ranks of one host");
@@ -121,7 +122,9 @@ class HostMemory {
         if (handle >= 0) close(handle);
         if (rank_ == 0) shm_unlink(name.c_str());  // every rank has it: it goes with the last of them
         if (error != 0)
-            comm.fail("shared memory", std::to_string(bytes) + " bytes in /dev/shm: " + std::strerror(error));
+            throw UsageError("/dev/shm has no room for " + std::to_string(bytes) + " bytes, which " +
+                             std::to_string(size_) + " ranks of one host share: " + std::strerror(error) +
+                             "; give it more (docker run --shm-size=1g)");
     }
     ~HostMemory() {
         if (places_) munmap(places_, size_ * sizeof(Place));
