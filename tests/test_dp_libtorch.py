@@ -48,7 +48,7 @@ def test_gpt2_trains_as_in_python(ranks: int, tmp_path: Path) -> None:
     arguments = ["--batch", "9", "--sequence", "12", "--steps", "2", "--json", record]
     done = mpirun(ranks, need_binary("dp_libtorch"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Proved: training on {ranks} rank(s) equals training on one." in done.stdout
+    assert f"proved: training on {ranks} rank(s) equals training on one." in done.stdout
     text = load_text(None).train
     batches = [lm_batch(text, 0, step, 9, 12, 0, 9) for step in range(2)]
     for found, optimizer in zip(printed(done), ("sgd", "adamw"), strict=True):
@@ -105,8 +105,8 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "bert"], "--model is bert; it is one of gpt2-tiny, gpt2-10m, mlp"),
-        (["--zero", "2"], "--zero is 2; it is one of both, 0, 1"),
+        (["--model", "bert"], "--model bert: choose one of gpt2-tiny, gpt2-10m, mlp"),
+        (["--zero", "2"], "--zero 2: choose one of both, 0, 1"),
         (["--sequence", "65"], "--sequence 65 is too long for gpt2-tiny; at most 64"),
         (["--batch", "1"], "--batch 1 is too small for 1 ranks x 2 micro-batches; at least 2"),
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),

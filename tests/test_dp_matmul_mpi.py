@@ -60,7 +60,7 @@ def lesson(ranks, *arguments):
 def test_binary_proves_itself(ranks, arguments):
     done = lesson(ranks, *arguments)
     assert done.returncode == 0, done.stderr
-    assert f"Proved: C, dA and dB on {ranks} rank(s) equal the serial ones" in done.stdout
+    assert f"proved: C, dA and dB on {ranks} rank(s) equal the serial ones" in done.stdout
 
 
 def test_bytes_by_hand_and_record(tmp_path):
@@ -107,9 +107,9 @@ def test_predicted_panels_follow_the_closed_form():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "--rows is 0; it is a number from 1 to 1000000000"),
-        (["--dtype", "int8"], "--dtype is int8; it is one of float64, float32"),
-        (["--link", "-1"], "--link is -1; it is a number from 0 to 1e+09"),
+        (["--rows", "0"], "--rows 0: give a number from 1 to 1000000000"),
+        (["--dtype", "int8"], "--dtype int8: choose one of float64, float32"),
+        (["--link", "-1"], "--link -1: give a number from 0 to 1e+09"),
         (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
     ],
 )

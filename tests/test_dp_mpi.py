@@ -184,7 +184,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     file = tmp_path / "records.json"
     done = mpirun(3, need_binary("dp_mpi"), "--batch", "10", "--steps", "2", "--hidden", "40", "--json", file)
     assert done.returncode == 0, done.stderr
-    assert "Proved: training on 3 rank(s) equals training on one." in done.stdout
+    assert "proved: training on 3 rank(s) equals training on one." in done.stdout
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert not any(map(problem, records))
     parameters = sum(o * (i + 1) for i, o in itertools.pairwise([128, 40, 40, 256]))
@@ -210,7 +210,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
 
 def test_benchmark_writes_what_it_timed(tmp_path):
     record = tmp_path / "record.json"
-    sizes = ["--batch", "8", "--hidden", "32", "--steps", "3", "--scaling", "weak", "--strategy", "zero1"]
+    sizes = ["--batch", "8", "--hidden", "32", "--steps", "3", "--scaling", "weak", "--versions", "zero1"]
     assert mpirun(2, need_binary("dp_mpi"), "--benchmark", *sizes, "--json", record).returncode == 0
     values = json.loads(record.read_text())
     assert not problem(values)
@@ -223,13 +223,13 @@ def test_benchmark_writes_what_it_timed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype", "float16"], "--dtype is float16; it is one of float64, float32"),
+        (["--dtype", "float16"], "--dtype float16: choose one of float64, float32"),
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
-        (["--steps", "none"], "--steps is none; it is a number from 1 to 1000000000"),
-        (["--steps=0"], "--steps is 0; it is a number from 1 to 1000000000"),
-        (["--keep", "0"], "--keep is 0; it is a number from 1e-09 to 1"),
-        (["--keep", "1.5"], "--keep is 1.5; it is a number from 1e-09 to 1"),
-        (["--strategy", "zero3"], "--strategy is zero3; it is one of all, all-reduce, zero1, topk"),
+        (["--steps", "none"], "--steps none: give a number from 1 to 1000000000"),
+        (["--steps=0"], "--steps 0: give a number from 1 to 1000000000"),
+        (["--k", "0"], "--k 0: give a number from 1e-09 to 1"),
+        (["--k", "1.5"], "--k 1.5: give a number from 1e-09 to 1"),
+        (["--versions", "zero3"], "--versions zero3: choose one of all, all-reduce, zero1, topk"),
         (["--stepz", "3"], "unknown option --stepz; --help lists them"),
         (["--batch"], "--batch needs a value"),
         (["--context", "99999999"], "--context 99999999 is longer than the text; at most "),

@@ -122,7 +122,7 @@ def test_a_mixture_trains_as_in_python(ranks: int, experts: int, k: int, router:
     arguments = ["--batch", "7", "--sequence", "12", "--steps", "2", "--expert-width", "24", "--json", record]
     done = mpirun(ranks, need_binary("ep_libtorch"), *of_experts, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Proved: training with the experts over {ranks} rank(s) equals training on one." in done.stdout
+    assert f"proved: training with the experts over {ranks} rank(s) equals training on one." in done.stdout
     c = shape(experts, k, router)
     plain = Transformer(c)
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
@@ -157,8 +157,8 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "bert"], "--model is bert; it is one of gpt2-tiny, gpt2-10m"),
-        (["--router", "sigmoid"], "--router is sigmoid; it is one of renormalised, softmax"),
+        (["--model", "bert"], "--model bert: choose one of gpt2-tiny, gpt2-10m"),
+        (["--router", "sigmoid"], "--router sigmoid: choose one of renormalised, softmax"),
         (["--experts-per-token", "9"], "a token cannot choose 9 of 8 experts; 1 to 8 would do"),
         (["--batch", "1"], "--batch 1 is too small for 1 ranks x 2 micro-batches; at least 2"),
         (["--sequence", "65"], "--sequence 65 is too long for gpt2-tiny; at most 64"),

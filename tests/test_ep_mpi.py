@@ -219,7 +219,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     sizes = ["--width", "24", "--mlp-width", "20", "--experts", "5", "--tokens", "31"]
     done = mpirun(3, need_binary("ep_mpi"), *sizes, "--steps", "2", "--json", file)
     assert done.returncode == 0, done.stderr
-    assert "Proved: training on 3 rank(s) equals training on one, bytes counted = formula." in done.stdout
+    assert "proved: training on 3 rank(s) equals training on one, bytes counted = formula." in done.stdout
     assert all(
         kind in done.stdout for kind in ("mixtral, sgd", "mixtral, adamw", "switch, sgd", "switch, adamw")
     )

@@ -70,7 +70,7 @@ def test_the_program_proves_itself(ranks: int, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     done = mpirun(ranks, need_binary("sp_libtorch"), "--sequence", "96", "--steps", "3", "--json", record)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Proved: attention and its gradients on {ranks} rank(s) equal those on one." in done.stdout
+    assert f"proved: attention and its gradients on {ranks} rank(s) equal those on one." in done.stdout
     contiguous, zigzag = map(json.loads, record.read_text().splitlines())
     for values, order in ((contiguous, "contiguous"), (zigzag, "zigzag")):
         assert not problem(values)
@@ -90,7 +90,7 @@ def test_the_program_proves_itself(ranks: int, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--kv-heads", "3"], "--kv-heads 3 does not divide --heads 4; give one of 1, 2, 4"),
-        (["--kernel", "fast"], "--kernel is fast; it is one of library, plain"),
+        (["--kernel", "fast"], "--kernel fast: choose one of library, plain"),
         (
             ["--sequence", "7"],
             "--sequence 7 does not divide into 2 chunks, two for each rank; 6 or 8 would",

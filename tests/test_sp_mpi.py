@@ -133,7 +133,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     file = tmp_path / "records.json"
     done = mpirun(3, need_binary("sp_mpi"), "--sequence", "48", "--steps", "2", "--json", file)
     assert done.returncode == 0, done.stderr
-    assert "Proved: attention and its gradients on 3 rank(s) equal those on one" in done.stdout
+    assert "proved: attention and its gradients on 3 rank(s) equal those on one" in done.stdout
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["implementation"] for r in records] == ["sp_mpi-contiguous", "sp_mpi-zigzag"]
     for r in records:
@@ -149,8 +149,8 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     ("arguments", "message"),
     [
         (["--kv-heads", "3"], "--kv-heads 3 does not divide --heads 4; give one of 1, 2, 4"),
-        (["--sequence", "0"], "--sequence is 0; it is a number from 1 to 1000000000"),
-        (["--dtype", "int8"], "--dtype is int8; it is one of float64, float32"),
+        (["--sequence", "0"], "--sequence 0: give a number from 1 to 1000000000"),
+        (["--dtype", "int8"], "--dtype int8: choose one of float64, float32"),
         (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
     ],
 )

@@ -88,7 +88,7 @@ def test_gpt2_trains_as_in_python(ranks: int, heads: int, tmp_path: Path) -> Non
     arguments = ["--batch", "3", "--sequence", "12", "--steps", "2", "--heads", str(heads), "--json", record]
     done = mpirun(ranks, need_binary("tp_libtorch"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Proved: training split over {ranks} rank(s) equals training on one." in done.stdout
+    assert f"proved: training split over {ranks} rank(s) equals training on one." in done.stdout
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
     for words, optimizer in zip(lines, ("sgd", "adamw"), strict=True):
         assert [float(word) for word in words[4:]] == pytest.approx(losses(optimizer, heads), abs=1e-9)
@@ -117,7 +117,7 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "bert"], "--model is bert; it is one of gpt2-tiny, gpt2-10m"),
+        (["--model", "bert"], "--model bert: choose one of gpt2-tiny, gpt2-10m"),
         (["--heads", "5"], "--heads 5 do not divide the width 64 of gpt2-tiny; 1, 2, 4, 8, 16, 32, 64 would"),
         (["--sequence", "65"], "--sequence 65 is too long for gpt2-tiny; at most 64"),
         (["--batch", "1"], "--micro-batches 2 of --batch 1; at most 1"),

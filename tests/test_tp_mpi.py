@@ -144,7 +144,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     sizes = ["--width", "24", "--heads", "3", "--mlp-width", "40", "--batch", "2", "--sequence", "9"]
     done = mpirun(3, need_binary("tp_mpi"), *sizes, "--steps", "2", "--json", file)
     assert done.returncode == 0, done.stderr
-    assert "Proved: training on 3 rank(s) equals training on one, bytes counted = formula." in done.stdout
+    assert "proved: training on 3 rank(s) equals training on one, bytes counted = formula." in done.stdout
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["implementation"] for r in records] == ["tp_mpi", "tp_mpi-ring"]
     for r in records:
@@ -159,8 +159,8 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     ("arguments", "message"),
     [
         (["--width", "10", "--heads", "4"], "--width 10 does not divide into 4 heads; 8 or 12 would"),
-        (["--steps", "0"], "--steps is 0; it is a number from 1 to 1000000000"),
-        (["--optimizer", "adam"], "--optimizer is adam; it is one of both, sgd, adamw"),
+        (["--steps", "0"], "--steps 0: give a number from 1 to 1000000000"),
+        (["--optimizer", "adam"], "--optimizer adam: choose one of both, sgd, adamw"),
         (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
     ],
 )

@@ -64,7 +64,7 @@ def test_binary_proves_itself(ranks, arguments, grid):
     done = lesson(ranks, *arguments)
     assert done.returncode == 0, done.stderr
     assert f"{grid} ranks" in done.stdout
-    assert f"Proved: C, dA and dB on {ranks} rank(s) equal the serial ones" in done.stdout
+    assert f"proved: C, dA and dB on {ranks} rank(s) equal the serial ones" in done.stdout
 
 
 def test_bytes_by_hand_and_record(tmp_path):
@@ -90,8 +90,8 @@ def test_bytes_by_hand_and_record(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "--rows is 0; it is a number from 1 to 1000000000"),
-        (["--dtype", "int8"], "--dtype is int8; it is one of float64, float32"),
+        (["--rows", "0"], "--rows 0: give a number from 1 to 1000000000"),
+        (["--dtype", "int8"], "--dtype int8: choose one of float64, float32"),
         (["--grid", "2by2"], "--grid is 2by2; it is rows x columns of ranks, such as 1x1"),
         (["--grid", "0x1"], "--grid is 0x1; it is rows x columns of ranks, such as 1x1"),
         (["--grid", "2x3"], "--grid 2x3 needs 6 ranks, here are 1; --grid 1x1 would fit"),

@@ -75,7 +75,7 @@ class Lesson : LessonBase<Settings> {
         measure(versions);
         show(versions);
         if (!s_.benchmark)
-            say("\n%s: training on %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG",
+            say("\n%s: training on %d rank(s) %s training on one.\n", right ? "proved" : "WRONG",
                 world_.size(), right ? "equals" : "differs from");
         for (const Version<T>& version : versions) append(record_of(version));
         return right;
@@ -95,7 +95,7 @@ class Lesson : LessonBase<Settings> {
         bool right = true;
         if (s_.optimizer != "adamw") right &= prove_with<Sgd>("sgd");
         if (s_.optimizer != "sgd") right &= prove_with<AdamW<T>>("adamw");
-        if (s_.strategy == "all" || s_.strategy == "topk") show_feedback();
+        if (s_.versions == "all" || s_.versions == "topk") show_feedback();
         return right;
     }
 

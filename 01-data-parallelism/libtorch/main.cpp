@@ -42,7 +42,7 @@ class Lesson : TorchLesson<Settings> {
         }
         right &= measure();
         if (!s_.benchmark)
-            say("\n%s: training on %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG",
+            say("\n%s: training on %d rank(s) %s training on one.\n", right ? "proved" : "WRONG",
                 world_.size(), right ? "equals" : "differs from");
         for (std::size_t i = 0; i < ways_.size(); ++i) append(record_of(i));
         return right;

@@ -24,8 +24,8 @@ struct Settings : TorchTrainingSettings {
         options.add("model", model, {"gpt2-tiny", "gpt2-10m", "mlp"}, "what to train on bytes of text");
         options.add("sequence", sequence, 1, "gpt2: tokens of a sample");
         options.add("context", context, 1, "mlp: bytes before the one to predict");
-        options.add("hidden", hidden, 1, "mlp: width of the hidden layers");
-        options.add("layers", layers, 1, "mlp: linear layers");
+        options.add("hidden", hidden, 1, "mlp: width of the hidden layers", 1 << 20);
+        options.add("layers", layers, 1, "mlp: linear layers", 1000);
         options.add("zero", zero, {"both", "0", "1"}, "stage of ZeRO; 0 sums gradients by all-reduce");
         return options;
     }

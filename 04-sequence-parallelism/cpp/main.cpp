@@ -121,7 +121,7 @@ class Lesson : LessonBase<Settings> {
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark)
-            say(right ? "\nProved: attention and its gradients on %d rank(s) equal those on one, bytes "
+            say(right ? "\nproved: attention and its gradients on %d rank(s) equal those on one, bytes "
                         "counted = formula.\n"
                       : "\nWRONG: attention or its gradients on %d rank(s) differ from those on one, or "
                         "bytes counted from the formula.\n",

@@ -28,7 +28,7 @@ class Lesson : TorchLesson<Settings> {
         right &= measure();
         if (!s_.benchmark)
             say("\n%s: attention and its gradients on %d rank(s) %s those on one.\n",
-                right ? "Proved" : "WRONG", world_.size(), right ? "equal" : "differ from");
+                right ? "proved" : "WRONG", world_.size(), right ? "equal" : "differ from");
         for (const Timed& timed : timed_) append(record_of(timed));
         return right;
     }

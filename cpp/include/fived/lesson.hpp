@@ -67,7 +67,7 @@ class LessonBase {
     }
     /// What came of the proof of equality and of bytes.
     void say_verdict(bool right) const {
-        say(right ? "\nProved: training on %d rank(s) equals training on one, bytes counted = formula.\n"
+        say(right ? "\nproved: training on %d rank(s) equals training on one, bytes counted = formula.\n"
                   : "\nWRONG: training on %d rank(s) differs from training on one, or bytes counted from the "
                     "formula.\n",
             world_.size());

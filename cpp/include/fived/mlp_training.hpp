@@ -13,8 +13,8 @@ struct MlpSettings : TrainingSettings {
 
     void add_model_to(Options& options) {
         options.add("context", context, 1, "bytes before the one to predict");
-        options.add("hidden", hidden, 1, "width of the hidden layers");
-        options.add("layers", layers, 1, "linear layers");
+        options.add("hidden", hidden, 1, "width of the hidden layers", 1 << 20);
+        options.add("layers", layers, 1, "linear layers", 1000);
     }
     std::vector<int> sizes() const {
         std::vector<int> sizes(layers + 1, hidden);

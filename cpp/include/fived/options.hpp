@@ -28,7 +28,7 @@ class Options {
             variable = value;
             for (const std::string& choice : choices)
                 if (choice == value) return;
-            throw UsageError("--" + name + " is " + variable + "; it is one of " + list);
+            throw UsageError("--" + name + " " + variable + ": choose one of " + list);
         });
     }
     /// A number from `least` to `most`.
@@ -38,7 +38,7 @@ class Options {
             const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), variable);
             if (error != std::errc() || end != value.data() + value.size() || !(variable >= least) ||
                 variable > most)
-                throw UsageError("--" + name + " is " + std::string(value) + "; it is a number from " +
+                throw UsageError("--" + name + " " + std::string(value) + ": give a number from " +
                                  print(least) + " to " + print(most));
         });
     }

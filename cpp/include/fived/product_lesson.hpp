@@ -185,7 +185,7 @@ class ProductLesson : protected LessonBase<Settings> {
     /// The last line, and the record of what was timed.
     void conclude(bool right, const std::string& strategy, const std::string& program) const {
         say(right
-                ? "\nProved: C, dA and dB on %d rank(s) equal the serial ones, bytes counted = formula.\n"
+                ? "\nproved: C, dA and dB on %d rank(s) equal the serial ones, bytes counted = formula.\n"
                 : "\nWRONG: C, dA or dB on %d rank(s) differ from the serial ones, or bytes counted from the "
                   "formula.\n",
             world_.size());

@@ -27,7 +27,7 @@ struct ScheduleSettings {
     void add_schedule_to(Options& options) {
         options.add("schedule", schedule, {"all", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
                     "what ranks do when, as pp_schedules.py generates it");
-        options.add("chunks", chunks, 1, "stages of each rank in the interleaved schedule");
+        options.add("chunks", chunks, 1, "stages of each rank in the interleaved schedule", 1000);
         options.add("list", list, "a file with the list of each rank instead, a line a rank");
     }
     /// Rank 0 alone reads the lists. `layers_are`: "--layers 9", say. Collective. Throws UsageError for what cannot work, the

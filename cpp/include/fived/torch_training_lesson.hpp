@@ -48,7 +48,7 @@ class TrainingLesson : protected TorchLesson<Settings> {
         }
         right &= measure();
         if (!s_.benchmark)
-            say("\n%s: %s %d rank(s) %s training on one.\n", right ? "Proved" : "WRONG", how, world_.size(),
+            say("\n%s: %s %d rank(s) %s training on one.\n", right ? "proved" : "WRONG", how, world_.size(),
                 right ? "equals" : "differs from");
         return right;
     }
