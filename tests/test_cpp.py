@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from mpi.launch import ROOT, mpirun, need_binary, need_module, run, run_worker
 
 from common import random
@@ -176,3 +178,23 @@ def test_there_is_no_python_in_the_programs_on_libtorch(program: str) -> None:
     assert "libtorch_cpu" in libraries
     assert "libpython" not in libraries
     assert "libtorch_python" not in libraries
+
+
+def test_a_libtorch_without_python_gives_the_binaries(tmp_path: Path) -> None:
+    """The zip of pytorch.org has no libtorch_python.so; here it is the wheel's folder without that file."""
+    wheel, named = Path(torch.__file__).parent, tmp_path / "libtorch"
+    (named / "lib").mkdir(parents=True)
+    for folder in ("include", "share"):
+        (named / folder).symlink_to(wheel / folder)
+    for file in (wheel / "lib").iterdir():
+        if "torch_python" not in file.name:
+            (named / "lib" / file.name).symlink_to(file)
+    configure = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={named}"]
+    done = subprocess.run(configure, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("No libtorch_python.so in") == 1
+    targets = (tmp_path / "build/build.ninja").read_text()
+    for name in ("dp_libtorch", "ep_libtorch"):
+        assert f"bin/{name}:" in targets
+        assert f"python/{name}." not in targets
+    assert "python/fived." in targets
