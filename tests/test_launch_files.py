@@ -222,3 +222,15 @@ def test_the_job_of_kubernetes_is_what_its_operator_reads() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(ranks)
     volumes = {volume["name"] for volume in worker["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("0[1-6]-*/pytorch/run.sh")), ids=lambda p: p.parts[-3])
+def test_a_chapter_starts_from_any_folder(script: Path, tmp_path: Path) -> None:
+    """With a stand-in for Python that fails, it stops at its first lesson, which it has found."""
+    activate = tmp_path / "bin" / "activate"
+    activate.parent.mkdir()
+    activate.write_text('python() { test -f "$1" && echo "found $1"; return 3; }\n')
+    variables = {**os.environ, "VENV": str(tmp_path), "VIRTUAL_ENV": ""}
+    done = subprocess.run(["bash", script], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "found 0" in done.stdout

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every file of this chapter in each way that it starts; stops at the first failure. RANKS=2 for fewer ranks.
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=04-sequence-parallelism/pytorch
 three_ways "$ranks" "$folder" sp_basic sp_ulysses sp_ring_attention sp_hybrid sp_memory

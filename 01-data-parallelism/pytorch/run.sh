@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every file of this chapter in each way that it starts; stops at the first failure. RANKS=2 for fewer ranks.
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=01-data-parallelism/pytorch
 three_ways "$ranks" "$folder" dp_basic dp_accumulation dp_checkpointing dp_mixed_precision dp_loss_scaling dp_zero dp_fsdp \

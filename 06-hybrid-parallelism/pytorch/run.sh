@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every file of this chapter in each way that it starts; stops at the first failure. RANKS=8 for more ranks.
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=06-hybrid-parallelism/pytorch
 three_ways "$ranks" "$folder" hybrid_3d hybrid_4d hybrid_5d hybrid_torch

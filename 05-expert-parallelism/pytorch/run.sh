@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every file of this chapter in each way that it starts; stops at the first failure. RANKS=2 for fewer ranks.
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=05-expert-parallelism/pytorch
 three_ways "$ranks" "$folder" ep_switch_router ep_moe ep_load_balance ep_imbalance ep_layer ep_tensor_parallel ep_overlap

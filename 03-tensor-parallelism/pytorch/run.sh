@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every file of this chapter in each way that it starts; stops at the first failure. RANKS=2 for fewer ranks.
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/chapter.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=03-tensor-parallelism/pytorch
 three_ways "$ranks" "$folder" tp_column_parallel tp_row_parallel tp_vocabulary tp_megatron tp_memory tp_overlap tp_dtensor \
