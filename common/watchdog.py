@@ -118,10 +118,12 @@ class Watchdog(threading.Thread):
         self.rank, self.world_size = rank, world_size
         self.done = threading.Event()
         self.someone_failed = False
+        self.timeout = 0.0
         self.main = threading.main_thread().ident
 
     def meet(self, timeout: float) -> None:
         """Wait until every rank is here. Raises UsageError that names the missing ones."""
+        self.timeout = timeout
         if self.world_size == 1:
             return
         self.store.set(f"here/{self.rank}", "")
@@ -202,8 +204,10 @@ class Watchdog(threading.Thread):
 
     def _roll_call(self, error: BaseException) -> str:
         """The report on a broken or timed out collective: which ranks stand where, and which are silent."""
-        first_line = str(error).splitlines()[0].split("] ")[-1]
-        lines = [f"rank {self.rank} failed {_where_raised(error)}: {first_line}"]
+        why = str(error).splitlines()[0].split("] ")[-1]
+        if time.perf_counter() - float(str(blocked_in["since"])) > 0.9 * self.timeout:
+            why = f"timed out after {self.timeout:g} s"  # the library blames the other rank, which timed out first
+        lines = [f"rank {self.rank} failed {_where_raised(error)}: {why}"]
         silent = self._missing("where", 10 * LOOK_EVERY)
         for rank in range(self.world_size):
             if rank in silent:

@@ -18,6 +18,7 @@ import torch
 
 from common import comm, watchdog
 from common import spawn as module
+from common.comm import blocked_in
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
 
@@ -172,6 +173,18 @@ def test_an_end_while_the_watchdog_is_inside_a_slow_store() -> None:
     for end in ends:
         out, err = end.communicate(timeout=100)
         assert (end.returncode, out, err) == (3, "proved\n", "")
+
+
+def blames_the_peer(rt: Runtime) -> None:
+    if rt.rank == 0:
+        blocked_in.update(op="send to 1", axis="world", since=time.perf_counter() - rt.timeout)
+        raise RuntimeError("Connection closed by peer. This may be caused by a remote worker crashing")
+
+
+def test_a_wait_that_timed_out_is_called_so() -> None:
+    with pytest.raises(RankError, match=r"rank 0 failed in send to 1 .*: timed out after 60 s") as error:
+        spawn(blames_the_peer, 2)
+    assert "crash" not in str(error.value)
 
 
 def misuse(rt: Runtime) -> None:
