@@ -29,6 +29,7 @@ from common.options import Checked, Count, Ranks, Seed, Within, check_folder, pa
 from common.program import run_program
 from common.runtime import Runtime, runtime
 from common.spawn import spawn
+from common.terminal import terminal
 from common.utils.profiler import profiled
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -73,18 +74,13 @@ O = TypeVar("O", bound=LessonOptions)  # noqa: E741
 
 
 def console(rt: Runtime) -> Console:
-    """Prints on rank 0 and nowhere else; plain text of 110 columns when it is not the user's own terminal."""
+    """Prints on rank 0 and nowhere else; plain text, as wide as it needs, when it is not the user's own terminal."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="replace"
         )  # text that a model wrote may hold what the terminal does not know
-    out = Console(quiet=rt.rank != 0, highlight=False)
-    if out.is_terminal and rt.launcher not in (
-        "openmpi",
-        "mpich",
-    ):  # mpirun gives ranks a terminal of 80 columns
-        return out
-    return Console(quiet=rt.rank != 0, highlight=False, width=110, force_terminal=False)
+    # mpirun gives ranks a terminal of 80 columns
+    return terminal(quiet=rt.rank != 0, plain=rt.launcher in ("openmpi", "mpich"))
 
 
 def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:

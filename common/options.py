@@ -14,6 +14,7 @@ A class that inherits options of which it has no use names them: `class Memory(T
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -93,9 +94,10 @@ def parse(
 
 def _one_line(box: str) -> str:
     """What is wrong, out of the box that tyro draws: its rows between the title and the first rule."""
-    rows = [row.strip("│ ") for row in box.splitlines()[1:-1]]
-    rules = [place for place, row in enumerate(rows) if set(row) == {"─"}]
-    return " ".join(rows[: rules[0] if rules else None]).rstrip(".") + "; --help lists the options"
+    rows = [row.strip("│| ") for row in box.splitlines()[1:-1]]
+    parts = itertools.groupby(rows, lambda row: bool(row.strip("─-")))
+    said = next(list(part) for is_text, part in parts if is_text)
+    return " ".join(said).rstrip(".") + "; --help lists the options"
 
 
 def check_folder(option: str, target: Path, folder: Path) -> None:

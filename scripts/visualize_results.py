@@ -18,6 +18,7 @@ import tyro
 from common.benchmarks import benchmark_all, beside, report
 from common.options import parse
 from common.program import run_program
+from common.terminal import terminal
 from common.watchdog import UsageError
 
 
@@ -46,7 +47,7 @@ def stored(folder: Path) -> list[dict[str, Any]]:
 
 def main(o: Options) -> int:
     """Draw; the exit code. Raises UsageError."""
-    output, first, console = o.output or o.results, stored(o.results), benchmark_all.terminal()
+    output, first, console = o.output or o.results, stored(o.results), terminal()
     second = stored(o.compare) if o.compare else []
     try:
         output.mkdir(parents=True, exist_ok=True)

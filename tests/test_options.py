@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,11 +14,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import tyro
+from rich.table import Table
 from test_rules import ROOT, tracked
 
 from common import lesson, options
 from common.errors import UsageError
 from common.options import Within
+from common.terminal import terminal
 from common.utils import profiler
 
 SOURCES = {
@@ -123,3 +126,30 @@ def test_bad_values_are_refused(
 def test_there_is_one_parser() -> None:
     assert [file for file, source in SOURCES.items() if "tyro.cli(" in source] == ["common/options.py"]
     assert len(FILES) > 55
+
+
+def test_what_documented_commands_write_is_ignored() -> None:
+    texts = [file.read_text() for file in tracked("*.md", "0[1-6]-*.py")]
+    shown = {name for text in texts for name in re.findall(r"--(?:plot|json) ([\w/]+\.(?:png|jsonl))", text)}
+    written = {name for name in shown if not name.startswith("docs/images/")}
+    assert len(written) > 4
+    written |= {f"06-hybrid-parallelism/examples/run/{name}" for name in (".lock", "step-00000020/metadata")}
+    written |= {
+        "traces/trace.json",
+        *(f"0{i}-chapter/cpp/{name}_mpi" for i, name in ((1, "dp_matmul"), (2, "pp"))),
+    }
+    command = ["git", "-c", f"safe.directory={ROOT}", "check-ignore", *written]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert set(done.stdout.split()) == written
+
+
+def test_names_are_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("implementation", "difference of")
+    table.add_row("bucketed", name := "layers.0.attention.q_proj.weight; " * 5)
+    terminal(plain=True).print(table)
+    assert name.strip() in capsys.readouterr().out
+
+
+def test_the_visualizer_alone_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    start("common/utils/visualizer.py")
+    assert "python scripts/visualize_results.py --help" in capsys.readouterr().out

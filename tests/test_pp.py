@@ -165,7 +165,10 @@ def every_lesson(rt: Runtime, o: PipelineOptions) -> None:
     ("given", "says"),
     [
         ({"micro_batches": 12}, "--batch 11 cannot be cut into 12 micro-batches; give between 1 and 11"),
-        ({"model": "pp-short"}, "3 layers cannot be cut into 4 stages; at most 3 stages would do"),
+        (
+            {"model": "pp-short"},
+            "or a model with more layers: gpt2-deep, ",
+        ),
         ({"versions": ("2f2b",)}, "--versions '2f2b' is unknown; choose from gpipe, 1f1b"),
     ],
 )

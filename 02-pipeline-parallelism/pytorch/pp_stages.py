@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from common.comm import sizes_of
 from common.mesh import Mesh
+from common.models.configs import CONFIGS
 from common.models.transformer import Transformer
 from common.placement import tie
 from common.runtime import UsageError
@@ -75,8 +76,10 @@ def cut_model(
 def evenly(layers: int, stages: int) -> list[range]:
     """Layers of each stage, in numbers that differ by one at the most. Raises UsageError where a stage gets none."""
     if layers < stages:
+        deep = [name for name, c in CONFIGS.items() if c.layers >= stages]
         raise UsageError(
             f"{layers} layers cannot be cut into {stages} stages; at most {layers} stages would do"
+            + (f", or a model with more layers: {', '.join(deep)}" if deep else "")
         )
     ends = list(itertools.accumulate(sizes_of(layers, stages), initial=0))
     return [range(a, b) for a, b in itertools.pairwise(ends)]

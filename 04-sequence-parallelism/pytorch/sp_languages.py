@@ -9,7 +9,7 @@ compared with scaled_dot_product_attention on one rank. Two that are within a to
 each other.
 
     mpirun -np 4 python sp_languages.py
-    OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python sp_languages.py --benchmark --dtype float32 --shape 8192 8 64
+    OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python sp_languages.py --dtype float32 --shape 8192 8 64
 
 B batch  S sequence  s = S / n, a rank's tokens  H heads  K width of a head
 """

@@ -31,7 +31,6 @@ from hybrid_training import (
     samples_of,
     timed,
 )
-from rich.console import Console
 
 from common import comm
 from common.equality import KINDS, OPTIMIZERS, ULPS, Followed, follow, unequal_replicas, worst
@@ -215,7 +214,7 @@ def main(o: ProofOptions) -> int:
     if o.write:
         o.write.write_text("\n".join(markdown(proved)) + "\n")
     largest = max(row.largest for row in done)
-    Console().print(f"{len(done)} rows, {len(failing)} failing; largest difference {largest:.1e}")
+    print(f"{len(done)} rows, {len(failing)} failing; largest difference {largest:.1e}")
     return 1 if failing else 0
 
 

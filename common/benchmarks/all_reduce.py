@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from fived import collectives, mpi
 from mpi4py import MPI
-from rich.console import Console
 from rich.table import Table
 
 from common import mpi_backend
 from common.lesson import write_records
 from common.options import Checked, Within, parse
+from common.terminal import terminal
 from common.utils.bandwidth import Row
 from common.watchdog import UsageError
 
@@ -235,7 +235,7 @@ def main(options: Options) -> bool:
     """Print a table a collective, write the records; whether all results were right."""
     options.check()
     torch.set_num_threads(1)
-    comm, out = mpi.Communicator(WORLD), Console(quiet=WORLD.rank != 0, width=110, force_terminal=False)
+    comm, out = mpi.Communicator(WORLD), terminal(quiet=WORLD.rank != 0, plain=True)
     rows: list[Row] = []
     with groups() as by:
         for name in options.collectives:

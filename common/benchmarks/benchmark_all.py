@@ -44,6 +44,7 @@ from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
 from common.options import Checked, Count, Ranks, Within, parse
 from common.program import run_program
+from common.terminal import terminal
 from common.utils.environment import describe
 from common.watchdog import UsageError
 
@@ -86,12 +87,6 @@ class Options(Checked):
     """Seconds that a case may take."""
     picture: Path | None = None
     """File for the figure of the README."""
-
-
-def terminal() -> Console:
-    """Where to print: as wide as it is, and 110 columns where it is a file."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=110)
 
 
 def main(options: Options, root: Path = ROOT) -> int:

@@ -25,13 +25,13 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 from common import random
 from common.errors import UsageError
 from common.options import Checked, Count, Within, parse
 from common.program import run_program
+from common.terminal import terminal
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -201,7 +201,7 @@ def main() -> int:
     table = Table(title=f"{a.kind}, seed {a.seed}", show_header=False)
     for name, value in properties(a).items():
         table.add_row(name, value)
-    Console().print(table)
+    terminal().print(table)
     return 0
 
 

@@ -32,7 +32,6 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as kineto
@@ -43,6 +42,7 @@ from common.launch import resolve
 from common.options import Checked, Within, parse
 from common.program import run_program
 from common.runtime import Runtime
+from common.terminal import terminal
 from common.utils import timeline
 from common.utils.timeline import Event, Shares
 from common.watchdog import UsageError
@@ -156,7 +156,7 @@ def profiled(trace: Path, fn: Callable[..., T], rt: Runtime, *args: Any) -> T:
 
 
 def _show(report: Report, trace: Path) -> None:
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    out = terminal()
     out.print(report.table())
     out.print(
         f"trace of {len(report.ranks)} ranks: {trace / 'trace.json'} (open in ui.perfetto.dev)",
@@ -229,8 +229,7 @@ def main() -> None:
     """The command line above."""
     given = sys.argv[1:]
     cut = given.index("--script") + 2 if "--script" in given else len(given)
-    options = parse(Options, args=given[:cut])
-    run_program(lambda: _profile_script(options, given[cut:]))  # type: ignore[arg-type,return-value]
+    run_program(lambda: _profile_script(parse(Options, args=given[:cut]), given[cut:]))  # type: ignore[arg-type,return-value]
 
 
 if __name__ == "__main__":

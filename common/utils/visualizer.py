@@ -401,3 +401,7 @@ def _legend_above(axes: Axes, kinds: Sequence[str], title: str, first: int = 0) 
         handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=len(kinds) or 1, handlelength=1
     )
     axes.set_title(title, pad=22)
+
+
+if __name__ == "__main__":
+    print(f"{__doc__}\nTo draw what a benchmark measured: python scripts/visualize_results.py --help")
