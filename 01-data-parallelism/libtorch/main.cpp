@@ -33,7 +33,7 @@ class Lesson : TorchLesson<Settings> {
         bool right = true;
         say("dp_libtorch: %s, %lld parameters, %s, %d rank(s), batch %zu x %d, %s (%.1f MB)\n",
             s_.model.c_str(), static_cast<long long>(numbers_), s_.dtype.c_str(), world_.size(), global_,
-            model_->targets(), s_.text.name.c_str(), s_.megabytes());
+            model_->tokens(), s_.text.name.c_str(), s_.megabytes());
         if (!s_.benchmark) {
             say("\nlargest relative difference from one device, %d steps\n%-18s %8s %8s %8s %8s %6s  %s\n",
                 s_.steps, "", "loss", "norm", "gradient", "weights", "ulps", "the largest gradient's is in");
@@ -61,7 +61,8 @@ class Lesson : TorchLesson<Settings> {
                                             begin + cut(mine, pieces, m + 1)));
         return parts;
     }
-    double targets() const { return double(global_) * model_->targets(); }
+    double tokens() const { return double(global_) * model_->tokens(); }
+    double targets() const { return double(model_->targets(global_)); }
     std::unique_ptr<Trainer> make(Way way, const std::string& optimizer) const {
         const std::uint64_t other =
             way == Way::one_device ? 0 : world_.rank();  // the broadcast must mend this
@@ -178,7 +179,7 @@ class Lesson : TorchLesson<Settings> {
         }
         for (std::size_t i = 0; i < ways_.size(); ++i) {
             const double seconds = median(measured_[i].seconds);
-            say("%s: %.0f %s/s, %.1f GFLOP/s\n", name_of(ways_[i]), targets() / seconds,
+            say("%s: %.0f %s/s, %.1f GFLOP/s\n", name_of(ways_[i]), tokens() / seconds,
                 s_.model == "mlp" ? "samples" : "tokens", flop() / seconds / 1e9);
         }
         return right;
@@ -204,7 +205,7 @@ class Lesson : TorchLesson<Settings> {
         const char* name = ways_[i] == Way::zero1 ? "dp_libtorch-zero1" : "dp_libtorch";
         Record line = record("dp", name, name_of(ways_[i]));
         line.add("model", s_.model).add("parameters", numbers_).add("flop_per_step", flop());
-        line.add("tokens_per_step", std::int64_t(targets())).add("step_seconds", m.seconds);
+        line.add("tokens_per_step", std::int64_t(tokens())).add("step_seconds", m.seconds);
         line.add("communication_seconds", median(m.blocked));
         line.add("bytes_counted", double(m.counted) / world_.size());
         return line.add("bytes_formula", double(m.formula) / world_.size());

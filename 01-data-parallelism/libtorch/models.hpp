@@ -21,8 +21,9 @@ struct Model : torch::nn::Module {
     /// Samples [begin, end) of the global batch of `step`: what forward() takes, and the target of each of its logits.
     virtual std::pair<at::Tensor, at::Tensor> samples(const Text& text, std::uint64_t seed, int step,
                                                       std::size_t begin, std::size_t end) const = 0;
-    virtual int targets() const = 0;             ///< of one sample
-    virtual double flop_per_sample() const = 0;  ///< forward and backward, 2 a multiply-add
+    virtual int tokens() const = 0;                             ///< of one sample
+    virtual std::int64_t targets(std::size_t batch) const = 0;  ///< of a global batch
+    virtual double flop_per_sample() const = 0;                 ///< forward and backward, 2 a multiply-add
 };
 
 /// Linear layers with GELU between; 16 bytes as bits in, the byte that follows out.
@@ -63,7 +64,8 @@ class ByteMlp final : public Model {
                             {y_B.data_ptr<std::uint8_t>(), end - begin});
         return {x_BI.to(parameters()[0].scalar_type()), y_B.to(at::kLong)};
     }
-    int targets() const override { return 1; }
+    int tokens() const override { return 1; }
+    std::int64_t targets(std::size_t batch) const override { return std::int64_t(batch); }
     double flop_per_sample() const override {
         double weights = 0;
         for (const at::Tensor& p : parameters())
@@ -93,7 +95,10 @@ class Gpt2 final : public Model {
                                               std::size_t begin, std::size_t end) const override {
         return lm_batch(text, seed, step, begin, end, sequence_);
     }
-    int targets() const override { return sequence_; }
+    int tokens() const override { return sequence_; }
+    std::int64_t targets(std::size_t batch) const override {
+        return count_targets(std::int64_t(batch), sequence_);
+    }
     double flop_per_sample() const override { return sequence_ * shape_.flop_per_token(sequence_); }
 
   private:

@@ -143,8 +143,8 @@ def validation_loss(model: nn.Module, batches: Batches) -> float:
     o = batches.options
     tokens_BS, targets_BS = lm_batch(batches.text.validation, o.seed, 0, 64, o.sequence, 0, 64)
     with torch.no_grad():
-        total, _ = cross_entropy_sum(model(tokens_BS.to(batches.device)), targets_BS.to(batches.device))
-    return total.item() / targets_BS.numel()
+        total, targets = cross_entropy_sum(model(tokens_BS.to(batches.device)), targets_BS.to(batches.device))
+    return (total / targets).item()
 
 
 def curves(rt: Runtime, o: LocalOptions) -> None:

@@ -45,7 +45,7 @@ class Trainer {
                                      cut(settings_.batch, micro_batches_, m),
                                      cut(settings_.batch, micro_batches_, m + 1), settings_.sequence));
         if (pipeline_)
-            return pipeline_->run(parts, 1 / settings_.tokens()).item<double>() / settings_.tokens();
+            return pipeline_->run(parts, 1 / settings_.targets()).item<double>() / settings_.targets();
         const auto& [tokens_BS, targets_BS] = parts[0];
         const at::Tensor loss =
             at::cross_entropy_loss(whole_(tokens_BS).flatten(0, -2), targets_BS.flatten());

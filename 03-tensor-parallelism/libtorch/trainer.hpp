@@ -31,7 +31,7 @@ class Trainer {
                 cut(settings_.batch, settings_.micro_batches, m + 1), settings_.sequence);
             const at::Tensor logits_BSv = gpt2_.forward(tokens_BS, mine_, ranks_);
             const at::Tensor part =
-                cross_entropy_sum(logits_BSv, targets_BS, vocabulary, ranks_).first / settings_.tokens();
+                cross_entropy_sum(logits_BSv, targets_BS, vocabulary, ranks_).first / settings_.targets();
             part.backward();
             loss += part.item<double>();
         }

@@ -78,7 +78,7 @@ class Trainer {
                          begin + cut(mine, parts, m + 1), settings_.sequence);
             const at::Tensor part = at::cross_entropy_loss(model_(tokens_BS).flatten(0, -2),
                                                            targets_BS.flatten(), {}, at::Reduction::Sum) /
-                                    settings_.tokens();
+                                    settings_.targets();
             part.backward();
             loss.add_(part.detach());
         }

@@ -7,6 +7,9 @@
 Sample b of step t starts at bits(seed, t, b) % (len(text) - length), wherever it is computed: every mesh sees
 the same global batch, a resumed run continues at the very next one, and the C++ cuts the same samples.
 
+The last quarter of sample 0 is padding: its targets are -100 and do not count in the loss. So the ranks and the
+micro-batches of a lesson have different numbers of targets, whatever divides evenly otherwise.
+
     B samples of this slice  S sequence  K bytes of context  I = 8 K inputs
 """
 
@@ -30,6 +33,7 @@ from common.runtime import UsageError
 Bytes = NDArray[np.uint8]
 Tokens = NDArray[Any]  # uint8, uint16 or uint32
 SMALLEST = 1024
+PADDING = -100  # a target that does not count
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,13 @@ def lm_batch(
     Raises UsageError when the text is too short or the slice lies outside the batch.
     """
     windows = torch.from_numpy(_windows(text, seed, step, batch, sequence, lo, hi).astype(np.int64))
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    tokens_BS, targets_BS = (
+        windows[:, :-1].contiguous(),
+        windows[:, 1:].clone(),
+    )  # of one window views would overlap
+    if lo == 0 < hi:
+        targets_BS[0, sequence - sequence // 4 :] = PADDING
+    return tokens_BS, targets_BS
 
 
 def lm_samples(text: Tokens, samples: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:

@@ -90,8 +90,15 @@ void mlp_samples(std::span<const std::uint8_t> text, std::uint64_t seed, std::ui
     }
 }
 
+constexpr std::int64_t padding = -100;  // a target that does not count
+
+/// Targets of a global batch that count: all but the last quarter of sample 0.
+inline std::int64_t count_targets(std::int64_t batch, std::int64_t sequence) {
+    return batch * sequence - sequence / 4;
+}
+
 /// Samples [begin, begin + rows) of the global batch of `step` for a language model: S bytes (tokens_BS) and of each the
-/// byte that follows (targets_BS).
+/// byte that follows (targets_BS). The last quarter of sample 0 is padding.
 inline void lm_samples(std::span<const std::uint8_t> text, std::uint64_t seed, std::uint64_t step,
                        std::size_t begin, MatrixView<std::int64_t> tokens_BS,
                        MatrixView<std::int64_t> targets_BS) {
@@ -100,6 +107,7 @@ inline void lm_samples(std::span<const std::uint8_t> text, std::uint64_t seed, s
         const std::uint8_t* window = text.data() + random_bits(seed, step, begin + b) % (text.size() - S);
         std::copy_n(window, S, tokens_BS.row(b).begin());
         std::copy_n(window + 1, S, targets_BS.row(b).begin());
+        if (begin + b == 0) std::ranges::fill(targets_BS.row(b).subspan(S - S / 4), padding);
     }
 }
 

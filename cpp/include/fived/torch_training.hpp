@@ -42,6 +42,7 @@ struct TorchTrainingSettings : TrainingSettings {
         return model == "gpt2-deep" ? Gpt2Shape{16, 32, 2, 64} : Gpt2Shape{2, 64, 4, 64};
     }
     double tokens() const { return double(batch) * sequence; }
+    double targets() const { return double(count_targets(batch, sequence)); }
     /// Operations of a step.
     double flop() const { return tokens() * shape().flop_per_token(sequence); }
     void check_sequence() const {
