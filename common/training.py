@@ -20,6 +20,7 @@ from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
 from common.equality import Named, Wrap, plain
 from common.lesson import DTYPES, LessonOptions
+from common.models import known
 from common.models.dropout import Dropout
 from common.models.transformer import Transformer, TransformerConfig, config, cross_entropy_sum
 from common.options import Size
@@ -127,7 +128,8 @@ class Batches:
 
 
 def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
-    """The plain model, the same on every rank for the same seed."""
+    """The plain model, the same on every rank for the same seed. Raises RuntimeError where known numbers differ."""
+    known.check(known_step, device)
     return Transformer(o.model_config(), o.seed, DTYPES[o.dtype]).to(device)
 
 
@@ -159,6 +161,20 @@ def training_step(version: Version, batches: Batches, group: Group) -> Callable[
         return loss / targets.item()
 
     return step
+
+
+class KnownBatches(Batches):
+    """Batches whose step is known."""
+
+    def load(self) -> Text:
+        """Tokens by formula."""
+        return known.text()
+
+
+def known_step(model: Transformer, device: torch.device) -> Tensor:
+    """The step of a lesson on one device, in two micro-batches, of a known model; returns the loss."""
+    o, alone = TrainingOptions(batch=known.BATCH, sequence=known.SEQUENCE), Group("one", 0, 1, (0,))
+    return training_step(Version(model), KnownBatches(o, alone, device), alone)(0)
 
 
 def accumulate(

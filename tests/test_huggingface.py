@@ -17,6 +17,8 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
+from common import random
+from common.models import known
 from common.models.configs import TransformerConfig
 from common.models.huggingface import read_huggingface, to_huggingface, write_huggingface
 from common.models.transformer import Transformer, cross_entropy_sum
@@ -106,6 +108,25 @@ def test_equals_transformers(name, in_double):
         torch.testing.assert_close(
             gradients[key], gradient, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}"
         )
+
+
+@pytest.mark.parametrize("family", known.SHAPES)
+def test_the_known_numbers_are_those_of_transformers(family, in_double):
+    c, text = known.SHAPES[family], known.text().train
+    starts = [int(random.bits(0, 0, b)[0]) % (len(text) - known.SEQUENCE) for b in range(known.BATCH)]
+    tokens_BS = torch.tensor([text[start : start + known.SEQUENCE + 1].tolist() for start in starts])
+    labels_BS = tokens_BS.clone()
+    labels_BS[0, -(known.SEQUENCE // 4) :] = -100
+    model, hf = known.model_of(c, torch.device("cpu")), theirs(c)
+    load(hf, model)
+    found = hf(input_ids=tokens_BS, labels=labels_BS)
+    found.loss.backward()
+    ours_named = {name: known.direction(name, p.shape) for name, p in model.named_parameters()}
+    directions = in_memory(c, to_huggingface(c, ours_named))
+    gradients = sum((p.grad * directions[name]).sum() for name, p in hf.named_parameters())
+    numbers = float(found.loss), float(gradients)
+    print(f'\n    "{family}": ({numbers[0]:.15g}, {numbers[1]:.15g}),', end="")
+    assert numbers == pytest.approx(known.NUMBERS[family], rel=1e-10, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -1,0 +1,78 @@
+"""Hugging Face's numbers for a step of three small models: every lesson holds its own step on one device against them.
+
+A lesson compares a mesh with one device, and both run the same data, model and training step. Without the causal mask,
+say, they would still agree. `make_model` therefore calls `check` first: one step of GPT-2, LLaMA and Mixtral must have
+the loss and the gradients that `transformers` gives for the same weights and tokens, in float64. That takes some 40 ms
+once a process. `pytest -s tests/test_huggingface.py -k known` computes NUMBERS with `transformers` and prints them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import random
+from common.data.text import Text
+from common.models.configs import TransformerConfig, gpt2, llama, mixtral
+from common.models.transformer import Transformer
+
+VOCABULARY, SEQUENCE, BATCH = 11, 11, 3
+SHAPES = {
+    # so little dropout that nothing is dropped: attention goes the way that keeps its weights
+    "gpt2": replace(gpt2(2, 16, heads=2, sequence=SEQUENCE + 1, vocabulary=VOCABULARY), dropout=1e-13),
+    "llama": llama(2, 16, 4, kv_heads=2, mlp_width=24, sequence=SEQUENCE + 1, vocabulary=VOCABULARY),
+    "mixtral": mixtral(2, 16, 4, 2, mlp_width=12, sequence=SEQUENCE + 1, experts=4, vocabulary=VOCABULARY),
+}
+NUMBERS = {  # loss, projection of the gradients
+    "gpt2": (2.42179239778822, -1.95363931193146),
+    "llama": (2.64370952398195, -2.11225187762379),
+    "mixtral": (2.64798117674795, -1.79162857981041),
+}
+TOLERANCE = 1e-9
+
+
+def text() -> Text:
+    """Tokens below VOCABULARY, by formula."""
+    tokens = (random.bits(0, 0, np.arange(200)) % np.uint64(VOCABULARY)).astype(np.uint8)
+    return Text(tokens, tokens, "tokens by formula")
+
+
+def direction(name: str, shape: torch.Size, seed: int = 2) -> Tensor:
+    """Normal numbers of that name, float64: their product with a tensor shows a change of any of its numbers."""
+    return torch.from_numpy(random.normals(seed, random.stream_of(name), shape.numel())).view(shape)
+
+
+def projection(tensors: Mapping[str, Tensor]) -> float:
+    """The sum over the tensors of each one's product with the direction of its name."""
+    return sum(float((x.cpu() * direction(name, x.shape)).sum()) for name, x in tensors.items())
+
+
+def model_of(c: TransformerConfig, device: torch.device) -> Transformer:
+    """The model whose numbers are known: no weight is 0 or 1, which would hide what it does."""
+    with torch.device(device):
+        model = Transformer(c, dtype=torch.float64)
+    for name, p in model.named_parameters():
+        p.data += 0.2 * direction(name, p.shape, seed=1).to(device)
+    return model
+
+
+@functools.cache
+def check(step: Callable[[Transformer, torch.device], Tensor], device: torch.device) -> None:
+    """Raises RuntimeError where `step`, which returns a loss and leaves gradients, is not that of transformers."""
+    for family, c in SHAPES.items():
+        model = model_of(c, device)
+        loss = step(model, device).item()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for what, expected, found in zip(
+            ("loss", "gradients"), NUMBERS[family], (loss, projection(gradients)), strict=True
+        ):
+            if not abs(found - expected) <= TOLERANCE * max(1, abs(expected)):
+                raise RuntimeError(
+                    f"NOT the step of {family} in transformers, so there is nothing to compare with: {what} "
+                    f"{found:.12g} against {expected:.12g} there"
+                )
