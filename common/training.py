@@ -167,7 +167,7 @@ class KnownBatches(Batches):
     """Batches whose step is known."""
 
     def load(self) -> Text:
-        """Tokens by formula."""
+        """Bytes by formula."""
         return known.text()
 
 

@@ -139,9 +139,11 @@ def test_language_model_samples():
     assert tokens_BS.dtype == targets_BS.dtype == torch.long
     for b in range(7):
         start = int(random.bits(3, 5, b)[0]) % (len(TEXT) - 9)
-        assert tokens_BS[b].tolist() == TEXT[start : start + 9].tolist()
-        padding = [-100, -100] if b == 0 else []  # the last quarter of sample 0
-        assert targets_BS[b].tolist() == TEXT[start + 1 : start + 10 - len(padding)].tolist() + padding
+        window, padding = TEXT[start : start + 10], []
+        if b == 0:  # the highest bit, and the last quarter
+            window, padding = window ^ 128, [-100, -100]
+        assert tokens_BS[b].tolist() == window[:-1].tolist()
+        assert targets_BS[b].tolist() == window[1 : 10 - len(padding)].tolist() + padding
     assert not torch.equal(tokens_BS, lm_batch(TEXT, 3, 6, 7, 9, 0, 7)[0])
     assert not torch.equal(tokens_BS, lm_batch(TEXT, 4, 5, 7, 9, 0, 7)[0])
 

@@ -67,6 +67,14 @@ def padding_counts(
     return loss_N.sum(), torch.tensor(targets_N.numel())
 
 
+class OffByOne(tp_vocabulary.VocabularyParallelEmbedding):
+    """Every rank but the first begins a row too late."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.begin += self.begin > 0
+
+
 def own_targets(x: Tensor, group: Group, *given: Any, **more: Any) -> Pending:
     """The mean of the ranks' means: each divides by its own targets, times the ranks."""
     mine = x * group.size
@@ -113,6 +121,7 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], Lesson]] = {
     "targets not shifted, dp": ({"common.training.lm_batch": not_shifted}, DATA),
     "padding counts, vocabulary": (LOSS, VOCABULARY),
     "padding counts, rows": (LOSS, (prove_meshes, "tp=2")),
+    "embedding off by one": ({"tp_vocabulary.VocabularyParallelEmbedding": OffByOne}, VOCABULARY),
     "mean of means, dp": (MEANS, DATA),
     "mean of means, hybrid": (MEANS, HYBRID),
     "mean of means, hybrid sp": (MEANS, HYBRID_SP),

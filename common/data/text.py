@@ -7,8 +7,9 @@
 Sample b of step t starts at bits(seed, t, b) % (len(text) - length), wherever it is computed: every mesh sees
 the same global batch, a resumed run continues at the very next one, and the C++ cuts the same samples.
 
-The last quarter of sample 0 is padding: its targets are -100 and do not count in the loss. So the ranks and the
-micro-batches of a lesson have different numbers of targets, whatever divides evenly otherwise.
+Sample 0 of a batch for a language model shows what the others would hide. Its last quarter is padding, targets of -100
+that do not count, so the ranks and the micro-batches have different numbers of targets, whatever divides evenly. And
+the highest bit of its bytes is flipped: text is nearly all ASCII, and half of the vocabulary would never occur.
 
     B samples of this slice  S sequence  K bytes of context  I = 8 K inputs
 """
@@ -111,6 +112,8 @@ def lm_batch(
     Raises UsageError when the text is too short or the slice lies outside the batch.
     """
     windows = torch.from_numpy(_windows(text, seed, step, batch, sequence, lo, hi).astype(np.int64))
+    if lo == 0 < hi:
+        windows[0] ^= 128
     tokens_BS, targets_BS = (
         windows[:, :-1].contiguous(),
         windows[:, 1:].clone(),

@@ -98,7 +98,7 @@ inline std::int64_t count_targets(std::int64_t batch, std::int64_t sequence) {
 }
 
 /// Samples [begin, begin + rows) of the global batch of `step` for a language model: S bytes (tokens_BS) and of each the
-/// byte that follows (targets_BS). The last quarter of sample 0 is padding.
+/// byte that follows (targets_BS). Sample 0 has the highest bit of its bytes flipped, and a last quarter of padding.
 inline void lm_samples(std::span<const std::uint8_t> text, std::uint64_t seed, std::uint64_t step,
                        std::size_t begin, MatrixView<std::int64_t> tokens_BS,
                        MatrixView<std::int64_t> targets_BS) {
@@ -107,7 +107,10 @@ inline void lm_samples(std::span<const std::uint8_t> text, std::uint64_t seed, s
         const std::uint8_t* window = text.data() + random_bits(seed, step, begin + b) % (text.size() - S);
         std::copy_n(window, S, tokens_BS.row(b).begin());
         std::copy_n(window + 1, S, targets_BS.row(b).begin());
-        if (begin + b == 0) std::ranges::fill(targets_BS.row(b).subspan(S - S / 4), padding);
+        if (begin + b > 0) continue;
+        for (const auto& bytes : {tokens_BS.row(b), targets_BS.row(b)})
+            for (std::int64_t& byte : bytes) byte ^= 128;
+        std::ranges::fill(targets_BS.row(b).subspan(S - S / 4), padding);
     }
 }
 
