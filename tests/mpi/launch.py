@@ -89,7 +89,7 @@ def python() -> Path:
     """A Python whose scripts are forks of one that has imported torch: that takes each rank seconds of CPU."""
     if sys.platform != "linux":
         return Path(sys.executable)
-    server = forked.interpreter(PRELOAD)
+    server = forked.interpreter(PRELOAD, os.environ)
     atexit.register(server.__exit__, None, None, None)
     return server.__enter__() / "python"
 
