@@ -226,7 +226,7 @@ def prove(
     out, limit = console(rt), 100 * TOLERANCE[DTYPES[o.dtype]]
     out.print(proof.tables(title), table)
     records = benchmark(replace(o, steps=5))
-    report(rt, o, proof.recorded(records))
+    report(rt, o, proof.recorded(records, dict.fromkeys(o.versions)))
     out.print(proof.sentence())
     agree = "agree with one another within" if largest <= limit else "do NOT agree with one another within"
     out.print(f"the languages {agree} {limit:.0e}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -111,11 +111,17 @@ class Proof:
         """Both."""
         return self.equal and self.bytes_agree
 
-    def recorded(self, records: Iterable[BenchmarkRecord]) -> list[BenchmarkRecord]:
-        """The records, each with the verdict on its own version and the largest difference by optimizer, if any."""
+    def recorded(
+        self, records: Sequence[BenchmarkRecord], versions: Iterable[str] | None = None
+    ) -> list[BenchmarkRecord]:
+        """The records, each with the verdict on its own version and the largest difference by optimizer, if any.
+
+        versions: of each record in turn; left out: the implementations.
+        """
+        versions = [record.implementation for record in records] if versions is None else versions
         done = []
-        for record in records:
-            rows = [row for row in self.rows if row.version == record.implementation]
+        for version, record in zip(versions, records, strict=True):
+            rows = [row for row in self.rows if row.version == version]
             by_optimizer = {row.optimizer: row.largest.value for row in rows}
             if rows:
                 record = replace(
