@@ -142,13 +142,14 @@ def _folder() -> Path:
     finally:
         tempfile.tempdir = kept
     if folder not in _marks:
-        _marks[folder] = (folder / "new").open("w")
-        fcntl.flock(_marks[folder], fcntl.LOCK_EX)
-        (folder / "new").rename(folder / MARK)  # nobody sees it before it is locked
-        for mark in folder.parent.glob(f"pymp-*/{MARK}"):
-            with suppress(OSError), mark.open() as file:  # BlockingIOError where its owner lives
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(mark.parent)
+        with suppress(OSError):  # a file system without locks: nothing is marked, nothing is removed
+            _marks[folder] = (folder / "new").open("w")
+            fcntl.flock(_marks[folder], fcntl.LOCK_EX)
+            (folder / "new").rename(folder / MARK)  # nobody sees it before it is locked
+            for mark in folder.parent.glob(f"pymp-*/{MARK}"):
+                with suppress(OSError), mark.open() as file:  # BlockingIOError where its owner lives
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(mark.parent)
     return folder
 
 

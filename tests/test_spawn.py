@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -136,6 +137,19 @@ def test_folders_of_killed_parents_are_removed(monkeypatch: pytest.MonkeyPatch) 
     for folder in (dead, living, of_others):
         shutil.rmtree(folder, ignore_errors=True)
     assert left == [False, True, True]
+
+
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An unlocked mark would let others remove the folder of a living process."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module, "_marks", {})
+    monkeypatch.setattr(module.util, "get_temp_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    assert module._folder() == tmp_path
+    assert not (tmp_path / module.MARK).exists()
 
 
 def sleep_forever(rt: Runtime, folder: Path) -> None:
