@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
-from common.errors import UsageError
-from common.watchdog import RankError, leave, show_on_stderr
+from common.errors import RankError, UsageError
+
+WATCHDOG = "watchdog"  # name of the thread that looks into the store
 
 
 class Output(io.FileIO):
@@ -52,3 +58,31 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         show_on_stderr(str(error))
         code = error.code
     leave(code)
+
+
+def show_on_stderr(report: str) -> None:
+    """Show a failure; and hand it to torchrun, where that is the launcher, which prints it last."""
+    with suppress(OSError):  # stderr may be closed: the exit code is left to say it
+        print(report, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        last = report.splitlines()[-1] if "\nTraceback (" in report else report
+        message = {"message": last, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End without exit handlers and thread joins: MPI_Finalize and others wait for ranks that are gone."""
+    with suppress(OSError, UsageError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End like sys.exit, or at once while a watchdog is inside its store.
+
+    An interpreter that ends stops that thread by unwinding it through the store's C++, which aborts the process.
+    """
+    if any(thread.name == WATCHDOG for thread in threading.enumerate()):
+        leave_at_once(code)
+    sys.exit(code)

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from common import mpi_backend
 from common.comm import Group
 from common.launch import Launch, resolve
-from common.program import check_output
-from common.watchdog import RankFailed, UsageError, Watchdog, leave_at_once, show_on_stderr
+from common.program import check_output, leave_at_once, show_on_stderr
+from common.watchdog import RankFailed, UsageError, Watchdog
 
 __all__ = ["Launch", "RankFailed", "Runtime", "UsageError", "resolve", "runtime", "session"]
 

@@ -30,9 +30,11 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from common.errors import RankError
 from common.launch import Launch
+from common.program import leave_at_once
 from common.runtime import session
-from common.watchdog import RankError, RankFailed, describe, exit_code, leave_at_once
+from common.watchdog import RankFailed, describe, exit_code
 
 __all__ = ["RankError", "spawn"]
 

@@ -8,7 +8,6 @@ that do not answer.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,14 +17,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import torch.distributed as dist
 
 from common.comm import blocked_in
 from common.errors import UsageError as UsageError
+from common.program import WATCHDOG, leave_at_once
 
 LOOK_EVERY = 0.2  # seconds between looks into the store
 GRACE = 4.0  # seconds a rank has to end by itself after another failed
@@ -38,42 +36,6 @@ class RankFailed(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(f"exit code {code}")
         self.code = code
-
-
-class RankError(RuntimeError):
-    """Ranks that failed, died or never returned; the message is the first one's traceback."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def show_on_stderr(report: str) -> None:
-    """Show a failure; and hand it to torchrun, where that is the launcher, which prints it last."""
-    with suppress(OSError):  # stderr may be closed: the exit code is left to say it
-        print(report, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        last = report.splitlines()[-1] if "\nTraceback (" in report else report
-        message = {"message": last, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message}))
-
-
-def leave_at_once(code: int) -> NoReturn:
-    """End without exit handlers and thread joins: MPI_Finalize and others wait for ranks that are gone."""
-    with suppress(OSError, UsageError):
-        sys.stdout.flush()
-    os._exit(code)
-
-
-def leave(code: int) -> NoReturn:
-    """End like sys.exit, or at once while a watchdog is inside its store.
-
-    An interpreter that ends stops that thread by unwinding it through the store's C++, which aborts the process.
-    """
-    if any(isinstance(thread, Watchdog) for thread in threading.enumerate()):
-        leave_at_once(code)
-    sys.exit(code)
 
 
 def exit_code(error: BaseException) -> int:
@@ -111,7 +73,7 @@ class Watchdog(threading.Thread):
     """Watches over one rank of a world; see the top of the file."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, show: Callable[[str], None]) -> None:
-        super().__init__(daemon=True, name="watchdog")
+        super().__init__(daemon=True, name=WATCHDOG)
         self.show = show
         # its own connection: a look must not wait behind another thread's call
         self.store: dist.Store = store.clone() if world_size > 1 else store  # type: ignore[attr-defined]

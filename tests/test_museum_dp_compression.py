@@ -16,6 +16,7 @@ from dp_compressors import Message, TopK
 from museum import UNSEEN, show
 
 from common import comm
+from common.data.text import PADDING
 from common.equality import OPTIMIZERS, Difference, Followed, compare, follow
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, gpt2
@@ -88,11 +89,13 @@ def behind_the_optimizer(rt: Runtime, optimizer: str, o: CompressionOptions) -> 
     chosen, result = OPTIMIZERS[optimizer](parameters), Followed()
     for t in range(o.steps):
         parts, loss = batches.parts(t), torch.zeros((), dtype=torch.float64)
+        targets = torch.stack([y.ne(PADDING).sum() for _, y in parts]).sum()
+        comm.all_reduce(targets, rt.world)
         chosen.zero_grad()
         for tokens_BS, targets_BS in parts:
             total, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
-            (total * rt.world_size / (o.batch * o.sequence)).backward()  # the mean of these is the gradient
-            loss += total.detach() / (o.batch * o.sequence)
+            (total * rt.world_size / targets).backward()  # the mean of these is the gradient
+            loss += total.detach() / targets
         comm.all_reduce(loss, rt.world)
         result.losses.append(loss.item())
         before = [p.detach().clone() for p in parameters]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -123,20 +122,18 @@ def test_ranks_go_with_their_parent(tmp_path: Path, long_folder: str) -> None:
         time.sleep(0.1)
 
 
-def test_folders_of_killed_parents_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = module._folder().parent
-    dead, living, of_others = (parent / f"pymp-{name}-{os.getpid()}" for name in ("dead", "living", "others"))
-    for folder in (dead, living, of_others):
+def test_folders_of_killed_parents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, dead, living, of_others = (tmp_path / f"pymp-{name}" for name in ("own", "dead", "living", "others"))
+    for folder in (own, dead, living, of_others):
         folder.mkdir()
-        (folder / ("other" if folder is of_others else module.MARK)).touch()
+    for file in (dead / module.MARK, living / module.MARK, of_others / "other"):
+        file.touch()
+    monkeypatch.setattr(module, "_marks", {})  # as at the start of a process
+    monkeypatch.setattr(module.util, "get_temp_dir", lambda: str(own))
     with (living / module.MARK).open() as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
-        monkeypatch.setattr(module, "_marks", {})  # as at the start of a process
-        module._folder()
-        left = [folder.exists() for folder in (dead, living, of_others)]
-    for folder in (dead, living, of_others):
-        shutil.rmtree(folder, ignore_errors=True)
-    assert left == [False, True, True]
+        assert module._folder() == own
+        assert [folder.exists() for folder in (own, dead, living, of_others)] == [True, False, True, True]
 
 
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
