@@ -26,18 +26,27 @@ class Output(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            raise UsageError(f"the output cannot be written: {error.strerror}") from None
+            raise _unwritable(self.fileno(), error) from None
+
+
+def _unwritable(output: int, error: OSError) -> UsageError:
+    """The error to raise for a failed write. Leads the file descriptor `output` to nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return UsageError(f"the output cannot be written: {error.strerror}")
 
 
 def check_output() -> None:
-    """Let whoever writes to this process's own standard output hear of failures as UsageError."""
+    """Make failing writes to standard output raise UsageError, those of text that waits in its buffer too."""
     out = sys.stdout
     if out is None:  # closed from the beginning
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif out is sys.__stdout__ and isinstance(out, io.TextIOWrapper):  # not captured, and not done already
+        try:
+            out.flush()  # before what the new buffer will hold
+        except OSError as error:
+            raise _unwritable(out.fileno(), error) from None
         file = io.BufferedWriter(Output(out.fileno(), "w", closefd=False))
         lines = out.line_buffering or out.write_through
         sys.stdout = io.TextIOWrapper(file, out.encoding, out.errors, line_buffering=lines)
@@ -45,9 +54,9 @@ def check_output() -> None:
 
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Exit with what `main` returns. Bad input and ranks that failed are shown on stderr, without a traceback."""
-    check_output()
     try:
         try:
+            check_output()
             code = main()
         finally:
             sys.stdout.flush()

@@ -121,8 +121,9 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
             from mpi4py import MPI
 
             if launch.world_size == launch.local_world_size and sys.platform == "linux":
-                path = MPI.COMM_WORLD.bcast(tempfile.mkstemp(prefix="ranks-")[1] if serve else None)
-                handle = os.open(path, os.O_RDWR)  # never closed
+                handle, path = tempfile.mkstemp(prefix="ranks-") if serve else (-1, "")
+                path = MPI.COMM_WORLD.bcast(path)
+                handle = handle if serve else os.open(path, os.O_RDWR)  # never closed
                 MPI.COMM_WORLD.Barrier()
                 if serve:
                     os.unlink(path)
@@ -202,8 +203,8 @@ def session(
 ) -> Iterator[Runtime]:
     """A process group over `store` that always ends. Raises RankFailed on every rank once one has failed."""
     watchdog = Watchdog(store, launch.rank, launch.world_size, show)
-    check_output()
     try:
+        check_output()
         chosen, backend = _choose(launch, device, backend)
         if launch.local_world_size > 1:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

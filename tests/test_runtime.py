@@ -9,12 +9,14 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import dp_basic
 import pytest
 import torch
 from mpi.launch import ended, refusal
 
+from common import runtime as module
 from common.launch import Launch, resolve
 from common.runtime import Runtime, UsageError
 from common.spawn import RankError, spawn
@@ -192,6 +194,40 @@ def test_an_output_that_cannot_be_written_is_one_line(reason: str) -> None:
         assert (str(error.value), error.value.code) == (line, 2)
         assert alone.communicate(timeout=60)[1].splitlines() == [line]
     assert alone.returncode == 2
+
+
+@pytest.mark.parametrize("reason", ["", "No space left on device", "Broken pipe"])
+def test_text_from_before_the_check_of_the_output(reason: str) -> None:
+    """It comes first, or fails as later text would."""
+    script = "from common.program import *\nprint('first')\nrun_program(lambda: print('second') or 0)"
+    out = broken_outputs()[reason] if reason else subprocess.PIPE
+    command, env = [sys.executable, "-c", script], os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env)
+    said = f"error: the output cannot be written: {reason}\n" if reason else ""
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2 if reason else 0,
+        None if reason else "first\nsecond\n",
+        said,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_one_handle_of_the_file_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(bcast=lambda value: value, Barrier=lambda: None)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
+    monkeypatch.setattr(module, "_address", lambda launch: ("", 0))
+
+    def handles() -> set[int]:
+        return {
+            handle
+            for handle in map(int, os.listdir("/proc/self/fd"))
+            if os.path.lexists(f"/proc/self/fd/{handle}")
+        }
+
+    before = handles()
+    module._store(Launch("openmpi", 0, 2, 0, 2), 1.0).set("a", "b")
+    (handle,) = handles() - before
+    os.close(handle)
 
 
 def test_a_network_that_is_not_there(
