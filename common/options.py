@@ -93,10 +93,10 @@ def parse(
 
 
 def _one_line(box: str) -> str:
-    """What is wrong, out of the box that tyro draws: its rows between the title and the first rule."""
-    rows = [row.strip("│| ") for row in box.splitlines()[1:-1]]
+    """The reason in the box that tyro draws: its rows up to the first rule; all of the text where it is no such box."""
+    rows = [row.strip("│| ") for row in box.splitlines() if row.startswith(("│", "|"))]
     parts = itertools.groupby(rows, lambda row: bool(row.strip("─-")))
-    said = next(list(part) for is_text, part in parts if is_text)
+    said = next((list(part) for is_text, part in parts if is_text), box.split())
     return " ".join(said).rstrip(".") + "; --help lists the options"
 
 

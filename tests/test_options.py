@@ -123,6 +123,24 @@ def test_bad_values_are_refused(
         assert (end.value.code, said[:7], said.count("\n")) == (2, "error: ", 1), (arguments, said)
 
 
+def test_another_box_is_one_line_too() -> None:
+    rows = (
+        "╭─ Parsing error ─╮",
+        "│ a             b │",
+        "│ c.              │",
+        "│ ─────────────── │",
+        "│ d               │",
+    )
+    box = "\n".join((*rows, "╰─────────────────╯\n"))
+    for text, line in (
+        (box, "a             b c"),
+        ("", ""),
+        ("│\n", "│"),
+        ("no such\noption.\n", "no such option"),
+    ):
+        assert options._one_line(text) == f"{line}; --help lists the options"
+
+
 def test_there_is_one_parser() -> None:
     assert [file for file, source in SOURCES.items() if "tyro.cli(" in source] == ["common/options.py"]
     assert len(FILES) > 55
