@@ -261,6 +261,11 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
     o = parse(TrainOptions, args=["--config", str(file), "--steps", "9", "--no-checkpointing"])
     assert (o.steps, o.learning_rate, o.checkpointing, o.model, o.zero) == (9, 0.5, False, "gpt2-tiny", 1)
     assert parse(TrainOptions, args=[f"--config={file}"]).steps == 7
+    file.write_text("steps = 0\nexplain = true\n")
+    o = parse(TrainOptions, args=["--config", str(file)])
+    assert (o.steps, o.explain) == (0, True)
+    file.write_text("steps = 0\n")
+    parse(TrainOptions, args=["--config", str(file), "--explain"]).check()
 
 
 @pytest.mark.parametrize(
@@ -374,6 +379,8 @@ def test_explain_trains_nothing() -> None:
         assert word not in said
     with pytest.raises(UsageError, match="--steps 0: give at least 1"):
         start(ALONE, options(steps=0))
+    with pytest.raises(UsageError, match="--steps 0: give at least 1"):
+        hybrid_training.lesson(ALONE, HybridOptions(steps=0))
     assert "formula" in explained(ALONE, options(dp=1, steps=0, explain=True), False)
 
 

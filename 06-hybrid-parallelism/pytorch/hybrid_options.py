@@ -113,6 +113,7 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
 
     def check(self) -> None:
         """Raises UsageError for options that contradict one another."""
+        super().check()
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
         if self.generate:

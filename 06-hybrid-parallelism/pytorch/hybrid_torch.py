@@ -37,6 +37,7 @@ from common.equality import OPTIMIZERS, follow
 from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.transformer import Layer
+from common.options import Count
 from common.proof import Proof
 from common.runtime import Runtime, UsageError
 from common.training import Batches, Version, make_model, training_step
@@ -52,6 +53,8 @@ class Options(
 ):
     """A dense model on pp, dp and tp."""
 
+    steps: Count = 3
+    """Training steps."""
     model: str = "llama-tiny"
     """A name of common/models/configs.py: one whose head is not its embedding."""
 

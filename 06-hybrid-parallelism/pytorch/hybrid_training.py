@@ -79,8 +79,8 @@ class HybridOptions(TrainingOptions, without=("versions",)):
     explain: bool = False
     """Print the mesh, each rank's place and memory, the groups, the bytes of a step; with --steps 0 nothing else."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """Raises UsageError for options that contradict one another. A configuration file may give them one by one."""
         if not self.steps and not self.explain:
             raise UsageError("--steps 0: give at least 1; 0 goes with --explain, and then nothing is trained")
 
@@ -191,6 +191,7 @@ class Counted:
 
 def lesson(rt: Runtime, o: HybridOptions) -> bool:
     """The model on the mesh against one device; with --explain the mesh, too, with --benchmark the time alone."""
+    o.check()
     mesh, out = o.mesh(rt), console(rt)
     if o.explain:
         hybrid = make_hybrid(rt, o, mesh)
