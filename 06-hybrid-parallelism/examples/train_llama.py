@@ -25,7 +25,10 @@ from common.runtime import Runtime
 def main(rt: Runtime, o: TrainOptions) -> bool:
     """From the newest good checkpoint, or from the beginning, to the last step; with --explain --steps 0 to none."""
     signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
-    return start(rt, o).run() if o.steps else bool(make(rt, o))
+    if o.steps:
+        return start(rt, o).run()
+    make(rt, o)
+    return True
 
 
 if __name__ == "__main__":

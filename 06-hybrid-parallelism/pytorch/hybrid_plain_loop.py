@@ -35,30 +35,17 @@ from common.runtime import Runtime, UsageError
 from common.training import make_model, shape_of
 
 WARM_UP = 2
+OF_MANY_RANKS = (
+    "pp dp ep sp tp schedule chunks attention sequence_parallel zero checkpointing precision explain "
+)
+OF_A_LONG_RUN = (
+    "config init log_every evaluate_every evaluation generate prompt temperature "
+    "checkpoints checkpoint_every keep asynchronous resume export tensorboard trace"
+)
 
 
 @dataclass
-class Options(
-    TrainOptions,
-    without=(
-        *(
-            "config",
-            "init",
-            "pp",
-            "dp",
-            "ep",
-            "sp",
-            "tp",
-            "schedule",
-            "chunks",
-            "attention",
-            "sequence_parallel",
-        ),
-        *("zero", "checkpointing", "precision", "explain", "log_every", "evaluate_every", "evaluation"),
-        *("generate", "prompt", "temperature", "checkpoints", "checkpoint_every", "keep", "asynchronous"),
-        *("resume", "export", "tensorboard", "trace"),
-    ),
-):
+class Options(TrainOptions, without=(OF_MANY_RANKS + OF_A_LONG_RUN).split()):
     """The model and the batch; everything else is the trainer's default."""
 
     steps: Count = 7
