@@ -38,7 +38,7 @@ def _unwritable(output: int, error: OSError) -> UsageError:
 
 
 def check_output() -> None:
-    """Make failing writes to standard output raise UsageError, those of text that waits in its buffer too."""
+    """Make failing writes to standard output raise UsageError."""
     out = sys.stdout
     if out is None:  # closed from the beginning
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

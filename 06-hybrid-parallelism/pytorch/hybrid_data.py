@@ -98,7 +98,7 @@ class Shuffled(Batches):
 
     @cached_property
     def sha256(self) -> str:
-        """A sum over the sums of the text's parts, which ranks share out: a file may be long. All ranks call it."""
+        """Hash of the hashes of the text's parts, computed in parallel by the ranks. All ranks call it."""
         group = self.group
         parts = [
             part[slice(*rank_slice(len(part), i, SUMMED))]

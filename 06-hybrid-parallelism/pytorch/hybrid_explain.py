@@ -70,7 +70,7 @@ def ranks_table(hybrid: Hybrid) -> Table:
     """Every rank's place, and what it holds. All ranks call it."""
     mesh, names = hybrid.mesh, [name.split(".") for name, _ in hybrid.model.named_parameters()]
     layers = sorted({int(name[1]) for name in names if name[0] == "layers"})
-    table = Table(title="places, tp innermost, and bytes that a rank holds; activations add to them")
+    table = Table(title="places, tp innermost, and bytes per rank; activations add to them")
     table.title_justify = "left"
     for column in ("rank", *AXES, "layers", "weights", "gradients", "AdamW's states"):
         table.add_column(column, justify="left" if column == "layers" else "right")

@@ -284,7 +284,7 @@ class Reader(FileSystemReader):
     """The library's reader, which runs nothing that a file asks for. `tensors`: shapes and types by name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What was written where. Raises UsageError for a file that does not say it."""
+        """Return the metadata: which file holds each tensor. Raises UsageError for a file that is no such metadata."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -292,11 +292,13 @@ class Reader(FileSystemReader):
             named = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
             self.tensors = {name: describe(x.size, x.properties.dtype) for name, x in named.items()}
         except Exception as error:  # a pickle that is none raises whatever it likes
-            raise UsageError(f"{path} is no checkpoint's: {str(error).partition(chr(10))[0]}") from None
+            raise UsageError(
+                f"{path} is not checkpoint metadata: {str(error).partition(chr(10))[0]}"
+            ) from None
         return metadata
 
     def about(self) -> dict[str, Any]:
-        """The step, and what the caller wanted to know again. Raises UsageError."""
+        """Return about.json: the step and the caller's metadata. Raises UsageError."""
         path = Path(self.path) / "about.json"
         try:
             about = json.loads(path.read_text())

@@ -7,7 +7,7 @@
 Sample b of step t starts at bits(seed, t, b) % (len(text) - length), wherever it is computed: every mesh sees
 the same global batch, a resumed run continues at the very next one, and the C++ cuts the same samples.
 
-Sample 0 of a batch for a language model shows what the others would hide. Its last quarter is padding, targets of -100
+Sample 0 of each language-model batch differs in two ways. Its last quarter is padding, targets of -100
 that do not count, so the ranks and the micro-batches have different numbers of targets, whatever divides evenly. And
 the highest bit of its bytes is flipped: text is nearly all ASCII, and half of the vocabulary would never occur.
 
