@@ -66,6 +66,8 @@ class Proof:
     """One device's, by optimizer, of the first row of each."""
     elsewhere: bool = True
     """What other ranks' bytes say, after `gather`."""
+    agree: bool = True
+    """The versions agree with one another, where they were compared."""
 
     def add(
         self,
@@ -108,8 +110,8 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Both."""
-        return self.equal and self.bytes_agree
+        """True if all rows are equal, bytes are those of the formula and versions agree."""
+        return self.equal and self.bytes_agree and self.agree
 
     def recorded(
         self, records: Sequence[BenchmarkRecord], versions: Iterable[str] | None = None
@@ -126,7 +128,7 @@ class Proof:
             if rows:
                 record = replace(
                     record,
-                    equal=all(row.equal for row in rows),
+                    equal=self.agree and all(row.equal for row in rows),
                     largest_difference=max(by_optimizer.values()),
                     differences=by_optimizer,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mpi.launch import ROOT, need_module, run_worker
 
 from common.benchmarks.measures import problem
+from common.runtime import Runtime
+from common.spawn import spawn
 
 EQUAL = "proved: equal to one device within 1e-12, bytes counted = formula"
 AGREE = "agree with one another within 1e-10"
@@ -162,3 +166,29 @@ def test_what_a_pipeline_waited_and_when(found: Found) -> None:
             computed = [(op, micro) for row in rows.values() for _, _, op, micro in row]
             stages = 2 if r["schedule"] == "zb-h1" else 4
             assert Counter(computed) == {(op, str(m)): stages for op in "FIW" for m in range(3)}
+
+
+def unlike(rt: Runtime, lesson: str, options: str, module: str, file: Path) -> bool:
+    """The lesson's verdict where no difference between two versions is allowed, not even 0."""
+    main, given = (
+        importlib.import_module(lesson),
+        {"versions": ("pytorch-mlp",)} if lesson[:2] == "dp" else {},
+    )
+    importlib.import_module(module).TOLERANCE = {torch.float64: -1.0}  # type: ignore[attr-defined]
+    holds: bool = main.main(rt, getattr(main, options)(json=file, steps=1, **given))
+    return holds
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("dp_languages", "MLPOptions", "dp_languages"),
+        ("tp_languages", "LanguageOptions", "common.languages"),
+    ],
+)
+def test_versions_that_disagree_are_recorded_as_unequal(names: tuple[str, str, str], tmp_path: Path) -> None:
+    need_module("fived")
+    assert spawn(unlike, 1, *names, tmp_path / "records") == [False]
+    records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    assert {record["equal"] for record in records} == {False}
+    assert max(record["largest_difference"] for record in records) <= 1e-12
