@@ -88,7 +88,7 @@ def test_a_failed_case_is_a_row_and_not_the_end(
     assert [r.get("error") for r in records(tmp_path)] == ["error: no <b>GPU</b> here", None]
     page = (tmp_path / "out/report.html").read_text()
     assert "error: no &lt;b&gt;GPU&lt;/b&gt; here" in page
-    assert "2 runs, 1 failed, all equal to one device." in page
+    assert "2 runs, 1 failed." in page
     assert "failed: error: no <b>GPU</b> here" in capsys.readouterr().out
 
 
@@ -216,7 +216,7 @@ def test_the_page_needs_nothing_else_and_says_everything(run: Callable[..., int]
         assert f"<code>{record['command']}</code>" in html.unescape(page)
     for shown in (
         "an abacus",
-        '<summary class="good">✓ 1 implementations equal one device; largest relative difference 1.0e-15 in float32.',
+        '<summary class="good">✓ Equal to one device: 1 implementation; largest relative difference 1.0e-15',
         "</summary><p>ours</p>",
         "100%",  # 4 GFLOP/s of a core's 4, and of two cores' 8
         "500",
@@ -308,11 +308,12 @@ def test_the_first_sentence_says_it_all_and_names_are_folded(tmp_path: Path) -> 
         found = {"equal": equal, "largest_difference": 1e-14, "step_seconds": [1.0]}
         return {**KEPT, **given, **found, "case": name, "ranks": 2, "implementation": name, "purpose": "time"}
 
-    assert [v.sentence for v in report.verdicts([of("a", None)])] == ["1 runs, 0 failed."]
+    assert [v.sentence for v in report.verdicts([of("a", None)])] == ["1 run, 0 failed."]
     good = [of("a", True), of("b", True), {**KEPT, "case": "c", "error": "none"}]
-    first, second = report.verdicts(good)
-    assert first == (False, "3 runs, 1 failed, all equal to one device.", "")
-    assert second.sentence.startswith("2 implementations equal one device; ")
+    assert report.verdicts(good)[0] == (False, "3 runs, 1 failed.", "")
+    first, second = report.verdicts(good[:2])
+    assert first == (True, "2 runs, 0 failed, all equal to one device.", "")
+    assert second.sentence.startswith("Equal to one device: 2 implementations; ")
     assert second.more == "a, b"
     first, second, third = report.verdicts([*good[:1], of("d", False)])
     assert first.sentence == "2 runs, 0 failed."

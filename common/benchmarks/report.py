@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """What a run showed in one sentence, whether it is good, and what stands folded below it."""
+    """One sentence of the summary, whether it is good, and details to fold below."""
 
     good: bool
     sentence: str
@@ -131,13 +131,14 @@ def in_order(same: list[Timing]) -> list[Timing]:
 
 
 def verdicts(records: Sequence[Record]) -> list[Verdict]:
-    """What the run showed."""
+    """Return the summary sentences of a run."""
     failed = [r for r in records if "error" in r]
     compared = [t for t in timings(records) if t.equal is not None]
     wrong = sorted({t.implementation for t in compared if not t.equal})
     names = sorted({t.implementation for t in compared if t.equal} - set(wrong))
-    equal = ", all equal to one device" if names and not wrong else ""
-    found = [Verdict(not failed, f"{len({r['case'] for r in records})} runs, {len(failed)} failed{equal}.")]
+    equal = ", all equal to one device" if names and not wrong and not failed else ""
+    runs = _count(len({r["case"] for r in records}), "run")
+    found = [Verdict(not failed, f"{runs}, {len(failed)} failed{equal}.")]
     if wrong:
         found.append(Verdict(False, f"Different from one device: {', '.join(wrong)}."))
     if names:
@@ -148,9 +149,14 @@ def verdicts(records: Sequence[Record]) -> list[Verdict]:
         by_type = ", ".join(
             f"{value:.1e} in {dtype}" for dtype, value in sorted(largest.items(), reverse=True)
         )
-        said = f"{len(names)} implementations equal one device; largest relative difference {by_type}."
+        implementations = _count(len(names), "implementation")
+        said = f"Equal to one device: {implementations}; largest relative difference {by_type}."
         found.append(Verdict(True, said, ", ".join(names)))
     return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _about(records: Sequence[Record]) -> dict[str, str]:
