@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,24 @@ def test_peaks_are_measured_of_each_blas_and_type() -> None:
     assert found.keys() >= {"torch"}
     assert all(rates.keys() == {"float32", "float64"} for rates in found.values())
     assert all(rate > 0 for rates in found.values() for rate in rates.values())
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("""print('{"torch": {}}')""", {"torch": {}}),
+        ("print('no')", {}),
+        ("1 / 0", {}),
+        ("import time; time.sleep(600)", {}),
+    ],
+)
+def test_peaks_that_cannot_be_measured_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: peaks.Peaks
+) -> None:
+    """In an environment with no program called python."""
+    (tmp_path / "peaks.py").write_text(script)
+    monkeypatch.setattr(peaks, "__file__", str(tmp_path / "peaks.py"))
+    assert peaks.measured({"PATH": ""}, 2.0 if "sleep" in script else 60.0) == found
 
 
 def test_a_column_without_a_value_is_left_out() -> None:

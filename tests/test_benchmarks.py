@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """run(option=...) benchmarks the chapters in tmp_path."""
     monkeypatch.setattr(benchmark_all, "machine", lambda: {"processor": "an abacus"})
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 2)
-    monkeypatch.setattr("common.benchmarks.peaks.measured", lambda env: PEAKS)
+    monkeypatch.setattr("common.benchmarks.peaks.measured", lambda *given: PEAKS)
     monkeypatch.setattr(runner, "GRACE", 0.5)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     return lambda **options: benchmark_all.main(

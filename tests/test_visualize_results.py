@@ -29,7 +29,7 @@ def test_drawn_again_it_is_what_benchmark_all_wrote(
 ) -> None:
     """On another machine, with other cores, and from the records alone."""
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 1)
-    monkeypatch.setattr("common.benchmarks.peaks.measured", lambda env: {})
+    monkeypatch.setattr("common.benchmarks.peaks.measured", lambda *given: {})
     chapter(tmp_path, TIMED, EQUAL, FAILS)
     results, copy = tmp_path / "out", tmp_path / "copy"
     options = benchmark_all.Options(output=results, ranks=(1, 2, 3), fresh=True)

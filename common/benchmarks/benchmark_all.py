@@ -111,7 +111,7 @@ def main(options: Options, root: Path = ROOT) -> int:
         nullcontext() if anew else forked.interpreter(PRELOAD, runner.environment()) as python,
         progress(console, len(tasks)) as show_progress,
     ):
-        peak = peaks.measured(runner.environment(python))
+        peak = peaks.measured(runner.environment(), options.timeout)
         where = {"machine": machine(), "cores": cores, "commit": commit(root), "peaks": peak}
         for task in tasks:
             show_progress(task.name, None)

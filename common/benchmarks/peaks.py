@@ -53,11 +53,14 @@ def measure(size: int = SIZE) -> Peaks:
     return peaks
 
 
-def measured(env: Mapping[str, str]) -> Peaks:
-    """`measure` in a process of its own, which has the environment of the runs. Empty where it fails."""
-    command = ["python", __file__, "--json"]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+def measured(env: Mapping[str, str], timeout: float) -> Peaks:
+    """`measure` in a process of its own, in the environment of the runs. Empty if it fails or exceeds `timeout` s."""
+    command = [sys.executable, __file__, "--json"]
+    try:
+        said = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=timeout).stdout
+        return dict(json.loads(said))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
 
 
 if __name__ == "__main__":
