@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,9 +30,13 @@ print(json.dumps([given, __name__, __file__, sys.argv[1:], os.getcwd(), os.envir
 ENDS = {"sys.exit(7)": 7, "print('done')": 0, "1 / 0": 1, "os.kill(os.getpid(), 9)": -9, "os._exit(3)": 3}
 
 
+pytestmark = pytest.mark.skipif(not forked.possible(), reason="no pidfd_open")
+
+
 @pytest.fixture(scope="module")
 def python() -> Iterator[dict[str, Any]]:
-    with forked.interpreter(["multiprocessing"], {**os.environ, "OF_THE_SERVER": "1"}) as folder:
+    env = {**os.environ, "OF_THE_SERVER": "1", "PYTHONWARNINGS": "default::ResourceWarning"}
+    with forked.interpreter(["multiprocessing"], env) as folder:
         yield {"env": runner.environment(folder), "text": True, "capture_output": True, "timeout": 60}
 
 
@@ -78,21 +84,74 @@ def test_its_end_is_the_program_s(python: dict[str, Any], tmp_path: Path, ends: 
     assert ("ZeroDivisionError" in done.stderr) == (ends == "1 / 0")
 
 
-def test_who_ends_the_program_ends_the_script_and_what_it_started(
-    python: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "waits.py").write_text(
-        "import subprocess\nwith subprocess.Popen(['sleep', '600']) as p:\n    print(p.pid, flush=True)\n"
-    )
-    with subprocess.Popen(
-        ["python", tmp_path / "waits.py"], env=python["env"], stdout=subprocess.PIPE, text=True
-    ) as started:
-        assert started.stdout
-        sleeps = psutil.Process(int(started.stdout.readline()))
-        started.kill()
+WAITS = "import subprocess\nwith subprocess.Popen(['sleep', '600']) as p:\n    print(p.pid, flush=True)\n"
+
+
+def waiting(env: dict[str, str], script: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A script that waits, and the process that it waits for."""
+    script.write_text(WAITS)
+    started = subprocess.Popen(["python", script], env=env, stdout=-1, stderr=-1, text=True)
+    assert started.stdout
+    return started, psutil.Process(int(started.stdout.readline()))
+
+
+def assert_ended(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
-        while sleeps.status() != psutil.STATUS_ZOMBIE:
+        for _ in range(1000):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return
             time.sleep(0.01)
+        pytest.fail(f"{process} is running")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_who_ends_the_program_ends_the_script_and_what_it_started(
+    python: dict[str, Any], tmp_path: Path, how: signal.Signals
+) -> None:
+    started, sleeps = waiting(python["env"], tmp_path / "waits.py")
+    started.send_signal(how)
+    assert started.communicate() == ("", "")
+    assert started.returncode == -how
+    assert_ended(sleeps)
+
+
+def test_the_end_of_the_server_ends_the_scripts(tmp_path: Path) -> None:
+    with forked.interpreter([], os.environ) as folder:
+        started, sleeps = waiting(runner.environment(folder), tmp_path / "waits.py")
+    assert started.communicate() == ("", "")
+    assert started.returncode == 1
+    assert_ended(sleeps)
+
+
+def test_a_fork_has_nothing_of_other_scripts(python: dict[str, Any], tmp_path: Path) -> None:
+    started, _ = waiting(python["env"], tmp_path / "waits.py")
+    shows = "import os\nprint(len(os.listdir('/proc/self/fd')))"
+    (tmp_path / "shows.py").write_text(shows)
+    done = subprocess.run(["python", tmp_path / "shows.py"], **python)
+    assert (done.stdout, done.stderr) == ("4\n", "")
+    started.kill()
+    started.communicate()
+
+
+def test_it_needs_a_python_and_a_system_with_pidfd_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not forked.possible()
+    monkeypatch.delattr(os, "pidfd_open")
+    assert not forked.possible()
+
+
+def test_where_a_socket_s_path_would_be_too_long_the_real_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    (tmp_path / "shows.py").write_text("import os; print(os.getppid())")
+    with forked.interpreter([], os.environ) as programs:
+        done = subprocess.run([programs / "python", tmp_path / "shows.py"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{os.getpid()}\n", "")
 
 
 def test_what_is_no_script_and_what_comes_late_is_the_real_python_s(

@@ -106,7 +106,7 @@ def main(options: Options, root: Path = ROOT) -> int:
     except OSError as error:
         raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
     console = terminal()
-    anew = options.fresh or options.launch or sys.platform != "linux"
+    anew = options.fresh or options.launch or not forked.possible()
     with (
         nullcontext() if anew else forked.interpreter(PRELOAD, runner.environment()) as python,
         progress(console, len(tasks)) as show_progress,

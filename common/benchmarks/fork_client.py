@@ -1,4 +1,4 @@
-"""What `python` means under forked.interpreter(): ask the server for a fork that runs the script.
+"""Client installed as `python` by forked.interpreter(): asks the server for a fork that runs the script.
 
     fork_client.py <the real Python> <the server's socket> file.py arguments ...
 
@@ -7,12 +7,13 @@ It imports little, because each rank of each run starts with it.
 
 import json
 import os
+import signal
 import socket
 import sys
 
 
 def main(real: str, address: str, arguments: list[str]) -> int:
-    """Run `python arguments`; the exit code. What is no script, and what no server answers, the real Python runs."""
+    """Run the script in a fork; run the real Python for anything but a script, or when no server answers."""
     script = arguments[arguments[:1] == ["-u"] :]
     server = socket.socket(socket.AF_UNIX)
     try:
@@ -21,6 +22,7 @@ def main(real: str, address: str, arguments: list[str]) -> int:
         server.connect(address)
     except OSError:
         os.execv(real, [real, *arguments])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback; the server then ends the script
     task = (script, os.getcwd(), dict(os.environ), list(os.sched_getaffinity(0)))
     socket.send_fds(server, [b"\0"], [0, 1, 2])
     server.sendall(json.dumps(task).encode() + b"\n")

@@ -5,7 +5,7 @@
 
 Importing torch and what lessons import takes 3 s of CPU per rank, a fork 30 ms. The program (fork_client.py) sends its
 arguments, working folder, environment, cores and open files to a server without threads, which may therefore fork; the
-fork runs the script. Linux only.
+fork runs the script. Only where `possible()`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ from pathlib import Path
 from types import ModuleType
 
 
+def possible() -> bool:
+    """True if the system and this Python have pidfd_open: Linux since 5.3, but not every build of Python there."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 @contextmanager
 def interpreter(preload: Iterable[str], env: Mapping[str, str]) -> Iterator[Path]:
     """The folder of the program, which can be used at once: scripts wait until the server has imported `preload`.
@@ -38,9 +47,12 @@ def interpreter(preload: Iterable[str], env: Mapping[str, str]) -> Iterator[Path
         words = shlex.join([sys.executable, "-IS", str(client), sys.executable, address])
         program.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         program.chmod(0o755)
-        with suppress(OSError):  # a path too long for a socket: the program then runs the real Python
+        try:
             listener.bind(address)
-            listener.listen(64)
+        except OSError:  # a path too long for a socket: without a server the program runs the real Python
+            yield program.parent
+            return
+        listener.listen(64)
         command = [sys.executable, "-m", __name__, str(listener.fileno()), *preload]
         server = subprocess.Popen(
             command,
@@ -56,7 +68,7 @@ def interpreter(preload: Iterable[str], env: Mapping[str, str]) -> Iterator[Path
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork for each client and tell it the exit code, until stdin is closed. Returns in each fork."""
+    """Fork for each client and tell it the exit code. Once stdin is closed, end all. Returns in each fork."""
     events = select.poll()
     for descriptor in (0, listener.fileno()):
         events.register(descriptor, select.POLLIN)
@@ -64,13 +76,16 @@ def serve(listener: socket.socket) -> None:
     while True:
         descriptor, _ = events.poll()[0]
         if descriptor == 0:
+            for pid, _, _ in set(running.values()):
+                os.killpg(pid, signal.SIGKILL)
             os._exit(0)
         if descriptor == listener.fileno():
             client, _ = listener.accept()
             pid = os.fork()
             if pid == 0:
-                for other in running:
-                    os.close(other)
+                for _, process, other in set(running.values()):
+                    os.close(process)
+                    other.close()
                 return _become(client)
             os.setpgid(pid, pid)
             process = os.pidfd_open(pid)

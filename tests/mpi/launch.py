@@ -87,7 +87,7 @@ def mpirun(
 @functools.cache
 def python() -> Path:
     """A Python whose scripts are forks of one that has imported torch: that takes each rank seconds of CPU."""
-    if sys.platform != "linux":
+    if not forked.possible():
         return Path(sys.executable)
     server = forked.interpreter(PRELOAD, os.environ)
     atexit.register(server.__exit__, None, None, None)
