@@ -18,7 +18,7 @@ import pytest
 from matplotlib.figure import Figure
 from toys import EQUAL, FAILS, TIMED, chapter
 
-from common.benchmarks import benchmark_all, measures, plots, report, runner
+from common.benchmarks import benchmark_all, forked, measures, plots, report, runner
 from common.benchmarks.benchmark_all import Options
 from common.watchdog import UsageError
 
@@ -67,17 +67,24 @@ def test_a_whole_run(run: Callable[..., int], tmp_path: Path) -> None:
     } <= plots
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forked.py is for Linux")
-def test_scripts_run_in_forks_of_one_python(
+@pytest.mark.skipif(not forked.possible(), reason="no pidfd_open")
+def test_scripts_run_in_forks_of_one_python_but_those_that_measure_memory(
     run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark_all, "PRELOAD", ["json"])
-    chapter(tmp_path, TIMED)
-    for fresh in (True, False):
+    chapter(tmp_path, TIMED, EQUAL.replace('purpose = "equality"', 'purpose = "memory"'))
+
+    def parents(fresh: bool) -> list[int]:
         assert run(fresh=fresh) == 0
-        parents = {r["parent"] for r in records(tmp_path)}
-        assert (parents == {os.getpid()}) == fresh
-        assert len(parents) == 1
+        return [r["parent"] for r in records(tmp_path)]
+
+    mine = os.getpid()
+    assert parents(fresh=True) == [mine] * 4
+    server, *forks, alone = parents(fresh=False)
+    assert server != mine
+    assert (forks, alone) == ([server] * 2, mine)
+    monkeypatch.setattr(forked, "possible", lambda: False)
+    assert parents(fresh=False) == [mine] * 4
 
 
 def test_a_failed_case_is_a_row_and_not_the_end(

@@ -36,16 +36,18 @@ class Outcome:
 def run(task: Task, logs: Path, timeout: float, python: Path | None = None) -> Outcome:
     """Run the task's command with one thread a rank, at most `timeout` seconds; its output goes to `logs`.
 
-    python: a folder with the program `python` to start scripts with.
+    python: a folder with the program `python` to start scripts with; not those that measure memory, because a fork's
+    resident set has that of its server in it.
     """
     logs.mkdir(parents=True, exist_ok=True)
     errors = logs / f"{task.name}.stderr"
+    env = environment(None if task.case.purpose == "memory" else python)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, (logs / f"{task.name}.stdout").open("w") as out:
         file = Path(folder, "records.jsonl")
         command = [*shlex.split(task.command), "--json", str(file)]
         with errors.open("w") as err:
-            code = _call(command, task.folder, environment(python), timeout, out, err)
+            code = _call(command, task.folder, env, timeout, out, err)
         records, unread = _records(file)
     if code is None:
         error = f"not done after {timeout:g} s"
