@@ -81,6 +81,18 @@ def test_equal_to_one_device(world: int) -> None:
         assert all(value <= 1e-12 for value in worst.values()), worst
 
 
+def test_padding_leaves_the_tokens() -> None:
+    """Also of a micro-batch of one sample, where tokens and targets are one after the other in the text."""
+    o = replace(OPTIONS, batch=2, micro_batches=2)
+    (tokens_BS, targets_BS), (_, other_BS) = EpochBatches(
+        o, Group("one", 0, 1, (0,)), torch.device("cpu")
+    ).parts(1)
+    assert tokens_BS.min() >= 0
+    assert targets_BS.tolist()[0][:6] == tokens_BS.tolist()[0][1:7]
+    assert targets_BS.tolist()[0][6:] == [-100] * 2
+    assert other_BS.min() >= 0
+
+
 def test_another_model() -> None:
     o = replace(OPTIONS, model="llama-tiny", steps=3)
     for worst in spawn(against_one_device, 2, o, ("all",)):

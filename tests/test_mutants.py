@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import dp_accumulation
 import dp_basic
 import hybrid_5d
 import hybrid_proof
@@ -19,6 +20,7 @@ import small_models  # noqa: F401  (its models are known by name)
 import torch
 import tp_megatron
 import tp_vocabulary
+from dp_accumulation import StepOptions
 from dp_training import DataParallelOptions
 from hybrid_rows import of_meshes
 from hybrid_training import HybridOptions
@@ -99,6 +101,7 @@ def prove_meshes(rt: Runtime, *meshes: str) -> bool:
 
 SMALL: dict[str, Any] = dict(model="llama-nano", batch=4, sequence=12, steps=2)
 DATA = (dp_basic.main, DataParallelOptions(**SMALL, versions=("naive",)))
+STEP = (dp_accumulation.main, StepOptions(**SMALL, versions=("no_sync",), warm_up=1))
 DROPOUT = (tp_megatron.main, MegatronOptions(**SMALL, versions=("plain",), dropout=0.1))
 VOCABULARY = (tp_vocabulary.main, VocabularyOptions(**SMALL, versions=("parallel",)))
 HYBRID = (hybrid_5d.main, HybridOptions(model="llama-nano", sequence=12))  # the default batch
@@ -109,6 +112,7 @@ MEANS = {"common.comm.all_reduce": own_targets}
 Lesson = tuple[Callable[..., bool], Any]
 MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], Lesson]] = {
     "right, dp": ({}, DATA),
+    "right, accumulation": ({}, STEP),
     "right, dropout": ({}, DROPOUT),
     "right, vocabulary": ({}, VOCABULARY),
     "right, hybrid": ({}, HYBRID),
@@ -123,6 +127,7 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], Lesson]] = {
     "padding counts, rows": (LOSS, (prove_meshes, "tp=2")),
     "embedding off by one": ({"tp_vocabulary.VocabularyParallelEmbedding": OffByOne}, VOCABULARY),
     "mean of means, dp": (MEANS, DATA),
+    "mean of means, accumulation": (MEANS, STEP),
     "mean of means, hybrid": (MEANS, HYBRID),
     "mean of means, hybrid sp": (MEANS, HYBRID_SP),
     "mean of means, rows": (MEANS, (prove_meshes, "dp=2")),

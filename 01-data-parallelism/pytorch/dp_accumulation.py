@@ -50,7 +50,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from common.comm import Group
 from common.comparison import benchmark, prove, report
 from common.data.sampler import Indices, samples_at
-from common.data.text import lm_samples, rank_slice
+from common.data.text import PADDING, lm_samples, rank_slice
 from common.equality import MakeOptimizer, plain
 from common.lesson import console, run
 from common.mesh import Mesh
@@ -104,6 +104,7 @@ class EpochBatches(Batches):
     """Batch t is positions tB to (t+1)B of the endless order; each rank cuts its part into M micro-batches.
 
     M is the same on all ranks, so that with `sync` their messages match; some micro-batches may be empty.
+    The last quarter of the batch's first sample is padding, so the ranks have different numbers of targets.
     """
 
     options: StepOptions
@@ -122,6 +123,8 @@ class EpochBatches(Batches):
         lo, hi = (step * o.batch + at for at in rank_slice(o.batch, self.group.rank, self.group.size))
         pieces = np.array_split(samples_at(o.seed, o.samples, lo, hi), o.micro_batches)
         batches = [lm_samples(self.text.train, piece, o.sequence) for piece in pieces]
+        if lo == step * o.batch:
+            batches[0][1][0, o.sequence - o.sequence // 4 :] = PADDING
         return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
 
 

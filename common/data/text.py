@@ -135,7 +135,7 @@ def lm_samples(text: Tokens, samples: NDArray[np.int64], sequence: int) -> tuple
             f"a text of {len(text)} tokens has samples 0 to {count - 1} of {sequence} tokens, not {samples.max()}"
         )
     pieces = torch.from_numpy(text[samples[:, None] * sequence + np.arange(sequence + 1)].astype(np.int64))
-    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+    return pieces[:, :-1].contiguous(), pieces[:, 1:].clone()  # of one piece views would overlap
 
 
 def mlp_batch(
