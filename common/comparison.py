@@ -18,6 +18,7 @@ from torch import nn
 from common import comm
 from common.comm import Group
 from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.lesson import DTYPES, console, write_records
 from common.listen import Listener
@@ -26,7 +27,7 @@ from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.placement import TOKEN_AXES
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step, whole_step
 from common.utils.visualizer import figure, throughput_bars
 

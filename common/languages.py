@@ -32,13 +32,14 @@ from common.equality import (
     with_units,
     worst_of_world,
 )
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord
 from common.mesh import Mesh
 from common.placement import Shard, gradient_norm, place
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import TrainingOptions
 
 

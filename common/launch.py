@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 
 @dataclass(frozen=True)

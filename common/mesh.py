@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common.comm import Group
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 AXES = ("pp", "dp", "ep", "sp", "tp")
 

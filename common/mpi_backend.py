@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 NAME = "fived"
 

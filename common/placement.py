@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, sizes_of
+from common.errors import UsageError
 from common.mesh import AXES, Mesh
-from common.watchdog import UsageError
 
 TOKEN_AXES = ("dp", "ep", "sp")  # axes along which each rank sees other tokens
 

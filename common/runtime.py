@@ -25,11 +25,10 @@ import torch.distributed as dist
 
 from common import mpi_backend
 from common.comm import Group
+from common.errors import UsageError
 from common.launch import Launch, resolve
 from common.program import check_output, leave_at_once, show_on_stderr
-from common.watchdog import RankFailed, UsageError, Watchdog
-
-__all__ = ["Launch", "RankFailed", "Runtime", "UsageError", "resolve", "runtime", "session"]
+from common.watchdog import RankFailed, Watchdog
 
 BACKENDS = ("gloo", "nccl", "mpi")
 MPI_LAUNCHERS = ("openmpi", "mpich")

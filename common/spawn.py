@@ -36,8 +36,6 @@ from common.program import leave_at_once
 from common.runtime import session
 from common.watchdog import RankFailed, describe, exit_code
 
-__all__ = ["RankError", "spawn"]
-
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # imported once, before the first spawn; optimizers import torch._dynamo
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "common.runtime", "common.models.transformer"]

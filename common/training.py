@@ -19,12 +19,12 @@ from common import comm
 from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
 from common.equality import Named, Wrap, plain
+from common.errors import UsageError
 from common.lesson import DTYPES, LessonOptions
 from common.models import known
 from common.models.dropout import Dropout
 from common.models.transformer import Transformer, TransformerConfig, config, cross_entropy_sum
 from common.options import Size
-from common.runtime import UsageError
 
 LARGEST_BATCH = 2**27  # tokens; more do not fit a machine that runs this
 

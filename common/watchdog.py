@@ -22,7 +22,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from common.comm import blocked_in
-from common.errors import UsageError as UsageError
+from common.errors import UsageError
 from common.program import WATCHDOG, leave_at_once
 
 LOOK_EVERY = 0.2  # seconds between looks into the store

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import tyro
 
 from common.benchmarks import benchmark_all, beside, report
+from common.errors import UsageError
 from common.options import parse
 from common.program import run_program
 from common.terminal import terminal
-from common.watchdog import UsageError
 
 
 @dataclass

@@ -10,7 +10,7 @@ from toys import EQUAL, FAILS, TIMED, chapter
 
 from common.benchmarks import benchmark_all
 from common.benchmarks.cases import Case, load, select
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -20,7 +20,7 @@ from toys import EQUAL, FAILS, TIMED, chapter
 
 from common.benchmarks import benchmark_all, forked, measures, plots, report, runner
 from common.benchmarks.benchmark_all import Options
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 PEAKS = {"torch": {"float32": 4e9}, "C++": {"float32": 8e9}}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common import random
 from common.data.text import lm_batch, load_text, mlp_batch, rank_slice
-from common.runtime import UsageError
+from common.errors import UsageError
 
 TEXT = np.frombuffer(bytes(range(256)) * 20, np.uint8)
 U64 = st.integers(0, 2**64 - 1)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from common.comm import Group
 from common.equality import KINDS, OPTIMIZERS, Difference, compare, follow
+from common.errors import RankError
 from common.ledger import Ledger
 from common.mesh import Mesh
 from common.runtime import Runtime
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 from common.training import Batches, Version, make_model, training_step
 
 ALONE = Group("one", 0, 1, (0,))

@@ -17,8 +17,9 @@ from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from common.errors import RankError
 from common.runtime import Runtime
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_languages.py"
 # 7 and 5 samples do not divide by 2, 3 or 4; buckets of 1 kB are many, in one of 100 MB there are all gradients

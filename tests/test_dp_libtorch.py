@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text, mlp_batch
 from common.equality import OPTIMIZERS
+from common.errors import RankError
 from common.models.mlp import MLP, sizes
 from common.models.transformer import Transformer, config
 from common.runtime import Runtime
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 
 SHAPES = {"all-reduce": "dp_libtorch", "ZeRO-1": "dp_libtorch-zero1"}
 

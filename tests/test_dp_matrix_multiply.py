@@ -16,8 +16,9 @@ from mpi.launch import ROOT, refusal
 from torch import Tensor
 
 from common.comm import sizes_of
+from common.errors import UsageError
 from common.ledger import Ledger
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_matrix_multiply.py"

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from common import comm
 from common.comm import Group
 from common.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.errors import RankError
 from common.ledger import Ledger
 from common.listen import Listener
 from common.mesh import Mesh
 from common.runtime import Runtime
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 from common.training import Batches, make_model, whole_step
 from common.utils.memory import peak_allocated
 

@@ -32,14 +32,15 @@ from torch import Tensor
 from common.comm import Group, Pending, sizes_of
 from common.data.text import rank_slice
 from common.equality import KINDS, OPTIMIZERS, compare, follow
+from common.errors import RankError, UsageError
 from common.ledger import Ledger
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, config, mixtral, switch
 from common.models.moe import Experts
 from common.models.transformer import Transformer
 from common.placement import Shard, placement, sum_gradients
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.runtime import Runtime
+from common.spawn import spawn
 from common.training import Batches, Version, make_model, training_step
 
 # 9 experts divide over 3 ranks alone

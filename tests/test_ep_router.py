@@ -11,9 +11,10 @@ from ep_switch_router import RouterOptions, expert_choice, jittered, top_k, with
 from torch.nn import functional as F
 
 from common.comm import Group
+from common.errors import UsageError
 from common.models.configs import CONFIGS, config, switch
 from common.models.transformer import make_mlp
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 
 CONFIGS["ep-router"] = switch(layers=1, width=8, heads=2, sequence=12, experts=4)

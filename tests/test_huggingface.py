@@ -18,11 +18,11 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
 from common import random
+from common.errors import UsageError
 from common.models import known
 from common.models.configs import TransformerConfig
 from common.models.huggingface import read_huggingface, to_huggingface, write_huggingface
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.runtime import UsageError
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ from torch import nn
 
 from common.comm import Group
 from common.equality import compare, follow, unequal_replicas, whole, worst_of_world
+from common.errors import UsageError
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, gpt2, mixtral, switch
 from common.placement import Run, Shard, piece, place, whole_shape
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 from common.training import make_model
 from common.utils.memory import peak_allocated

@@ -27,10 +27,11 @@ from placed import entries
 
 from common import comm
 from common.comm import Group
+from common.errors import RankError, UsageError
 from common.mesh import Mesh
 from common.placement import Shard, place
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.runtime import Runtime
+from common.spawn import spawn
 
 ALONE_MESH = Mesh(Group("world", 0, 1, (0,)))
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

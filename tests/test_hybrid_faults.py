@@ -31,9 +31,10 @@ from mpi.launch import ROOT, run
 from test_hybrid_trainer import ALONE
 from training_runs import Ran, file_of, go, options
 
+from common.errors import RankError, UsageError
 from common.lesson import write_records
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.runtime import Runtime
+from common.spawn import spawn
 
 SIZES = dict(
     seed=0, steps=6, batch=6, sequence=16, log_every=1, evaluate_every=0, checkpoint_every=2, peak_tflops=1

@@ -43,12 +43,13 @@ from training_runs import Ran, go, options
 from common import lesson
 from common.comm import Group
 from common.data.text import load_text
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.lesson import write_records
 from common.models.configs import CONFIGS
 from common.models.huggingface import read_huggingface
 from common.models.transformer import Transformer
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 
 ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))

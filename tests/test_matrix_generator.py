@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.text import rank_slice
-from common.runtime import UsageError
+from common.errors import UsageError
 from common.utils import matrix_generator
 from common.utils.matrix_generator import KINDS, Matrix
 

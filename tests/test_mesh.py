@@ -9,9 +9,10 @@ import torch
 
 from common import comm
 from common.comm import Group
+from common.errors import UsageError
 from common.mesh import AXES, Mesh
 from common.placement import Shard, gradient_axes, gradient_norm, place
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from small_models import SHAPES, ours, tokens
 from torch import Tensor, nn
 
+from common.errors import UsageError
 from common.models.configs import TransformerConfig, config, switch
 from common.models.moe import MoE, combine
 from common.models.transformer import Transformer, make_mlp
-from common.runtime import UsageError
 
 SWITCH = switch(layers=1, width=8, heads=2, sequence=24, experts=3)
 KINDS = {

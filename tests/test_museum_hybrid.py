@@ -22,11 +22,12 @@ from museum import Found, is_right, visit_all
 from common import comm
 from common.comm import Group
 from common.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.errors import RankError
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, gpt2, mixtral
 from common.placement import gradient_axes, gradient_norm, placement, sum_gradients, sum_tied_gradients
 from common.runtime import Runtime
-from common.spawn import RankError, spawn
+from common.spawn import spawn
 
 CONFIGS["museum-moe"] = mixtral(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4)
 CONFIGS["museum-tied"] = gpt2(layers=2, width=16, heads=2, sequence=16)

@@ -17,7 +17,7 @@ from pp_schedules import KINDS, bubble, make_schedule
 from pp_simulator import Times, simulate
 from pp_stages import by_cost, evenly
 
-from common.runtime import UsageError
+from common.errors import UsageError
 
 NAMES = tuple(KINDS)
 sizes = {"ranks": st.integers(1, 8), "micro_batches": st.integers(1, 16), "chunks": st.integers(1, 4)}

@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from common import comm, lesson
 from common import spawn as spawning
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.errors import RankError, UsageError
+from common.runtime import Runtime
+from common.spawn import spawn
 from common.utils import profiler, timeline
 from common.utils.profiler import Report, profile
 from common.utils.timeline import Event

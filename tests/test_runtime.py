@@ -17,9 +17,10 @@ import torch
 from mpi.launch import ended, refusal
 
 from common import runtime as module
+from common.errors import RankError, UsageError
 from common.launch import Launch, resolve
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.runtime import Runtime
+from common.spawn import spawn
 from scripts import small_lesson
 
 NOBODY_WAITS = ("--timeout", "1000")  # longer than a test may last

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from common.data.sampler import epoch_order, samples_at
 from common.data.text import lm_samples, load_text, rank_slice
-from common.runtime import UsageError
+from common.errors import UsageError
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 23, 1000])

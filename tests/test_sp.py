@@ -27,12 +27,13 @@ from torch import Tensor
 from common import comm
 from common.comm import Group
 from common.equality import OPTIMIZERS, TOLERANCE, Difference, Followed, compare, follow
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.mesh import Mesh
 from common.models import configs
 from common.models.transformer import attend
 from common.placement import sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 from common.training import Batches, Version, make_model, training_step
 

@@ -19,8 +19,9 @@ import torch
 from common import comm, watchdog
 from common import spawn as module
 from common.comm import blocked_in
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.errors import RankError, UsageError
+from common.runtime import Runtime
+from common.spawn import spawn
 
 
 def add_up(rt: Runtime, extra: int) -> tuple[int, float]:

@@ -22,14 +22,15 @@ from tp_vocabulary import VocabularyParallelEmbedding, cross_entropy_sum_paralle
 
 from common.comm import Group, sizes_of
 from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
+from common.errors import RankError, UsageError
 from common.ledger import Ledger
 from common.listen import Listener
 from common.mesh import Mesh
 from common.models.configs import CONFIGS, gpt2, llama
 from common.models.transformer import cross_entropy_sum
 from common.placement import Shard, placement
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.runtime import Runtime
+from common.spawn import spawn
 from common.training import Batches, Version, make_model, training_step
 from common.utils.memory import peak_allocated
 

@@ -21,9 +21,10 @@ from tp_grid_product import Method, bytes_by_formula, multiply, prepared
 from tp_summa import Summa, benchmark, make_method
 from tp_summa_peers import dtensor
 
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.mesh import Mesh
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 
 LESSON = ROOT / "03-tensor-parallelism/pytorch/tp_summa.py"

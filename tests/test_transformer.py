@@ -9,10 +9,10 @@ from small_models import SHAPES, ours, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import random
+from common.errors import UsageError
 from common.models.configs import CONFIGS, config, gpt2, llama
 from common.models.mlp import MLP, sizes
 from common.models.transformer import Transformer, cross_entropy_sum, initialise
-from common.runtime import UsageError
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -13,7 +13,7 @@ import pytest
 from toys import EQUAL, FAILS, TIMED, chapter
 
 from common.benchmarks import benchmark_all, beside, report
-from common.watchdog import UsageError
+from common.errors import UsageError
 from scripts import visualize_results
 from scripts.visualize_results import Options
 

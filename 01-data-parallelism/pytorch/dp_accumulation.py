@@ -52,12 +52,13 @@ from common.comparison import benchmark, prove, report
 from common.data.sampler import Indices, samples_at
 from common.data.text import PADDING, lm_samples, rank_slice
 from common.equality import MakeOptimizer, plain
+from common.errors import UsageError
 from common.lesson import console, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.options import Count, Within
 from common.placement import gradient_norm
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, Version
 
 LOWEST = 0.1  # where the cosine ends, as a part of the full rate

@@ -47,12 +47,13 @@ from rich.table import Table
 from common.comm import Group
 from common.comparison import timing_table
 from common.equality import OPTIMIZERS, TOLERANCE, Followed, compare, worst_of_world
+from common.errors import UsageError
 from common.lesson import DTYPES, console, run, write_records
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.mesh import Mesh
 from common.models.mlp import sizes
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import training_step
 
 LANGUAGES = {

@@ -47,13 +47,14 @@ from common.comm import Group, share
 from common.comparison import records, report
 from common.data.text import lm_batch
 from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.errors import UsageError
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
 from common.models.transformer import cross_entropy_sum
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import colour, figure, loss_curves
 

@@ -41,12 +41,13 @@ from torch.optim import Optimizer
 from common import comm
 from common.comm import Group
 from common.equality import KINDS, OPTIMIZERS, Difference, MakeOptimizer, compare, worst_of_world
+from common.errors import UsageError
 from common.ledger import Ledger, uncounted
 from common.lesson import console, run
 from common.listen import Listener
 from common.mesh import Mesh
 from common.options import Count, Within
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, make_model
 
 VERSIONS = ("bucketed", "zero2", "ddp")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from common.comm import Group, sizes_of
+from common.errors import UsageError
 from common.lesson import LessonOptions
 from common.options import Count, Size
-from common.runtime import UsageError
 from common.utils.matrices import Product
 
 

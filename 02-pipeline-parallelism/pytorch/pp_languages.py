@@ -34,13 +34,14 @@ from common.comm import Group
 from common.comparison import check as check_versions
 from common.comparison import report
 from common.equality import OPTIMIZERS, Followed, Start, follow, unmoved
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.lesson import run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.mesh import Mesh
 from common.models.mlp import sizes
 from common.placement import tie
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step
 
 PAIRS = (("pytorch", "pp_libtorch"), ("pytorch-mlp", "pp_mpi"))

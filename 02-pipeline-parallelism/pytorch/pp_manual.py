@@ -43,11 +43,12 @@ from torch import Tensor, nn
 from common import comm, comparison
 from common.comm import Group
 from common.comparison import benchmark, prove, report
+from common.errors import UsageError
 from common.lesson import console, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.placement import sum_tied_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 T = TypeVar("T")

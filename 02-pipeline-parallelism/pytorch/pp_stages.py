@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from common.comm import sizes_of
+from common.errors import UsageError
 from common.mesh import Mesh
 from common.models.configs import CONFIGS
 from common.models.transformer import Transformer
 from common.placement import tie
-from common.runtime import UsageError
 
 
 class Stage(nn.Module):

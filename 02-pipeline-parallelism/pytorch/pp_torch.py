@@ -33,12 +33,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from common import comm, comparison
 from common.comm import Group
 from common.comparison import benchmark, prove, report
+from common.errors import UsageError
 from common.lesson import DTYPES, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.options import Size
 from common.placement import sum_tied_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 THEIRS: dict[str, Any] = {

@@ -18,11 +18,12 @@ from torch import nn
 from common import comm, comparison
 from common.comm import Group
 from common.comparison import benchmark, prove, report
+from common.errors import UsageError
 from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.options import Size, Within
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, TrainingOptions, Version
 
 

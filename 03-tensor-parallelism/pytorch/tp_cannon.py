@@ -25,7 +25,7 @@ from tp_grid import Blocks, cut
 
 from common import comm
 from common.comm import Group, Pending
-from common.runtime import UsageError
+from common.errors import UsageError
 
 
 class Cannon:

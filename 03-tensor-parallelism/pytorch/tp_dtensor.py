@@ -44,9 +44,10 @@ from tp_megatron import step_bytes as megatron_bytes
 from tp_training import lesson
 
 from common.comm import Group
+from common.errors import UsageError
 from common.lesson import run
 from common.models.transformer import Transformer
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 VERSIONS = ("megatron", "dtensor")

@@ -21,9 +21,9 @@ from math import isqrt
 import torch.distributed as dist
 
 from common.comm import Group, sizes_of
+from common.errors import UsageError
 from common.lesson import LessonOptions
 from common.options import Count, Size
-from common.runtime import UsageError
 
 ALGORITHMS = ("summa", "cannon")
 

@@ -28,11 +28,12 @@ from tp_megatron import check_split
 from common import random
 from common.comparison import check, report
 from common.equality import Followed, Start, unmoved
+from common.errors import UsageError
 from common.languages import Part, check_modules, follow, prove
 from common.lesson import DTYPES, run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
 from common.mesh import Mesh
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 
 VERSIONS = tuple(LANGUAGES)
 

@@ -45,13 +45,14 @@ from tp_vocabulary import split_vocabulary
 
 from common import collectives
 from common.comm import Group, padded, sizes_of
+from common.errors import UsageError
 from common.lesson import run
 from common.mesh import Mesh
 from common.models.dropout import Dropout
 from common.models.transformer import Attention, Layer, Transformer, TransformerConfig
 from common.options import Within
 from common.placement import split_tokens_along, sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 VERSIONS = ("plain", "sequence-parallel")

@@ -27,10 +27,11 @@ from tp_training import tp_group
 
 from common.comm import Group
 from common.comparison import check
+from common.errors import UsageError
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
 from common.models.transformer import Transformer, TransformerConfig
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.utils.memory import saved_bytes
 
 VERSIONS = ("one device", "plain", "sequence-parallel")

@@ -41,13 +41,14 @@ from tp_training import lesson, tp_group
 from common import comm
 from common.comm import Group, Pending, sizes_of
 from common.equality import TOLERANCE, difference
+from common.errors import UsageError
 from common.lesson import DTYPES, console, run
 from common.measure import in_turn
 from common.mesh import Mesh
 from common.models.transformer import Transformer
 from common.options import Size, Within
 from common.placement import sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 VERSIONS = ("whole", "pieces")

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from common.runtime import UsageError
+from common.errors import UsageError
 
 Kernel = Literal["hand", "library"]
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]

@@ -48,11 +48,12 @@ from torch import Tensor, nn
 from common import comparison
 from common.comm import Group
 from common.comparison import prove
+from common.errors import UsageError
 from common.lesson import run
 from common.models.configs import config
 from common.models.transformer import Transformer
 from common.options import Count
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 ORDERS: dict[str, Order] = {"hybrid": "contiguous", "hybrid-zigzag": "zigzag"}

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from common import comparison, ledger
 from common.comm import Group
+from common.errors import UsageError
 from common.lesson import run
 from common.options import Count, Size
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 
 VERSIONS = ("pytorch", "sp_libtorch", "sp_mpi")
 LANGUAGES = {"sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi"}

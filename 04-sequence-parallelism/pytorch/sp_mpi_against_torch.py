@@ -30,10 +30,11 @@ from torch import Tensor
 
 from common import comm
 from common.equality import TOLERANCE, difference
+from common.errors import UsageError
 from common.lesson import DTYPES, LessonOptions, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
 from common.options import Count, Size
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 
 
 @dataclass

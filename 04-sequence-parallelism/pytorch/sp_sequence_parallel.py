@@ -31,8 +31,8 @@ from sp_training import Attend, check_heads, replace_attention
 from sp_ulysses import ulysses_attention
 
 from common.comm import Group
+from common.errors import UsageError
 from common.models.transformer import Transformer
-from common.runtime import UsageError
 
 __all__ = ["ORDERS", "sequence_parallel", "split_sequence"]
 

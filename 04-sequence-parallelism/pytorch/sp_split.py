@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from common.comm import Group
+from common.errors import UsageError
 from common.models.configs import TransformerConfig
-from common.runtime import UsageError
 
 Order = Literal["contiguous", "zigzag"]
 

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from common import comparison
 from common.comm import Group
+from common.errors import UsageError
 from common.lesson import DTYPES
 from common.mesh import Mesh
 from common.models.configs import config
 from common.models.transformer import Layer, Transformer
 from common.options import Size
 from common.placement import sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, TrainingOptions, Version
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q_BHsK, k_BGsK, v_BGsK, causal -> [B, H, s, K]

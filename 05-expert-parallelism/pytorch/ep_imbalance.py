@@ -36,13 +36,14 @@ from torch import Tensor
 from common import comm
 from common.comm import Group, sizes_of
 from common.equality import TOLERANCE
+from common.errors import UsageError
 from common.ledger import Ledger, show_bytes
 from common.lesson import DTYPES, console, run
 from common.measure import in_turn
 from common.mesh import Mesh
 from common.models.moe import Experts
 from common.options import Count, Size, Width
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 
 
 @dataclass

@@ -35,6 +35,7 @@ from common.comm import sizes_of
 from common.comparison import check, report
 from common.data.text import rank_slice
 from common.equality import Followed, Start, unmoved, whole
+from common.errors import UsageError
 from common.languages import InLibTorch, InNumpy, InTorch, Part
 from common.lesson import DTYPES, run
 from common.measure import BenchmarkRecord, in_turn, peak_memory
@@ -42,7 +43,7 @@ from common.mesh import Mesh
 from common.models.moe import MoE
 from common.models.transformer import Transformer
 from common.placement import Shard, place, sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import TrainingOptions
 
 LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi"}

@@ -33,6 +33,7 @@ from torch import Tensor
 from common import comm
 from common.comm import Group, sizes_of
 from common.equality import TOLERANCE
+from common.errors import UsageError
 from common.ledger import Ledger
 from common.lesson import DTYPES, console, run, write_records
 from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
@@ -40,7 +41,7 @@ from common.mesh import Mesh
 from common.models.moe import MoE, Router, Routing
 from common.options import Count, Size, Width
 from common.placement import sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 
 
 @dataclass

@@ -45,6 +45,7 @@ from common import collectives, comm
 from common.comm import Group, sizes_of
 from common.comparison import benchmark, check, prove, report
 from common.data.text import rank_slice
+from common.errors import UsageError
 from common.ledger import show_bytes
 from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
@@ -52,7 +53,7 @@ from common.models.moe import Experts
 from common.models.transformer import Transformer
 from common.options import Within
 from common.placement import shard, sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 VERSIONS = ("dropless", "capacity")

@@ -32,11 +32,12 @@ from torch import nn
 
 from common import collectives
 from common.comm import Group
+from common.errors import UsageError
 from common.lesson import DTYPES, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer, TransformerConfig
 from common.placement import shard, sum_gradients
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Version
 
 VERSIONS = ("experts", "tensor")

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from common import comm
 from common.comm import sizes_of
 from common.equality import largest
+from common.errors import UsageError
 from common.models.moe import MoE, Routing
 from common.models.transformer import TransformerConfig
 from common.options import Size
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import TrainingOptions
 
 

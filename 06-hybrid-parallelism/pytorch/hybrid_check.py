@@ -10,9 +10,9 @@ from sp_split import check_length, longest_sequence
 from sp_training import check_heads
 from tp_megatron import check_sizes
 
+from common.errors import UsageError
 from common.mesh import Mesh
 from common.models.configs import TransformerConfig
-from common.runtime import UsageError
 
 
 def check(config: TransformerConfig, mesh: Mesh, layout: Layout, batch: int, sequence: int) -> None:

@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common import comm
 from common.equality import Named
+from common.errors import UsageError
 from common.mesh import Mesh
-from common.runtime import UsageError
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs no group, and knows it
 

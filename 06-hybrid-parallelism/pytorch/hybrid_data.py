@@ -24,7 +24,7 @@ from torch import Tensor
 from common import comm
 from common.data.sampler import samples_at
 from common.data.text import Text, Tokens, lm_samples, load_text, rank_slice
-from common.runtime import UsageError
+from common.errors import UsageError
 from common.training import Batches
 
 LOOKED_AT = 1 << 24  # tokens for the entropy: enough for its third digit

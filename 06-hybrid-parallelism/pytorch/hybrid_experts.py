@@ -15,9 +15,9 @@ from tp_column_parallel import ColumnParallelLinear
 from tp_megatron import Region, split_mlp
 from tp_row_parallel import RowParallelLinear
 
+from common.errors import UsageError
 from common.models.moe import Linears, MoE
 from common.placement import shard, split_tokens_along
-from common.runtime import UsageError
 
 
 def split(mlp: nn.Module, region: Region) -> None:

@@ -55,7 +55,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
-from common.runtime import UsageError
+from common.errors import UsageError
 
 SUMS, LOCK = "SHA256SUMS", ".lock"
 CLASSES = (

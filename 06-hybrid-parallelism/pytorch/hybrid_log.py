@@ -20,8 +20,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.data.text import Text
+from common.errors import UsageError
 from common.lesson import console, write_records
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.utils.visualizer import figure, run_curves
 
 # of a record, what TensorBoard shows

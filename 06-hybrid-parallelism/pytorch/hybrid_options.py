@@ -23,10 +23,10 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from hybrid_training import HybridOptions
 
 from common import options
+from common.errors import UsageError
 from common.models.huggingface import read_config
 from common.models.transformer import TransformerConfig
 from common.options import Count, Size, Within, check_folder
-from common.runtime import UsageError
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 

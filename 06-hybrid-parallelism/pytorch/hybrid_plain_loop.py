@@ -27,11 +27,12 @@ from torch import nn
 
 from common.comparison import records, report
 from common.equality import TOLERANCE, largest
+from common.errors import UsageError
 from common.lesson import DTYPES, console, run
 from common.measure import in_turn
 from common.models.transformer import Transformer
 from common.options import Count
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import make_model, shape_of
 
 WARM_UP = 2

@@ -34,13 +34,14 @@ from hybrid_training import (
 
 from common import comm
 from common.equality import KINDS, OPTIMIZERS, ULPS, Followed, follow, unequal_replicas, worst
+from common.errors import UsageError
 from common.lesson import DTYPES, write_records
 from common.measure import BenchmarkRecord
 from common.mesh import AXES
 from common.options import Checked, Count, Ranks, parse
 from common.program import run_program
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.spawn import spawn
 
 HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "ulps", "equal")

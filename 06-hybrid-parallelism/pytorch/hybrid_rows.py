@@ -18,9 +18,9 @@ from hybrid_check import check
 from hybrid_training import HybridOptions
 
 from common.comm import Group
+from common.errors import UsageError
 from common.mesh import AXES, Mesh
 from common.models.configs import CONFIGS, gpt2, llama, mixtral
-from common.runtime import UsageError
 
 MODELS = {
     "gpt2": gpt2(layers=4, width=32, heads=8, sequence=48),

@@ -34,12 +34,13 @@ from tp_dtensor import dtensor_parallel
 
 from common.comparison import report
 from common.equality import OPTIMIZERS, follow
+from common.errors import UsageError
 from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.transformer import Layer
 from common.options import Count
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import Batches, Version, make_model, training_step
 
 

@@ -40,9 +40,10 @@ from hybrid_signals import Signals
 from hybrid_training import samples_of
 
 from common.comm import blocked_in
+from common.errors import UsageError
 from common.lesson import DTYPES, console
 from common.models.huggingface import model_type, read_weights
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import training_step
 from common.utils.profiler import profile
 

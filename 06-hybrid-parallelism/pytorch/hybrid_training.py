@@ -22,13 +22,14 @@ from common.comm import sizes_of
 from common.comparison import one_rank, records, report
 from common.data.text import rank_slice
 from common.equality import OPTIMIZERS, Followed, Start, follow, unequal_replicas, with_units
+from common.errors import UsageError
 from common.ledger import Ledger, Row
 from common.lesson import DTYPES, console
 from common.measure import BenchmarkRecord, in_turn
 from common.mesh import Mesh
 from common.options import Ranks, Size, Within
 from common.proof import Proof
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.training import (
     Batches,
     TrainingOptions,

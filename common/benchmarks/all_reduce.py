@@ -32,11 +32,11 @@ from mpi4py import MPI
 from rich.table import Table
 
 from common import mpi_backend
+from common.errors import UsageError
 from common.lesson import write_records
 from common.options import Checked, Within, parse
 from common.terminal import terminal
 from common.utils.bandwidth import Row
-from common.watchdog import UsageError
 
 Array = npt.NDArray[np.float32]
 Calls = dict[str, Callable[[int], object]]

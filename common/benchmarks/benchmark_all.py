@@ -42,11 +42,11 @@ from common import spawn
 from common.benchmarks import forked, peaks, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
+from common.errors import UsageError
 from common.options import Checked, Count, Ranks, Within, parse
 from common.program import run_program
 from common.terminal import terminal
 from common.utils.environment import describe
-from common.watchdog import UsageError
 
 # what lessons import, and torch on their behalf
 PRELOAD = [*spawn.PRELOAD, "torch.fx.experimental.symbolic_shapes", "common.comparison"]

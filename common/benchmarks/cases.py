@@ -31,7 +31,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import random
-from common.runtime import UsageError
+from common.errors import UsageError
 
 Indices = NDArray[np.int64]
 

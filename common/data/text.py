@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import random
-from common.runtime import UsageError
+from common.errors import UsageError
 
 Bytes = NDArray[np.uint8]
 Tokens = NDArray[Any]  # uint8, uint16 or uint32

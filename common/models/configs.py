@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from common.runtime import UsageError
+from common.errors import UsageError
 
 
 @dataclass(frozen=True)

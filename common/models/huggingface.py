@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.errors import UsageError
 from common.models.configs import TransformerConfig
 from common.models.transformer import Transformer
-from common.runtime import UsageError
 
 Json = dict[str, Any]
 

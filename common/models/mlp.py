@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import random
-from common.runtime import UsageError
+from common.errors import UsageError
 
 
 def sizes(context: int, hidden: int, layers: int) -> list[int]:

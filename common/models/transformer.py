@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import random
+from common.errors import UsageError
 from common.models.configs import TransformerConfig, config
 from common.models.dropout import Dropout
 from common.models.moe import MoE
-from common.runtime import UsageError
 
 __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
 

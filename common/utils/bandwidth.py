@@ -25,10 +25,11 @@ from rich.progress import track
 from rich.table import Table
 
 from common import comm
+from common.errors import UsageError
 from common.lesson import DTYPES, LessonOptions, write_records
 from common.measure import in_turn
 from common.options import Within
-from common.runtime import Runtime, UsageError
+from common.runtime import Runtime
 from common.utils.primitives import PRIMITIVES, Primitive, start_of
 
 

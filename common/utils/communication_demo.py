@@ -16,10 +16,11 @@ from rich.console import Console
 from torch import Tensor
 
 from common import comm
+from common.errors import RankError, UsageError
 from common.ledger import Ledger, show_bytes
 from common.lesson import console, run
-from common.runtime import Runtime, UsageError
-from common.spawn import RankError, spawn
+from common.runtime import Runtime
+from common.spawn import spawn
 from common.utils.bandwidth import BandwidthOptions, benchmark
 from common.utils.primitives import PRIMITIVES, Primitive, rounds, start_of
 

@@ -38,6 +38,7 @@ from torch.profiler import profile as kineto
 
 from common import comm, spawn
 from common.comm import Group
+from common.errors import UsageError
 from common.launch import resolve
 from common.options import Checked, Within, parse
 from common.program import run_program
@@ -45,7 +46,6 @@ from common.runtime import Runtime
 from common.terminal import terminal
 from common.utils import timeline
 from common.utils.timeline import Event, Shares
-from common.watchdog import UsageError
 
 T = TypeVar("T")
 

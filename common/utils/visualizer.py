@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.watchdog import UsageError
+from common.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

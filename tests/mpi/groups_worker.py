@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from common.errors import UsageError
 from common.mpi_backend import register
-from common.watchdog import UsageError
 
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank

@@ -24,7 +24,8 @@ import torch
 from common import lesson
 from common.benchmarks import forked
 from common.comm import Group
-from common.runtime import Runtime, UsageError
+from common.errors import UsageError
+from common.runtime import Runtime
 from common.spawn import PRELOAD, spawn
 
 ROOT = Path(__file__).resolve().parents[2]
