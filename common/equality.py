@@ -14,8 +14,8 @@ cancelled keeps that rounding: the gradient of a key bias is nothing else (softm
 and after a step of SGD those of q_proj and k_proj are 1e-8 M. So 4 eps M, four roundings of the largest number, is
 within the tolerance for any tensor, and above (4 eps / tolerance) M, 9e-4 M in float64, a tensor is measured by itself.
 
-What that lets pass is measured in units of its own (`in_ulps`): max|a - b| over max|a - a'| of the same tensor, where
-a' is from one device whose initial weights were moved by one unit in the last place, up or down at random. Tensor by
+A second measure, `in_ulps`, catches errors in small tensors: max|a - b| over max|a - a'| of the same tensor, where a'
+is from one device whose initial weights were moved by one unit in the last place, up or down at random. Tensor by
 tensor, because the units differ by 1e15: key biases move by all of their size. Honest runs reach 15; 100 is refused.
 
 Tolerances: the same arithmetic in the same order, 0; sums in another order, 1e-12 in float64 (about 4000
@@ -183,7 +183,10 @@ def unmoved(model: Model) -> Model:
 
 
 def with_units(run: Callable[[Start], Followed]) -> Followed:
-    """What `run(start)` leaves of training on one device, with its units; run passes its new model through `start`."""
+    """Train twice on one device, once with moved weights; return the unmoved run with its units.
+
+    `run(start)` passes its new model through `start`.
+    """
     other, result = run(moved), run(unmoved)
     result.units = [
         {name: _size(x - b[name]) for name, x in a.items() if name in b}
@@ -204,7 +207,7 @@ def _largest(
     suffix: str,
     scale: Callable[[str, Tensor], float],
 ) -> Difference:
-    """The worst tensor, each over its scale; infinite where names, shapes or finiteness do not agree."""
+    """The worst tensor, each over its scale; infinite where names, shapes, finiteness or a scale of 0 do not agree."""
     if odd := set(reference) ^ set(other):
         return Difference(math.inf, f"{min(odd)} on one side only{suffix}")
     if not reference:
@@ -214,8 +217,9 @@ def _largest(
         b = other[name].to(a.device)
         if a.shape != b.shape:
             return Difference(math.inf, f"{name}: {tuple(a.shape)} against {tuple(b.shape)}{suffix}")
-        apart = _size(a - b)
-        value = apart / (scale(name, a) or 1.0) if math.isfinite(apart) else math.inf
+        value, unit = _size(a - b), scale(name, a)
+        if 0 < value < math.inf:
+            value = value / unit if unit else math.inf
         found.append(Difference(value, name + suffix if value > 0 else ""))
     return worst(found)
 

@@ -61,6 +61,13 @@ def test_differences_are_relative_and_named() -> None:
     assert found["gradients"].where == "w, step 0"
 
 
+def test_a_difference_from_zeros_is_infinite() -> None:
+    found = compare(run([0, 0], [3, 4]), run([0, 1e-13], [3, 4]))
+    assert found["gradients"].value == math.inf
+    assert found["gradient norm"].value == math.inf
+    assert compare(run([0, 0], [3, 4]), run([0, 0], [3, 4]))["gradients"].value == 0
+
+
 def test_what_is_not_a_number_never_passes() -> None:
     good, nan = run([1, 2], [3, 4]), run([1, math.nan], [3, math.inf], math.nan)
     for a, b in ((good, nan), (nan, good), (nan, nan)):

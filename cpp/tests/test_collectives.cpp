@@ -93,6 +93,13 @@ void test_equality(const Communicator& world) {
         const double units = size > 0 ? 1e-16 / std::max(1e-18, 0x1p-52 * size) : 0;
         CHECK(std::abs(largest_in_ulps(world, two, 0x1p-52).value - units) <= 1e-12 * units);
     }
+
+    // A tensor that one side lacks stays infinite, whatever is compared after it; so does a difference from zeros.
+    Difference lacking = largest_in_ulps(world, {{"absent", 0, inf}}, 0x1p-52);
+    lacking.include({1, "later"});
+    CHECK(lacking.value == inf && lacking.name == "absent");
+    CHECK(largest_difference(world, {{"zero", 0, 1e-13}}, share).value == inf);
+    CHECK(largest_difference(world, {{"zero", 0, 0}}, share).value == 0);
 }
 
 }  // namespace

@@ -50,7 +50,8 @@ double share_of_largest(double tolerance) {
     return share_of_largest(double(std::numeric_limits<T>::epsilon()), tolerance);
 }
 
-/// max |a - b| / max(max |a|, share M), the largest with its name. All ranks bring the same names. Collective.
+/// max |a - b| / max(max |a|, share M), the largest with its name; infinite where |a - b| is, and for a difference from
+/// numbers that are all zero. All ranks bring the same names. Collective.
 inline Difference largest_difference(const Communicator& comm, const std::vector<Compared>& list,
                                      double share) {
     std::vector<double> sizes, values;
@@ -60,7 +61,10 @@ inline Difference largest_difference(const Communicator& comm, const std::vector
     const double model = share > 0 && !list.empty() ? share * *std::ranges::max_element(sizes) : 0;
     Difference largest;
     for (std::size_t i = 0; i < list.size(); ++i)
-        if (values[i] > 0) largest.include({values[i] / std::max(sizes[i], model), list[i].name});
+        if (values[i] > 0) {
+            const double scale = std::isfinite(values[i]) ? std::max(sizes[i], model) : 1;
+            largest.include({values[i] / scale, list[i].name});
+        }
     return largest;
 }
 /// Of two numbers. Collective.
