@@ -117,7 +117,7 @@ class Lesson : LessonBase<Settings> {
     template <class Optimizer>
     bool compare(const std::string& version, const std::string& optimizer, const std::string& title,
                  const Strategy& how) {
-        const double tolerance = this->tolerance(optimizer);
+        const double tolerance = this->tolerance();
         DataParallelMlp<T> ours = parallel(how);
         DataParallelMlp<T> serial(s_.sizes(), s_.seed, nullptr);
         const bool compressed = how.keep && *how.keep < 1;

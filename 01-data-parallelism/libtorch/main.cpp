@@ -92,7 +92,7 @@ class Lesson : TorchLesson<Settings> {
                 run.norm.include(largest_difference(world_, alone->gradient_norm(), t.gradient_norm()));
                 const auto list =
                     compared_all(*alone, alone->gradients(), moved->gradients(), t.gradients(), t.starts());
-                run.gradient.include(largest(list, tolerance(optimizer)));
+                run.gradient.include(largest(list, tolerance()));
                 run.ulps.include(in_ulps(list));
                 t.update();
             }
@@ -103,13 +103,13 @@ class Lesson : TorchLesson<Settings> {
         for (Run& run : runs) {
             const auto list =
                 compared_all(*alone, alone->weights(), moved->weights(), run.trainer->weights(), whole);
-            run.weight = largest(list, tolerance(optimizer));
+            run.weight = largest(list, tolerance());
             run.ulps.include(in_ulps(list));
             say("%-18s %8.1e %8.1e %8.1e %8.1e %6.1f  %s\n",
                 ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + std::string(name_of(run.way))).c_str(),
                 run.loss.value, run.norm.value, run.gradient.value, run.weight.value, run.ulps.value,
                 run.gradient.name.c_str());
-            right &= within(name_of(run.way), optimizer, tolerance(optimizer),
+            right &= within(name_of(run.way), optimizer, tolerance(),
                             {run.loss.value, run.norm.value, run.gradient.value, run.weight.value},
                             run.ulps.value);
         }

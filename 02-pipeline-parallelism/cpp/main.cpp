@@ -76,7 +76,7 @@ class Lesson : LessonBase<Settings> {
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
     bool compare(const std::string& name, const std::string& optimizer, const Schedule& schedule) {
-        const double tolerance = this->tolerance(optimizer);
+        const double tolerance = this->tolerance();
         Pipeline<T> ours(s_.sizes(), s_.seed, world_, schedule);
         Mlp<T> serial(s_.sizes(), s_.seed);
         Optimizer our_optimizer, serial_optimizer;

@@ -75,10 +75,8 @@ class LessonBase {
     bool everywhere(bool right) const { return world_.all_reduce(int(right), MPI_MIN) == 1; }
     /// Bytes of a number.
     std::size_t element() const { return s_.dtype == "float64" ? 8 : 4; }
-    /// Of sums in another order, nothing else; AdamW divides by |gradient|, which float32's rounding of small ones moves.
-    double tolerance(const std::string& optimizer = "sgd") const {
-        return s_.dtype == "float64" ? 1e-12 : optimizer == "adamw" ? 1e-2 : 1e-5;
-    }
+    /// Of sums in another order, as in common/equality.py.
+    double tolerance() const { return s_.dtype == "float64" ? 1e-12 : 1e-5; }
     /// Whether no difference is larger than `most`. The version's record keeps the largest with each optimizer ("" where
     /// there is none). in_ulps: refused from 100 on, as in common/equality.py.
     bool within(const std::string& version, const std::string& optimizer, double most,

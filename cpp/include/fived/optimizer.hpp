@@ -25,7 +25,8 @@ struct Sgd {
 template <class T>
 class AdamW {
   public:
-    double rate = 1e-3, beta1 = 0.9, beta2 = 0.999, epsilon = 1e-8, decay = 0.01;
+    /// epsilon as in LLaMA 2: AdamW enlarges the rounding of a gradient that is zero by rate / epsilon.
+    double rate = 1e-3, beta1 = 0.9, beta2 = 0.999, epsilon = 1e-5, decay = 0.01;
 
     void step(std::span<T> weights, std::span<const T> gradients) {
         mean_.resize(weights.size());

@@ -76,7 +76,7 @@ class TrainingLesson : protected TorchLesson<Settings> {
                 const double norm = std::sqrt(world_.all_reduce(together.squares()));
                 found[i].norm.include(largest_difference(world_, std::sqrt(alone.squares()), norm));
                 const auto list = compared_all(alone, moved, together, true, piece);
-                found[i].gradient.include(this->largest(list, tolerance(optimizer)));
+                found[i].gradient.include(this->largest(list, tolerance()));
                 found[i].ulps.include(this->in_ulps(list));
                 together.update();
             }
@@ -87,12 +87,12 @@ class TrainingLesson : protected TorchLesson<Settings> {
             const auto& [name, together] = trainers[i];
             auto& [loss, norm, gradient, ulps] = found[i];
             const auto list = compared_all(alone, moved, *together, false, piece);
-            const Difference weight = this->largest(list, tolerance(optimizer));
+            const Difference weight = this->largest(list, tolerance());
             ulps.include(this->in_ulps(list));
             say("%-20s %8.1e %8.1e %8.1e %8.1e %6.1f  %s\n",
                 ((optimizer == "sgd" ? "SGD" : "AdamW") + (name.empty() ? "" : ", " + name)).c_str(),
                 loss.value, norm.value, gradient.value, weight.value, ulps.value, gradient.name.c_str());
-            right &= within(name, optimizer, tolerance(optimizer),
+            right &= within(name, optimizer, tolerance(),
                             {loss.value, norm.value, gradient.value, weight.value}, ulps.value);
         }
         say("%-20s", "loss of each step");
