@@ -175,6 +175,21 @@ def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> tuple[Any,
     return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}, norm, state
 
 
+def cancelling(rt: Runtime) -> list[float]:
+    """This rank's run of gradients whose sum is 1 in the order of the ranks, and 0 in an order that adds 1 earlier."""
+    model = nn.Linear(6, 1, bias=False, dtype=torch.float64)
+    zero = zero_around(model, rt)
+    model(torch.full((1, 6), [1e16, -1e16, 1.0][rt.rank], dtype=torch.float64)).sum().backward()
+    zero.finish()
+    return [x for piece in zero.pieces() for x in piece.grad.tolist()]
+
+
+def test_zero1_adds_in_the_order_of_the_ranks() -> None:
+    """On gloo an all-to-all carries the terms: gloo's own reduce-scatter sends twice as much."""
+    need_module("dp_libtorch")
+    assert spawn(cancelling, 3) == [[1.0, 1.0]] * 3
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("samples", UNEVEN_SAMPLES)
 def test_zero1_equals_one_device(samples: list[float], set_to_none: bool) -> None:

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -38,6 +39,7 @@ class Ranks final : public torch::CustomClassHolder {
     struct Pending {
         Works works;
         Message message;
+        std::function<void()> finish{};  // when all has arrived
     };
     /// In place: P to R. Sends 2 (n-1)/n S.
     [[nodiscard]] Pending all_reduce(const at::Tensor& x,
@@ -56,10 +58,19 @@ class Ranks final : public torch::CustomClassHolder {
             return {group_->broadcast(list)};
         });
     }
-    /// P to S: `mine`, this rank's run of x, becomes the sum of all ranks' runs there. (n-1)/n S.
+    /// P to S: `mine`, this rank's run of x, becomes the sum of all ranks' runs there. (n-1)/n S. gloo's own sends twice
+    /// that: there an all-to-all carries the terms, and wait() adds them in the order of the ranks.
     [[nodiscard]] Pending reduce_scatter(at::Tensor mine, at::Tensor x) const {
-        return start("reduce_scatter", size() - 1, x,
-                     [&]() -> Works { return {group_->reduce_scatter_single(mine, x)}; });
+        const bool adds_itself = group_ && group_->getBackend(x.device().type())->getBackendName() == "gloo";
+        const at::Tensor terms = adds_itself ? at::empty_like(x) : at::Tensor();
+        Pending pending = start("reduce_scatter", size() - 1, x, [&]() -> Works {
+            at::Tensor into = terms;
+            std::vector<std::int64_t> equal;
+            if (adds_itself) return {group_->all_to_all_single(into, x, equal, equal)};
+            return {group_->reduce_scatter_single(mine, x)};
+        });
+        if (adds_itself) pending.finish = [mine, terms, n = size()] { add_up(mine, terms, n); };
+        return pending;
     }
     /// S to R: x becomes every rank's `mine`, which is this rank's run of it. (n-1)/n S.
     [[nodiscard]] Pending all_gather(at::Tensor x, at::Tensor mine) const {
@@ -107,6 +118,7 @@ class Ranks final : public torch::CustomClassHolder {
         const Timer timer;
         for (const auto& work : pending.works) work->wait();
         pending.works.clear();
+        if (const auto finish = std::exchange(pending.finish, {})) finish();
         pending.message.seconds += timer.seconds();
         const std::lock_guard lock(mutex_);
         sent_.push_back(pending.message);
@@ -118,6 +130,15 @@ class Ranks final : public torch::CustomClassHolder {
     }
 
   private:
+    /// out = the sum of the n runs of `terms`, in their order; half types are added in float32 and rounded once.
+    static void add_up(const at::Tensor& out, const at::Tensor& terms, int n) {
+        const at::NoGradGuard no_grad;
+        const at::Tensor runs = terms.view({n, -1});
+        const bool half = terms.scalar_type() == at::kHalf || terms.scalar_type() == at::kBFloat16;
+        at::Tensor sum = half ? runs[0].to(at::kFloat) : runs[0];
+        for (int r = 1; r < n; ++r) sum += runs[r];
+        out.copy_(sum.view_as(out));
+    }
     template <class Start>
     Pending start(const char* op, std::int64_t times, const at::Tensor& x, Start call) const {
         if (!group_) return {};
