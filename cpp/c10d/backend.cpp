@@ -184,7 +184,7 @@ MpiBackend::MpiBackend(int rank, int size, const std::string& name, std::vector<
 
 MpiBackend::~MpiBackend() {
     if (Engine::get().is_forked()) {  // what is MPI's is the parent's
-        std::make_unique<std::optional<Communicator>>(std::move(comm_)).release();
+        comm_->abandon();
         hosts_.release();
         return;
     }

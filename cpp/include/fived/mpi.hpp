@@ -110,10 +110,13 @@ class Communicator {
           size_(other.size_) {}
     Communicator& operator=(Communicator&&) = delete;
     ~Communicator() {
+        if (handle_ == MPI_COMM_NULL) return;
         int finalized = 0;
         MPI_Finalized(&finalized);
-        if (handle_ != MPI_COMM_NULL && !finalized) MPI_Comm_free(&handle_);
+        if (!finalized) MPI_Comm_free(&handle_);
     }
+    /// Calls MPI no more: in a fork the communicator is the parent's.
+    void abandon() { handle_ = MPI_COMM_NULL; }
 
     Communicator dup(const std::string& name = "") const {
         return Communicator(handle_, name.empty() ? name_ : name);
