@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from mpi.launch import cannot
 from two_hosts import Host, NotAllowed, two_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         with two_hosts() as both:
             yield both
     except (NotAllowed, FileNotFoundError) as error:
-        pytest.skip(f"no networks can be made here: {error}")
+        cannot(f"no networks can be made here: {error}")
 
 
 def said(process: subprocess.Popen[str]) -> str:

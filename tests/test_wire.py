@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from mpi.launch import need_module, run_worker
+from mpi.launch import cannot, need_module, run_worker
 from two_hosts import NotAllowed, own_network
 
 from common import comm
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple
     try:
         before = own_network()
     except (NotAllowed, FileNotFoundError) as error:
-        pytest.skip(f"no networks can be made here: {error}")
+        cannot(f"no networks can be made here: {error}")
     folder = tmp_path_factory.mktemp("wire")
     measured = run_worker(4, "wire_worker.py", folder, environment=FOUR_HOSTS, before=before)
     return measured or pytest.skip("only Open MPI is known to keep to TCP when told to")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -39,6 +39,11 @@ def need_module(name: str) -> None:
     """Fails the test when the C++ part is not built: tests build nothing."""
     if importlib.util.find_spec(name) is None:
         pytest.fail(f"the Python module {name} is not built: run make setup", pytrace=False)
+
+
+def cannot(why: str) -> NoReturn:
+    """Skips the test; fails it where FIVED_NO_SKIPS is set, as where every change is checked."""
+    (pytest.fail if os.environ.get("FIVED_NO_SKIPS") else pytest.skip)(why)
 
 
 def need_binary(name: str) -> Path:
