@@ -144,7 +144,7 @@ def test_it_needs_a_python_and_a_system_with_pidfd_open(monkeypatch: pytest.Monk
 
 
 def test_where_a_socket_s_path_would_be_too_long_the_real_python_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -152,6 +152,7 @@ def test_where_a_socket_s_path_would_be_too_long_the_real_python_runs(
     with forked.interpreter([], os.environ) as programs:
         done = subprocess.run([programs / "python", tmp_path / "shows.py"], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"{os.getpid()}\n", "")
+    assert capfd.readouterr().err == ""  # no server failed
 
 
 def test_what_is_no_script_and_what_comes_late_is_the_real_python_s(
