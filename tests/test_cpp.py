@@ -180,6 +180,9 @@ def test_there_is_no_python_in_the_programs_on_libtorch(program: str) -> None:
     assert "libtorch_python" not in libraries
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a LibTorch with CUDA is found beside its toolkit only"
+)
 def test_a_libtorch_without_python_gives_the_binaries(tmp_path: Path) -> None:
     """The zip of pytorch.org has no libtorch_python.so; here it is the wheel's folder without that file."""
     wheel, named = Path(torch.__file__).parent, tmp_path / "libtorch"
