@@ -66,7 +66,7 @@ LOWEST = 0.1  # where the cosine ends, as a part of the full rate
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is added to a step that accumulates."""
+    """Options of a step that accumulates."""
 
     sync_each: bool = False
     clip: bool = False
@@ -250,7 +250,7 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Frac
 
 
 def epoch_of(samples: int, ranks: int, seed: int) -> dict[str, Indices]:
-    """What all ranks together see in an epoch, by our sampler and by torch's."""
+    """Return the samples that all ranks together see in an epoch, by our sampler and by torch's."""
     ours = [samples_at(seed, samples, *rank_slice(samples, r, ranks)) for r in range(ranks)]
     seen = {"ours": np.concatenate(ours)}
     data = TensorDataset(torch.arange(samples))
@@ -264,7 +264,7 @@ def epoch_of(samples: int, ranks: int, seed: int) -> dict[str, Indices]:
 
 
 def sampler_table(o: StepOptions, ranks: int) -> Table:
-    """What an epoch repeats and what it leaves out."""
+    """Count, for each sampler, the samples that an epoch sees once, repeats and leaves out."""
     table = Table(title=f"an epoch of {o.samples} samples on {ranks} ranks", title_justify="left")
     for column in ("sampler", "seen once", "seen again", "never seen"):
         table.add_column(column, justify="left" if column == "sampler" else "right")

@@ -86,7 +86,7 @@ class LossScaler:
         self.seen: list[bool] = []  # did this rank see an overflow in it?
 
     def scale(self, loss: Tensor) -> Tensor:
-        """What to call backward on."""
+        """Return the scaled loss, on which to call backward."""
         return loss * self.factor
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class TorchScaler:
         self.seen: list[bool] = []
 
     def scale(self, loss: Tensor) -> Tensor:
-        """What to call backward on."""
+        """Return the scaled loss, on which to call backward."""
         scaled: Tensor = self.inner.scale(loss)
         return scaled
 

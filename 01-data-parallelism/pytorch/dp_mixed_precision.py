@@ -189,7 +189,7 @@ class Comparison:
         self.table.add_row(name, optimizer, *values, show_bytes(counted), show_bytes(formula))
 
     def sentence(self) -> str:
-        """What was proved, or which rows differ."""
+        """Return one line: what was proved, or which rows differ."""
         if self.wrong:
             return f"NOT equal to one device, or other bytes: {'; '.join(self.wrong)}"
         return (
