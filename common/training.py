@@ -129,8 +129,9 @@ class Batches:
 
 def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
     """The plain model, the same on every rank for the same seed. Raises RuntimeError where known numbers differ."""
-    known.check(known_step, device)
-    return Transformer(o.model_config(), o.seed, DTYPES[o.dtype]).to(device)
+    c = o.model_config()
+    known.check(known_step, c, device)
+    return Transformer(c, o.seed, DTYPES[o.dtype]).to(device)
 
 
 def shape_of(o: TrainingOptions) -> Transformer:
