@@ -164,6 +164,11 @@ def test_h_below_one_is_refused() -> None:
         LocalSGD(nn.Linear(2, 2), ALONE, every=0)
 
 
+@pytest.mark.parametrize(("n", "batch"), [(2, 4), (3, 7)])
+def test_lesson(n: int, batch: int) -> None:
+    assert all(spawn(main, n, LocalOptions(model="gpt2-nano", batch=batch, sequence=8, steps=3)))
+
+
 @pytest.mark.parametrize(
     ("o", "message"),
     [

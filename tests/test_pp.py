@@ -25,7 +25,7 @@ from common.mesh import Mesh
 from common.models.configs import CONFIGS, gpt2, llama
 from common.runtime import Runtime
 from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
+from common.training import Batches, Version, make_model, shape_of, training_step
 
 CONFIGS["pp-gpt2"] = replace(gpt2(layers=8, width=16, heads=2, sequence=16), dropout=0.2)
 CONFIGS["pp-llama"] = llama(layers=9, width=16, heads=2, kv_heads=1, mlp_width=24, sequence=16)
@@ -65,7 +65,7 @@ def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]
                 step = training_step(version, make_batches(o, rt.world, rt.device), alone)
                 followed = follow(model, optimizer, o.steps, step, mesh)
             found = compare(references[model_name, optimizer], followed)
-            assert ledger.bytes() == run_bytes(name, make_model(o, rt.device), rt.world, o), (
+            assert ledger.bytes() == run_bytes(name, shape_of(o), rt.world, o), (
                 name,
                 model_name,
             )

@@ -31,7 +31,7 @@ from common.models.transformer import cross_entropy_sum
 from common.placement import Shard, placement
 from common.runtime import Runtime
 from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
+from common.training import Batches, Version, make_model, shape_of, training_step
 from common.utils.memory import peak_allocated
 
 # 24 heads divide by 2, 3, 4 and 8; nothing else does by all: 259 tokens, an MLP of 51, 6 key-value heads
@@ -97,8 +97,7 @@ def against_one_device(rt: Runtime, cases: list[tuple[str, str, str, dict]]) -> 
                 made = module.make_version(version, model, rt, o)
                 step = training_step(made, Batches(o, alone, rt.device), alone)
                 found = compare(references[key], follow(model, optimizer, o.steps, step, mesh))
-            plain = make_model(o, rt.device)
-            formula = run_bytes(module.step_bytes)(version, plain, rt.world, o)
+            formula = run_bytes(module.step_bytes)(version, shape_of(o), rt.world, o)
             assert ledger.bytes() == formula, (lesson, version, model_name)
             results.append({kind: found[kind].value for kind in KINDS})
     return results
