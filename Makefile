@@ -25,11 +25,11 @@ test: setup ## all tests, C++ and Python, three files at a time: starting ranks 
 test-sample: setup ## some numerical tests with other kernels, another text and seed: two minutes
 	@$(ACTIVATE) env $(KERNELS) $(PYTEST) --seed 1 $(SAMPLE)
 
-test-portability: setup ## all tests, every lesson and binary, with each of three kernel settings, five texts and seeds
-	@$(ACTIVATE) for kernels in $(KERNELS); do export "$$kernels"; \
-		for seed in 1 2 3 4 5; do echo "$$kernels, seed $$seed" && \
-			python -m pytest tests/portability.py --seed $$seed --steps 20 || exit; done; \
-		$(PYTEST) --seed 1 || exit; unset "$${kernels%=*}"; done
+test-portability: setup ## all tests under each of three kernel settings; lessons and binaries with five texts and seeds
+	@$(ACTIVATE) for kernels in $(KERNELS); do env "$$kernels" $(PYTEST) --seed 1 || exit; done
+	@$(ACTIVATE) set -- $(KERNELS) && for seed in 1 2 3 4 5; do echo "$$1, seed $$seed" && \
+		env "$$1" python -m pytest tests/portability.py --seed $$seed --steps 20 || exit; \
+		set -- $$2 $$3 $$1; done
 
 proof: setup ## every mesh of 8 ranks and some of 12, 16 and 32 against one device, into docs/proof.md
 	@$(ACTIVATE) python 06-hybrid-parallelism/pytorch/hybrid_proof.py --write docs/proof.md
