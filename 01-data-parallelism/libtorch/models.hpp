@@ -4,14 +4,13 @@
 // B batch  S sequence  I inputs
 #pragma once
 
-#include <torch/all.h>
-
 #include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "fived/torch.hpp"
 #include "fived/torch_gpt2.hpp"
 
 namespace fived {

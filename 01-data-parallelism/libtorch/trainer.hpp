@@ -1,8 +1,6 @@
 // A model in training: on one device, or its batch split over the ranks of a process group.
 #pragma once
 
-#include <torch/all.h>
-
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,6 +10,7 @@
 
 #include "dp_libtorch.hpp"
 #include "fived/mpi.hpp"
+#include "fived/torch.hpp"
 #include "models.hpp"
 #include "zero1.hpp"
 

@@ -22,8 +22,6 @@
 // B batch  S sequence  D width
 #pragma once
 
-#include <torch/all.h>
-
 #include <functional>
 #include <map>
 #include <memory>
@@ -33,6 +31,7 @@
 
 #include "fived/ranks.hpp"
 #include "fived/schedule.hpp"
+#include "fived/torch.hpp"
 #include "fived/torch_gpt2.hpp"
 
 namespace fived {

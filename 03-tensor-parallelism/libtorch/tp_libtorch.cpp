@@ -1,12 +1,11 @@
 #include "tp_libtorch.hpp"
 
-#include <torch/all.h>
-
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
 
 #include "fived/partition.hpp"
+#include "fived/torch.hpp"
 
 namespace fived {
 

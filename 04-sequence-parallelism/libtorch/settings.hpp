@@ -3,14 +3,13 @@
 // B batch  S sequence  H query heads  G heads of keys  K width of a head
 #pragma once
 
-#include <torch/all.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <string>
 
 #include "fived/lesson.hpp"
 #include "fived/random.hpp"
+#include "fived/torch.hpp"
 
 namespace fived {
 

@@ -1,13 +1,13 @@
 #include "sp_libtorch.hpp"
 
-#include <torch/all.h>
-
 #include <cmath>
 #include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
+
+#include "fived/torch.hpp"
 
 namespace fived {
 

@@ -1,9 +1,9 @@
 #include "ep_libtorch.hpp"
 
-#include <torch/all.h>
-
 #include <numeric>
 #include <stdexcept>
+
+#include "fived/torch.hpp"
 
 namespace fived {
 

@@ -4,14 +4,13 @@
 // B batch  S sequence  D width  V vocabulary (the 256 values of a byte)  H heads  K width of a head
 #pragma once
 
-#include <torch/all.h>
-
 #include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "fived/torch.hpp"
 #include "fived/torch_training.hpp"
 
 namespace fived {

@@ -1,8 +1,6 @@
 // main() of the lessons on LibTorch, and the difference of two runs.
 #pragma once
 
-#include <torch/all.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -13,6 +11,7 @@
 #include "fived/equality.hpp"
 #include "fived/lesson.hpp"
 #include "fived/ranks.hpp"
+#include "fived/torch.hpp"
 #include "process_group.hpp"
 
 namespace fived {

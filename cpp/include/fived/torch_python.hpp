@@ -1,7 +1,7 @@
 // What the Python modules on LibTorch share: Ranks, and a list of what was sent.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 #include <tuple>

@@ -4,8 +4,6 @@
 // B batch  S sequence  D width  V vocabulary
 #pragma once
 
-#include <torch/all.h>
-
 #include <cmath>
 #include <memory>
 #include <string>
@@ -13,6 +11,7 @@
 
 #include "fived/random.hpp"
 #include "fived/ranks.hpp"
+#include "fived/torch.hpp"
 #include "fived/training.hpp"
 
 namespace fived {
