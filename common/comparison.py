@@ -53,7 +53,7 @@ def benchmark(
     make_batches: Callable[..., Batches] = Batches,
     axis: str = "dp",
 ) -> list[BenchmarkRecord]:
-    """Whole steps, AdamW included, of every version in turn; `o.steps` rounds after two to warm up.
+    """Whole steps, AdamW included, of every version in turn; `o.steps` rounds after one to warm up.
 
     step_bytes: the bytes a rank sends in a step by formula. unseen: versions whose messages and waits pass the
     ledger by. axis: the one along which the strategy splits.

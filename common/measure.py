@@ -44,7 +44,7 @@ class Measured:
 
 
 def in_turn(
-    cases: dict[str, Callable[[], object]], rounds: int, group: Group, warm_up: int = 2, device: str = "cpu"
+    cases: dict[str, Callable[[], object]], rounds: int, group: Group, warm_up: int = 1, device: str = "cpu"
 ) -> dict[str, Measured]:
     """Call every case once a round, `rounds` times, after `warm_up` rounds that do not count."""
     measured = {name: Measured() for name in cases}

@@ -144,7 +144,7 @@ class Lesson : TorchLesson<Settings> {
         std::vector<std::unique_ptr<Trainer>> trainers;
         for (const Way way : ways_) trainers.push_back(make(way, optimizer));
         measured_.resize(ways_.size());
-        const int warm_up = 2;
+        const int warm_up = 1;
         for (int step = -warm_up; step < s_.steps; ++step)
             for (std::size_t i = 0; i < ways_.size(); ++i) {
                 const Parts mine = parts(ways_[i], step + warm_up);

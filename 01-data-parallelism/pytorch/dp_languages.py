@@ -145,7 +145,7 @@ def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
 
 
 def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
-    """Whole steps of every version in turn, on one batch; `o.steps` rounds after two to warm up."""
+    """Whole steps of every version in turn, on one batch; `o.steps` rounds after one to warm up."""
     if o.benchmark and o.scaling == "weak":
         o = replace(o, batch=o.batch * rt.world_size)
     samples = Samples(o, rt.world, rt.device)

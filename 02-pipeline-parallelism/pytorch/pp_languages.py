@@ -150,7 +150,7 @@ class Lesson:
         return whole_in_torch
 
     def benchmark(self, given: TrainingOptions) -> list[BenchmarkRecord]:
-        """Whole steps of `given.versions` in turn; `given.steps` rounds after two to warm up."""
+        """Whole steps of `given.versions` in turn; `given.steps` rounds after one to warm up."""
         o = self.o
         measured = in_turn({name: self.step(name) for name in given.versions}, given.steps, self.rt.world)
         mlp, gpt2, memory = plain_mlp(o), shape_of(o), peak_memory(self.rt.world)

@@ -71,7 +71,7 @@ def step_bytes(rt: Runtime, o: LanguageOptions) -> Fraction:
 
 
 def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
-    """Forward, backward and AdamW of every version in turn; `o.steps` rounds after two to warm up."""
+    """Forward, backward and AdamW of every version in turn; `o.steps` rounds after one to warm up."""
     x_BSD, y_BSD = samples(o)
 
     def case(name: str) -> Callable[[], object]:

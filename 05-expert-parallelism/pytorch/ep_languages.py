@@ -157,7 +157,7 @@ class Lesson:
         return Fraction(4 * away * c.width * size + counts + router, n)
 
     def benchmark(self, o: TrainingOptions) -> list[BenchmarkRecord]:
-        """Forward, backward and AdamW of every version in turn; `o.steps` rounds after two to warm up."""
+        """Forward, backward and AdamW of every version in turn; `o.steps` rounds after one to warm up."""
 
         self.step(self.make("one device", "adamw"), alone=True)
         formula, sent = float(self.formula(self.choices[0])), {}

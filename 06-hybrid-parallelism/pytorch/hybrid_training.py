@@ -234,7 +234,7 @@ def name_of(o: HybridOptions, mesh: Mesh) -> str:
 def timed(
     rt: Runtime, o: HybridOptions, mesh: Mesh, beside: Mapping[str, Version] | None = None
 ) -> list[BenchmarkRecord]:
-    """Whole steps with AdamW; `o.steps` of them after two to warm up. beside: others to time in turn with ours."""
+    """Whole steps with AdamW; `o.steps` of them after one to warm up. beside: others to time in turn with ours."""
     o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
     hybrid = make_hybrid(rt, o, mesh)
     batches, sent = Batches(o, hybrid.samples, rt.device), []

@@ -110,7 +110,7 @@ class TrainingLesson : protected TorchLesson<Settings> {
         std::unique_ptr<Trainer> alone;
         if (beside && world_.rank() == 0) alone = make_alone();
         bool right = true;
-        const int warm_up = 2;
+        const int warm_up = 1;
         for (int step = -warm_up; step < s_.steps; ++step) {
             const auto time = [&](Trainer* trainer) {
                 world_.barrier();
