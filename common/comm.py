@@ -479,7 +479,7 @@ def everyones(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T] = [value] * group.size
-    dist.all_gather_object(values, value, group=group.pg)
+    _run(lambda: dist.all_gather_object(values, value, group=group.pg), "everyones", group, 0)
     return values
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -94,9 +95,10 @@ def parse(
 
 def _one_line(box: str) -> str:
     """The reason in the box that tyro draws: its rows up to the first rule; all of the text where it is no such box."""
-    rows = [row.strip("│| ") for row in box.splitlines() if row.startswith(("│", "|"))]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)  # on a terminal the box has colours
+    rows = [row.strip("│| ") for row in plain.splitlines() if row.startswith(("│", "|"))]
     parts = itertools.groupby(rows, lambda row: bool(row.strip("─-")))
-    said = next((list(part) for is_text, part in parts if is_text), box.split())
+    said = next((list(part) for is_text, part in parts if is_text), plain.split())
     return " ".join(said).rstrip(".") + "; --help lists the options"
 
 

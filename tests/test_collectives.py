@@ -207,6 +207,26 @@ def test_what_travels_by_way_of_the_host() -> None:
     assert all(spawn(by_way_of_the_host, 3))
 
 
+def gathering(rt: Runtime) -> dict[str, object]:
+    """Where this rank stands while it waits for everyone's objects."""
+    seen: dict[str, object] = {}
+    plain = torch.distributed.all_gather_object
+
+    def gather(*given: Any, **more: Any) -> None:
+        seen.update(comm.blocked_in)
+        plain(*given, **more)
+
+    with patch.object(torch.distributed, "all_gather_object", gather):
+        assert comm.everyones(rt.rank, rt.world) == [0, 1]
+    assert not comm.blocked_in
+    return seen
+
+
+def test_who_waits_for_objects_is_seen() -> None:
+    for seen in spawn(gathering, 2):
+        assert (seen["op"], seen["axis"]) == ("everyones", "world")
+
+
 def test_ledgers_inside_one_another() -> None:
     with Ledger() as outer:
         with Ledger() as inner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import ep_switch_router
 import pytest
@@ -74,6 +75,23 @@ def lesson(rt: Runtime) -> bool:
 @pytest.mark.parametrize("world", [1, 3])
 def test_loads_are_those_of_one_device(world: int) -> None:
     assert all(spawn(lesson, world))
+
+
+def weights_of_a_rank(rt: Runtime) -> bool:
+    """The lesson where each rank's weights are another multiple."""
+    plain = ep_switch_router.statistics
+
+    def statistics(*gates: torch.Tensor) -> torch.Tensor:
+        numbers = plain(*gates)
+        numbers[-1] *= 1 + 1e-9 * rt.rank
+        return numbers
+
+    with patch.object(ep_switch_router, "statistics", statistics):
+        return lesson(rt)
+
+
+def test_weights_are_those_of_one_device() -> None:
+    assert not any(spawn(weights_of_a_rank, 2))
 
 
 def test_jitter_by_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

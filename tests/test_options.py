@@ -134,6 +134,7 @@ def test_another_box_is_one_line_too() -> None:
     box = "\n".join((*rows, "╰─────────────────╯\n"))
     for text, line in (
         (box, "a             b c"),
+        (re.sub("[│╭╰─╮╯]+", "\x1b[31m\\g<0>\x1b[0m", box), "a             b c"),  # on a terminal
         ("", ""),
         ("│\n", "│"),
         ("no such\noption.\n", "no such option"),

@@ -46,8 +46,9 @@ from torch import Tensor
 
 from common import comm, random
 from common.comparison import check, one_rank
+from common.equality import TOLERANCE
 from common.ledger import Ledger
-from common.lesson import console, run
+from common.lesson import DTYPES, console, run
 from common.mesh import Mesh
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.options import Count, Within
@@ -221,7 +222,11 @@ def main(rt: Runtime, o: RouterOptions) -> bool:
     expected = route(model, replace(o, micro_batches=1), Batches(o, one_rank(rt), rt.device))
     out.print(load_table(found, tokens))
     E = o.model_config().experts
-    equal = all(torch.equal(found[name][:-1], expected[name][:-1]) for name in found)
+    counts = all(torch.equal(found[name][:-1], expected[name][:-1]) for name in found)
+    weights = all(
+        torch.isclose(found[name][-1], expected[name][-1], rtol=TOLERANCE[DTYPES[o.dtype]]) for name in found
+    )
+    equal = counts and weights
     formula = Fraction(2 * (rt.world_size - 1) * len(found) * (E + 3) * 8, rt.world_size)
     if o.plot and rt.rank == 0:
         loads = {name: numbers[:E].tolist() for name, numbers in found.items()}
