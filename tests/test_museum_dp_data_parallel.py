@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from dp_data_parallel import OneProcess, alone
 from dp_training import DataParallelOptions
+from museum import show
 from torch import Tensor
 
-from common.equality import OPTIMIZERS, compare, follow
+from common.equality import OPTIMIZERS, Difference, compare, follow
 from common.runtime import Runtime
 from common.spawn import spawn
 from common.training import make_model
@@ -36,7 +37,7 @@ class MeanOfMeans(OneProcess):
         return dlogits_bSV * (sum(self.samples) / (mine * self.group.size)), loss
 
 
-def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, float]]:
+def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, Difference]]:
     found = {}
     for optimizer in OPTIMIZERS:
         model = make_model(OPTIONS, rt.device)
@@ -44,7 +45,7 @@ def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, float]]:
         if rt.rank == 0:
             followed = follow(model, optimizer, OPTIONS.steps, one.step)
             reference = alone(rt, OPTIONS, optimizer, lambda model: model)
-            found[optimizer] = {k: d.value for k, d in compare(reference, followed).items()}
+            found[optimizer] = compare(reference, followed)
         else:
             for t in range(OPTIONS.steps):
                 one.step(t)
@@ -54,7 +55,8 @@ def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("kind", [ReplicatesOnce, MeanOfMeans])
 def test_what_goes_wrong_in_silence_is_caught(kind: type[OneProcess]) -> None:
     found = spawn(broken, 2, kind)[0]
-    print("\n", kind.__name__, found)
-    assert found["sgd"]["gradients"] > 1e-3
-    assert found["sgd"]["weights"] > 1e-5
-    assert max(spawn(broken, 2, OneProcess)[0]["sgd"].values()) <= 1e-12  # the right one, the same way
+    show(kind.__name__, found)
+    assert found["sgd"]["gradients"].value > 1e-3
+    assert found["sgd"]["weights"].value > 1e-5
+    right = spawn(broken, 2, OneProcess)[0]  # the same way
+    assert max(d.value for d in right["sgd"].values()) <= 1e-12
