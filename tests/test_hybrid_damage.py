@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ import hybrid_files
 import pytest
 import torch
 from hybrid_checkpoint import Checkpoints, SaveFailed
-from hybrid_files import SUMS, fault, steps, sum_of
+from hybrid_files import SUMS, Reader, fault, steps, sum_of
 from hybrid_pieces import Entry
 from placed import entries
 
@@ -108,6 +109,18 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def add_sum(place: Path, name: str) -> None:
+    """One more line in SHA256SUMS."""
+    with (place / SUMS).open("a") as file:
+        file.write(f"{64 * '0'}  {name}\n")
+
+
+def pipe(file: Path) -> None:
+    """A pipe in the place of a file; nobody ever writes to it."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGE = {
     "a bit": (lambda at: flip(at / "__0_0.distcp"), "__0_0.distcp is not as SHA256SUMS says"),
     "cut short": (
@@ -119,6 +132,12 @@ DAMAGE = {
     "about": (lambda at: flip(at / "about.json"), "about.json is not as SHA256SUMS says"),
     "no sums": (lambda at: (at / "SHA256SUMS").unlink(), "SHA256SUMS: No such file or directory"),
     "fewer sums": (lambda at: os.truncate(at / "SHA256SUMS", 0), "SHA256SUMS is not a list of all files"),
+    "a path": (lambda at: add_sum(at, "/dev/zero"), "SHA256SUMS is not a list of all files"),
+    "the folder above": (lambda at: add_sum(at, ".."), "..: Not a regular file"),
+    "no name": (lambda at: add_sum(at, "a\0b"), "SHA256SUMS is not a list of all files"),
+    "a long name": (lambda at: add_sum(at, 256 * "a"), "SHA256SUMS is not a list of all files"),
+    "sums are a pipe": (lambda at: pipe(at / "SHA256SUMS"), "SHA256SUMS: Not a regular file"),
+    "metadata is a pipe": (lambda at: pipe(at / ".metadata"), ".metadata: Not a regular file"),
     "a folder": (lambda at: shutil.rmtree(at) or at.touch(), "SHA256SUMS: Not a directory"),
 }
 
@@ -215,9 +234,9 @@ def test_the_last_k_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (("w", torch.zeros(50, 51)), r"w is \[50, 50\] float32 there and \[50, 51\] float32 here"),
-        (("w", torch.zeros(50, 50).double()), r"w is \[50, 50\] float32 there and \[50, 50\] float64 here"),
-        (("v", torch.zeros(50, 50)), r"v is missing there and \[50, 50\] float32 here"),
+        (("w", torch.zeros(50, 51)), r"'w' is \[50, 50\] float32 there and \[50, 51\] float32 here"),
+        (("w", torch.zeros(50, 50).double()), r"'w' is \[50, 50\] float32 there and \[50, 50\] float64 here"),
+        (("v", torch.zeros(50, 50)), r"'v' is missing there and \[50, 50\] float32 here"),
     ],
 )
 def test_another_model_is_refused(entry: tuple[str, torch.Tensor], message: str, tmp_path: Path) -> None:
@@ -236,6 +255,19 @@ class Hostile:
         return Path.touch, (self.marker,)
 
 
+def forged(name: Any = "w", at: str = "", **changed: Any) -> Any:
+    """A `.metadata` whose tensor has this name and these fields, and is in the file `at`."""
+
+    def content(marker: Path) -> bytes:
+        metadata = Reader(marker.with_name("step-00000001")).read_metadata()
+        metadata.state_dict_metadata = {name: replace(metadata.state_dict_metadata["w"], **changed)}
+        for info in metadata.storage_data.values():
+            info.relative_path = at or info.relative_path
+        return pickle.dumps(metadata)
+
+    return content
+
+
 def forge(place: Path, name: str, content: bytes) -> None:
     """Another file in a checkpoint, with its right sum."""
     sums = (place / SUMS).read_text().replace(sum_of(place / name), hashlib.sha256(content).hexdigest())
@@ -250,6 +282,17 @@ FORGED: list[tuple[str, Any, str]] = [
     (".metadata", lambda _: b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "asks for 'torch.os.system'"),
     (".metadata", lambda _: pickle.dumps(torch.Size([2])), "has no attribute 'state_dict_metadata'"),
     (".metadata", lambda _: b"", "Ran out of input"),
+    (".metadata", forged(5), "the name of a tensor is no text"),
+    (".metadata", forged(None), "the name of a tensor is no text"),
+    (
+        ".metadata",
+        forged("a\n\x1b" + 200000 * "b"),
+        r"optimizer: 'a\\n\\x1bb{0,73} is \[50, 50\] float32 there",
+    ),
+    (".metadata", forged(size=[200000 * "b"]), r"optimizer: 'w' is \['b{0,78} there"),
+    (".metadata", forged(at="../pipe"), "asks for the file '../pipe'"),
+    (".metadata", forged(at="/dev/zero"), "asks for the file '/dev/zero'"),
+    (".metadata", forged(at=5), "expected string"),
     (
         "about.json",
         lambda _: b'{"step": 9000000000}',

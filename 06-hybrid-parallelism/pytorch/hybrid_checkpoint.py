@@ -239,7 +239,8 @@ class Checkpoints:
         for name in sorted(there.keys() | here.keys()):
             if there.get(name) != here.get(name):
                 raise UsageError(
-                    f"{place} is of another model or optimizer: {name} is {there.get(name, 'missing')} there and "
+                    f"{place} is of another model or optimizer: {name!a:.80} is "
+                    f"{there.get(name, 'missing')!s:.80} there and "
                     f"{here.get(name, 'missing')} here; give the options it was made with, or another folder"
                 )
 

@@ -21,6 +21,7 @@ One run at a time has a folder: `hold`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -30,6 +31,7 @@ import pickle
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -144,9 +146,10 @@ def put_back(folder: Path) -> None:
 def fault(place: Path, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, or None. Of its files only each `parts`-th is read, from `part` on."""
     try:
-        lines = (place / SUMS).read_bytes().splitlines()
-        found = [re.fullmatch(rb"([0-9a-f]{64})  (\S+)", line) for line in lines]
-        sums = {os.fsdecode(line[2]): line[1].decode() for line in found if line}
+        with opened(place / SUMS) as file:
+            lines = file.read().splitlines()
+        found = [re.fullmatch(rb"([0-9a-f]{64})  ([\w.-]{1,255})", line) for line in lines]
+        sums = {line[2].decode(): line[1].decode() for line in found if line}
         needed = {".metadata", "about.json", *(file.name for file in place.glob("*.distcp"))}
         if not all(found) or needed - sums.keys():
             return f"{SUMS} is not a list of all files and their sums"
@@ -158,10 +161,17 @@ def fault(place: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
+def opened(path: Path) -> IO[bytes]:
+    """Open a regular file. Raises OSError for any other: reading a pipe or a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return path.open("rb")
+
+
 def sum_of(path: Path) -> str:
     """SHA-256 of a file."""
     total = hashlib.sha256()
-    with path.open("rb") as file:
+    with opened(path) as file:
         while block := file.read(1 << 20):
             total.update(block)
     return total.hexdigest()
@@ -287,14 +297,18 @@ class Reader(FileSystemReader):
         """Return the metadata: which file holds each tensor. Raises UsageError for a file that is no such metadata."""
         path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
+            with opened(path) as file:
                 metadata: Metadata = MetadataUnpickler(file).load()
             named = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+            if not all(isinstance(name, str) for name in named):
+                raise TypeError("the name of a tensor is no text")
             self.tensors = {name: describe(x.size, x.properties.dtype) for name, x in named.items()}
+            for at in metadata.storage_data.values():
+                if not re.fullmatch(r"[\w.-]+\.distcp", at.relative_path):  # `fault` has read all of these
+                    raise ValueError(f"it asks for the file {at.relative_path!a:.80}")
         except Exception as error:  # a pickle that is none raises whatever it likes
-            raise UsageError(
-                f"{path} is not checkpoint metadata: {str(error).partition(chr(10))[0]}"
-            ) from None
+            why = ascii(str(error))[1:-1]  # it may quote the file
+            raise UsageError(f"{path} is not checkpoint metadata: {why:.200}") from None
         return metadata
 
     def about(self) -> dict[str, Any]:
