@@ -25,6 +25,7 @@ from hybrid_checkpoint import Checkpoints, SaveFailed
 from hybrid_files import SUMS, Reader, fault, steps, sum_of
 from hybrid_pieces import Entry
 from placed import entries
+from torch.distributed.checkpoint import ChunkStorageMetadata
 
 from common import comm
 from common.comm import Group
@@ -276,6 +277,8 @@ def forge(place: Path, name: str, content: bytes) -> None:
     assert fault(place) is None
 
 
+HALF = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([25, 50]))
+NOT_FILLED = "step-00000001 was not read: rank 0: ValueError: the boxes of 'w' do not fill it"
 FORGED: list[tuple[str, Any, str]] = [
     (".metadata", lambda marker: pickle.dumps(Hostile(marker)), "asks for 'pathlib.*Path"),
     (".metadata", lambda _: b"cos\nsystem\n(S'exit'\ntR.", "asks for 'os.system'"),
@@ -293,6 +296,9 @@ FORGED: list[tuple[str, Any, str]] = [
     (".metadata", forged(at="../pipe"), "asks for the file '../pipe'"),
     (".metadata", forged(at="/dev/zero"), "asks for the file '/dev/zero'"),
     (".metadata", forged(at=5), "expected string"),
+    (".metadata", forged(chunks=[]), NOT_FILLED),
+    (".metadata", forged(chunks=None), NOT_FILLED),
+    (".metadata", forged(chunks=[HALF]), NOT_FILLED),
     (
         "about.json",
         lambda _: b'{"step": 9000000000}',

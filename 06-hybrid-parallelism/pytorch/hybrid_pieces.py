@@ -203,13 +203,16 @@ class LoadPieces(DefaultLoadPlanner):
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """One item for each pair of boxes that overlap."""
+        """One item for each pair of boxes that overlap. Raises ValueError for a piece that they do not fill."""
         assert self.metadata is not None
         items = []
         for piece in self.mine.values():
             written = self.metadata.state_dict_metadata[piece.name]
             assert isinstance(written, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(piece.name, written, [piece.chunk])
+            found = create_read_items_for_chunk_list(piece.name, written, [piece.chunk])
+            if sum(math.prod(item.lengths) for item in found) != piece.tensor.numel():
+                raise ValueError(f"the boxes of {piece.name!a:.80} do not fill it")
+            items += found
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
