@@ -277,6 +277,8 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
         ("zero = 7", "zero = 7: invalid choice '7'"),
         ("steps = ", "is not TOML"),
         ("[mesh]\npp = 2", "no option 'mesh'"),
+        ("a = " + 100000 * "[", "is not TOML"),
+        ("steps = " + 5000 * "1", "is not TOML: .*digits"),
     ],
 )
 def test_a_bad_file_gets_one_line(content: str, message: str, tmp_path: Path) -> None:
@@ -285,8 +287,22 @@ def test_a_bad_file_gets_one_line(content: str, message: str, tmp_path: Path) ->
     with pytest.raises(UsageError, match=message) as error:
         parse(TrainOptions, args=["--config", str(file)])
     assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="cannot read --config"):
-        parse(TrainOptions, args=["--config", str(tmp_path / "none.toml")])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--config", "/none.toml"], "cannot read --config /none.toml: No such file or directory"),
+        (["--config", "/dev/zero"], "cannot read --config /dev/zero: Not a regular file"),
+        (["--config", "/"], "cannot read --config /: Not a regular file"),
+        (["--config"], "--config"),
+        (["--config", "--steps", "3"], "--config"),
+    ],
+)
+def test_a_config_that_is_no_file_gets_one_line(args: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        parse(TrainOptions, args=args)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def parse(options_type: type[T], description: str | None = None, args: Sequence[
     """The options of the command line over those of its --config file. Raises UsageError for a bad file."""
     given = list(sys.argv[1:] if args is None else args)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
+    finder.add_argument("--config", type=Path, nargs="?")  # tyro says what is wrong with one without a value
     file = finder.parse_known_args(given)[0].config
     default = from_file(options_type, file) if file else options_type()
     return options.parse(options_type, description, given, default)
@@ -145,10 +145,12 @@ def parse(options_type: type[T], description: str | None = None, args: Sequence[
 def from_file(options_type: type[T], file: Path) -> T:
     """The options of a file. Raises UsageError for a file, a key or a value that is none."""
     try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"cannot read --config {file}: Not a regular file")  # a device may never end
         content = tomllib.loads(file.read_text())
     except OSError as error:
         raise UsageError(f"cannot read --config {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--config {file} is not TOML: {error}") from None
     known = [field.name.replace("_", "-") for field in fields(options_type)]  # type: ignore[arg-type]
     args: list[str] = []
