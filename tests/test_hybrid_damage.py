@@ -277,6 +277,9 @@ def forge(place: Path, name: str, content: bytes) -> None:
     assert fault(place) is None
 
 
+CHANGES_A_CLASS = (  # TensorStorageMetadata.__init__ = torch.Size
+    b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n(N}S'__init__'\nctorch\nSize\nstb."
+)
 HALF = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([25, 50]))
 NOT_FILLED = "step-00000001 was not read: rank 0: ValueError: the boxes of 'w' do not fill it"
 FORGED: list[tuple[str, Any, str]] = [
@@ -284,7 +287,8 @@ FORGED: list[tuple[str, Any, str]] = [
     (".metadata", lambda _: b"cos\nsystem\n(S'exit'\ntR.", "asks for 'os.system'"),
     (".metadata", lambda _: b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "asks for 'torch.os.system'"),
     (".metadata", lambda _: pickle.dumps(torch.Size([2])), "has no attribute 'state_dict_metadata'"),
-    (".metadata", lambda _: b"", "Ran out of input"),
+    (".metadata", lambda _: b"", "is not checkpoint metadata: EOFError"),
+    (".metadata", lambda _: CHANGES_A_CLASS, "it changes a class or a function"),
     (".metadata", forged(5), "the name of a tensor is no text"),
     (".metadata", forged(None), "the name of a tensor is no text"),
     (

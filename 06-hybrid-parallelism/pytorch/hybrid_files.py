@@ -35,7 +35,7 @@ import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint import (
@@ -280,8 +280,17 @@ class Writer(FileSystemWriter):
             cast(Summed, stream).write(text.encode())
 
 
-class MetadataUnpickler(pickle.Unpickler):
+def build(unpickler: Any) -> None:
+    """Set the attributes of an object. Raises UnpicklingError for a class or a function, which all objects share."""
+    if callable(unpickler.stack[-2]):
+        raise pickle.UnpicklingError("it changes a class or a function")
+    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
+
+
+class MetadataUnpickler(pickle._Unpickler):  # of the two that Python has, the one whose BUILD can be replaced
     """Makes what a `.metadata` file is made of; refuses every other class and function before it can be called."""
+
+    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: build}
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, or the type of numbers. Raises UnpicklingError."""
@@ -307,7 +316,7 @@ class Reader(FileSystemReader):
                 if not re.fullmatch(r"[\w.-]+\.distcp", at.relative_path):  # `fault` has read all of these
                     raise ValueError(f"it asks for the file {at.relative_path!a:.80}")
         except Exception as error:  # a pickle that is none raises whatever it likes
-            why = ascii(str(error))[1:-1]  # it may quote the file
+            why = ascii(str(error) or type(error).__name__)[1:-1]  # it may quote the file
             raise UsageError(f"{path} is not checkpoint metadata: {why:.200}") from None
         return metadata
 
