@@ -101,3 +101,19 @@ def test_the_program_proves_itself(ranks: int, tmp_path: Path) -> None:
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     done = run([str(need_binary("sp_libtorch")), *arguments])
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"sp_libtorch: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        (["--batch=100000", "--sequence=1000000000"], "can't allocate memory"),  # 51 PB, with any overcommit
+        (["--batch=1000000000", "--sequence=1000000000"], "Storage size calculation overflowed"),
+    ],
+)
+def test_sizes_without_memory_are_refused(sizes: list[str], why: str) -> None:
+    done = run([str(need_binary("sp_libtorch")), *sizes], environment={"OMPI_MCA_btl": "self"})
+    assert (done.returncode, done.stdout) == (2, "")
+    told = "sp_libtorch: rank 0: there is not enough memory for these sizes; give smaller ones ("
+    assert done.stderr.startswith(told)
+    assert why in done.stderr.splitlines()[0]
+    assert "frame #" not in done.stderr

@@ -126,6 +126,14 @@ class LessonBase {
     std::map<std::string, Found> found_;  // by version
 };
 
+/// Whether a fault of this message says that there is no memory for the sizes: the words of common/lesson.py.
+inline bool is_no_memory(const std::exception& error, std::string_view message) {
+    if (dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const std::length_error*>(&error))
+        return true;
+    const auto words = {"can't allocate memory", "Storage size calculation overflowed", "out of memory"};
+    return std::ranges::any_of(words, [&](const char* w) { return message.find(w) != message.npos; });
+}
+
 /// main() of a lesson; `body(world, settings)` returns whether all was right. Exit codes: 0 right; 1 wrong, or an error
 /// that ends all ranks; 2 unusable input, said once, before any rank communicates, or later where only then it shows:
 /// sizes for which there is no memory, an output that cannot be written. --help prints the options.
@@ -163,11 +171,13 @@ int run_lesson(const char* name, int argc, char** argv, Body body, int threads =
     try {
         return body(world, std::as_const(settings)) ? 0 : 1;
     } catch (const std::exception& error) {
-        const bool large =
-            dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const std::length_error*>(&error);
+        const std::string whole = error.what();
+        const std::string line = whole.substr(0, whole.find('\n'));  // LibTorch adds its stack
+        const bool large = is_no_memory(error, line);
         const int code = large || dynamic_cast<const UsageError*>(&error) ? 2 : 1;
-        std::fprintf(stderr, "%s: rank %d: %s\n", name, world.rank(),
-                     large ? "there is not enough memory for these sizes" : error.what());
+        const std::string said =
+            large ? "there is not enough memory for these sizes; give smaller ones (" + line + ")" : whole;
+        std::fprintf(stderr, "%s: rank %d: %s\n", name, world.rank(), said.c_str());
         std::fflush(nullptr);
         MPI_Abort(MPI_COMM_WORLD, code);
         return code;
