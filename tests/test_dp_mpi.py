@@ -225,6 +225,7 @@ def test_benchmark_writes_what_it_timed(tmp_path):
     [
         (["--dtype", "float16"], "--dtype float16: choose one of float64, float32"),
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
+        (["--data", "/dev/zero"], "no such file or folder: /dev/zero (--data takes any text)"),
         (["--steps", "none"], "--steps none: give a number from 1 to 1000000000"),
         (["--steps=0"], "--steps 0: give a number from 1 to 1000000000"),
         (["--k", "0"], "--k 0: give a number from 1e-09 to 1"),

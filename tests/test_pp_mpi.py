@@ -291,6 +291,7 @@ def test_a_list_with_swapped_messages_is_refused_before_anything_runs(tmp_path: 
          "no such file: /no/such/list (--list takes what pp_schedules.py prints)"),
         (["--list", "RIGHT"], "RIGHT is for 2 rank(s); there are 1"),
         (["--list", "."], "no such file: . (--list takes what pp_schedules.py prints)"),
+        (["--list", "/dev/zero"], "no such file: /dev/zero (--list takes what pp_schedules.py prints)"),
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
         (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
     ],

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <span>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -77,8 +78,10 @@ struct ScheduleSettings {
         return found;
     }
     std::string read_file() const {
-        std::ifstream stream(list, std::ios::binary);
-        if (!stream || std::filesystem::is_directory(list))
+        std::error_code ignored;
+        const bool regular = std::filesystem::is_regular_file(list, ignored);  // a pipe may have no end
+        std::ifstream stream(regular ? list : "", std::ios::binary);
+        if (!stream)
             throw UsageError("no such file: " + list + " (--list takes what pp_schedules.py prints)");
         return {std::istreambuf_iterator<char>(stream), {}};
     }

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <span>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "fived/error.hpp"
@@ -56,7 +57,8 @@ inline Text load_text(std::string data = "") {
     namespace fs = std::filesystem;
     if (const char* chosen = std::getenv("FIVED_TEXT"); data.empty() && chosen) data = chosen;
     const fs::path path = data.empty() ? fs::path(FIVED_TEXT_FOLDER) : fs::path(data);
-    if (!fs::exists(path))
+    std::error_code ignored;
+    if (!fs::is_regular_file(path, ignored) && !fs::is_directory(path, ignored))  // a pipe may have no end
         throw UsageError("no such file or folder: " + path.string() + " (--data takes any text)");
     const auto files = fs::is_directory(path) ? detail::text_files(path, data.empty()) : std::vector{path};
     Text text;
