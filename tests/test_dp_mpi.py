@@ -245,6 +245,13 @@ def test_bad_input_is_one_line(arguments, message):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_help_that_cannot_be_written():
+    done = run(["sh", "-c", '"$0" --help > /dev/full', str(need_binary("dp_mpi"))])
+    assert done.returncode == 2
+    assert done.stderr == "dp_mpi: the output cannot be written: No space left on device\n"
+
+
 def test_empty_text(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     done = run([str(need_binary("dp_mpi")), "--data", str(tmp_path / "empty.txt")])

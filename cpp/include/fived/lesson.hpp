@@ -149,8 +149,10 @@ int run_lesson(const char* name, int argc, char** argv, Body body, int threads =
     if (given("--benchmark")) settings.prefer_benchmark();
     const Options options = settings.options();
     if (given("--help")) {
-        if (world.rank() == 0) std::fputs(options.help().c_str(), stdout);
-        return 0;
+        if (world.rank() > 0 || (std::fputs(options.help().c_str(), stdout) >= 0 && !std::fflush(stdout)))
+            return 0;
+        std::fprintf(stderr, "%s: the output cannot be written: %s\n", name, std::strerror(errno));
+        return 2;
     }
     std::string problem;
     try {
