@@ -1,4 +1,7 @@
-"""Every option of every runnable Python file with values that it cannot have: exit code 2 and one line."""
+"""Every option of every runnable Python file with values that it cannot have: exit code 2 and one line.
+
+Of the binaries in C++ every option of those without LibTorch, every fourth of those on it, as they start slowly.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import tyro
+from mpi.launch import need_binary, run
 from rich.table import Table
 from test_rules import ROOT, tracked
 
@@ -121,6 +125,29 @@ def test_bad_values_are_refused(
             start(file, *arguments)
         said = capsys.readouterr().err
         assert (end.value.code, said[:7], said.count("\n")) == (2, "error: ", 1), (arguments, said)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dp_mpi", "dp_matmul_mpi", "pp_mpi", "tp_mpi", "tp_summa_mpi", "sp_mpi", "ep_mpi"),
+        *("dp_libtorch", "pp_libtorch", "tp_libtorch", "sp_libtorch", "ep_libtorch"),
+    ],
+)
+def test_binaries_refuse_bad_values(name: str) -> None:
+    alone = {"OMPI_MCA_btl": "self"}  # with a network each start takes Open MPI a second
+    said = run([str(need_binary(name)), "--help"], environment=alone).stdout
+    found = re.findall(r"^  --(\S+) .*?(?:; default (\S+))?$", said, re.M)
+    assert len(found) > 9
+    bad = ["--no-such-option=1", "--seed"]
+    for i, (option, default) in list(enumerate(found))[:: 4 if "libtorch" in name else 1]:
+        values = ["-1", "nonsense", "0"] if option not in TAKES_0.split() else ["-1", "nonsense"]
+        is_number = re.fullmatch(r"[\d.e+-]+", default)
+        bad.append(f"--{option}={values[i % len(values)] if is_number else '/no/such/folder/file'}")
+    for argument in bad:
+        done = run([str(need_binary(name)), argument], timeout=20, environment=alone)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (argument, done.stderr)
+        assert done.stderr.startswith(f"{name}: ")
 
 
 def test_another_box_is_one_line_too() -> None:
