@@ -103,6 +103,14 @@ def test_ranks_and_only_select() -> None:
         select(every, ranks=[5])
     with pytest.raises(UsageError, match=r"--only tp\* matches no case; the cases are dp, pp"):
         select(every, only=["tp*"])
+    with pytest.raises(
+        UsageError, match=r"--only pp: its runs have \[2, 3\] ranks; give one of these as --ranks"
+    ):
+        select(every, only=["pp"], ranks=[8], quick=True)
+    with pytest.raises(UsageError, match=r"--only \*-8: its runs have \[8\] ranks"):
+        select(every, only=["*-8"], cores=2)
+    with pytest.raises(UsageError, match=r"--only m matches no run of --quick, which makes one of each case"):
+        select([*every, a_case(name="m", purpose="memory")], only=["m"], quick=True)
 
 
 def test_commands_are_what_a_person_types() -> None:

@@ -187,11 +187,27 @@ def select(
     if not tasks:
         known = sorted({n for case in cases for n in case.ranks})
         raise UsageError(f"no case runs with {list(ranks)} ranks; they run with {known}")
-    chosen = [t for t in tasks if not only or any(fnmatch(n, p) for n in (t.case.name, t.name) for p in only)]
+    chosen = _matching(tasks, only)
+    if not chosen and (counts := _counts(cases, only, quick)):
+        raise UsageError(
+            f"--only {' '.join(only)}: its runs have {counts} ranks; give one of these as --ranks"
+        )
+    if not chosen and quick and _counts(cases, only, False):
+        raise UsageError(f"--only {' '.join(only)} matches no run of --quick, which makes one of each case")
     if not chosen:
         names = ", ".join(case.name for case in cases)
         raise UsageError(f"--only {' '.join(only)} matches no case; the cases are {names}")
     return chosen
+
+
+def _matching(tasks: Sequence[Task], only: Sequence[str]) -> list[Task]:
+    return [t for t in tasks if not only or any(fnmatch(n, p) for n in (t.case.name, t.name) for p in only)]
+
+
+def _counts(cases: Sequence[Case], only: Sequence[str], quick: bool) -> list[int]:
+    """All rank counts with which something that `only` matches could run."""
+    each = [task for case in cases for n in case.ranks for task in _tasks(case, [n], quick, n)]
+    return sorted({task.ranks for task in _matching(each, only)})
 
 
 def _tasks(case: Case, ranks: Sequence[int], quick: bool, cores: int) -> list[Task]:
