@@ -85,6 +85,18 @@ GOOD = dict.fromkeys(measures.TEXTS, "x") | {"ranks": 1, "step_seconds": [0.5]}
         ({"ranks": 0}, "ranks"),
         ({"scaling": "medium"}, "scaling"),
         ({"bytes_counted": "many"}, "bytes_counted"),
+        ({"step_seconds": [float("nan")]}, "step_seconds"),
+        ({"step_seconds": [10**400]}, "step_seconds"),
+        ({"ranks": "two"}, "ranks"),
+        ({"model": None}, "model"),
+        ({"model": "\ud800"}, "model"),
+        ({"peaks": {"torch": 1.0}}, "peaks"),
+        ({"seconds_by_axis": []}, "seconds_by_axis"),
+        ({"equal": "yes"}, "equal"),
+        ({"error": 5, "scaling": "strong"}, "error"),
+        ({"error": "none"}, "lacks 'scaling'"),
+        ({"bus_bandwidth": 1.0}, "lacks 'primitive'"),
+        ({"timelines": {}}, "lacks 'schedule'"),
     ],
 )
 def test_a_bad_record_is_named(change: dict[str, Any], part: str) -> None:

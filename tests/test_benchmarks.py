@@ -147,7 +147,7 @@ def test_no_record_no_program_no_folder(run: Callable[..., int], tmp_path: Path)
     errors = [r["error"] for r in records(tmp_path)]
     assert errors[0] == "it wrote no record"
     assert "cannot be started" in errors[1]
-    assert errors[2] == "its record 1 has no positive step_seconds"
+    assert errors[2] == "its record 1 has step_seconds = [1.0, -1.0]"
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,36 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
             visualize_results.main(options)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"\xff\xfe", "is not JSON"),
+        pytest.param(b"[" * 200_000, "is not JSON", id="deep"),
+        (b"[1]", "is not an object"),
+        (b'{"chapter": "a", "case": "b", "command": "c"}', "lacks 'purpose'"),
+        ({"commit": None}, "has commit = None"),
+        ({"command": ["x"]}, "has command = ['x']"),
+        ({"machine": None}, "has machine = None"),
+        ({"machine": {"cores": 2}}, "has machine = {'cores': 2}"),
+        ({"date": 5}, "has date = 5"),
+        ({"step_seconds": []}, "has step_seconds = []"),
+        ({"step_seconds": ["a"]}, "has step_seconds = ['a']"),
+        ({"chapter": None}, "has chapter = None"),
+    ],
+)
+def test_a_damaged_record_is_left_out_and_one_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes | dict[str, Any], says: str
+) -> None:
+    file = write(tmp_path / "one", record("same", [1.0])) / "records.jsonl"
+    bad = json.dumps(record("bad", [1.0]) | line).encode() if isinstance(line, dict) else line
+    file.write_bytes(bad + b"\n" + file.read_bytes() + bad[:9])
+    kept = report.read(file)
+    assert [r["case"] for r in kept] == ["same"]
+    report.write(kept, tmp_path)
+    said = f"{file}: 2 damaged records left out; the first: record 1 {says}\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def cluster(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """scripts/benchmark_cluster.sh, with programs in tmp_path before all others."""
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+Check = Callable[[Any], bool]
 
 TEXTS = ("strategy", "implementation", "language", "backend", "dtype", "model")
 NUMBERS = (
@@ -27,9 +32,16 @@ BANDWIDTH = (
     "bus_bandwidth",
     "correct",
 )
-
-
 SCHEDULE = ("schedule", "model", "dtype", "backend", "ranks", "micro_batches", "bubble", "timelines")
+TIMED = (*TEXTS, "ranks", "step_seconds")
+KINDS = {  # a field that only one kind of record has -> all that this kind needs
+    "step_seconds": TIMED,
+    "bus_bandwidth": BANDWIDTH,
+    "timelines": SCHEDULE,
+    "error": ("ranks", "scaling"),
+}
+KEPT = ("chapter", "case", "command", "purpose", "commit", "date", "machine")  # what the benchmark adds
+SHARES = ("formula", "simulated", "with measured times", "measured")  # of a bubble
 
 
 @dataclass(frozen=True)
@@ -120,30 +132,91 @@ class Timing:
         return self.model, self.dtype, self.one_rank_tokens
 
 
-def problem(record: Any) -> str:
-    """What keeps a record from being a Timing, a bandwidth or a schedule; empty when nothing does."""
+def read(file: Path, added: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
+    """The good records of a file, which have the fields `added` too, and what is wrong with each other line."""
+    good, wrong = [], []
+    for number, line in enumerate(file.read_text(errors="replace").splitlines() if file.exists() else [], 1):
+        try:
+            record = json.loads(line)
+            why = problem(record, added)
+        except (ValueError, RecursionError):
+            why = "is not JSON"
+        if why:
+            wrong.append(f"record {number} {why}")
+        else:
+            good.append(record)
+    return good, wrong
+
+
+def problem(record: Any, added: Sequence[str] = ()) -> str:
+    """What keeps a record from being a Timing, a bandwidth, a schedule or a failure; empty when nothing does."""
     if not isinstance(record, dict):
         return "is not an object"
-    if "step_seconds" not in record and any(record.keys() >= set(keys) for keys in (BANDWIDTH, SCHEDULE)):
-        return ""
-    for key in (*TEXTS, "ranks", "step_seconds"):
+    kinds = [needed for mark, needed in KINDS.items() if mark in record] or [TIMED]
+    for key in (*added, *(key for needed in kinds for key in needed)):
         if key not in record:
             return f"lacks {key!r}"
-    times = record["step_seconds"]
-    if not (isinstance(times, list) and times and all(_number(t) and t > 0 for t in times)):
-        return "has no positive step_seconds"
-    if type(record["ranks"]) is not int or record["ranks"] < 1:
-        return f"has ranks = {record['ranks']}"
-    if record.get("scaling", "strong") not in ("strong", "weak"):
-        return f"has scaling = {record['scaling']!r}"
-    for key in NUMBERS:
-        if record.get(key) is not None and not _number(record[key]):
-            return f"has {key} = {record[key]!r}"
+    for key, check in CHECKS.items():
+        if key in record and not check(record[key]):
+            return f"has {key} = {record[key]!r:.40}"
     return ""
 
 
+def _text(value: Any) -> bool:
+    """A text that can be written: without half of a surrogate pair."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Not NaN, nor more than a float holds."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _list(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and len(value) > 0 and all(map(check, value))
+
+
+def _map(check: Check) -> Check:
+    return lambda value: (
+        isinstance(value, dict) and all(map(_text, value)) and all(map(check, value.values()))
+    )
+
+
+def _interval(value: Any) -> bool:
+    """A visualizer.Interval."""
+    checks = (_number, _number, _text, _text)
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and all(check(one) for check, one in zip(checks, value, strict=True))
+    )
+
+
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys((*TEXTS, *KEPT, "primitive", "schedule", "error"), _text),
+    **dict.fromkeys((*NUMBERS, "elapsed"), _optional(_number)),
+    **dict.fromkeys(("bytes", "algorithm_bandwidth", "bus_bandwidth"), _number),
+    **dict.fromkeys(("ranks", "micro_batches"), _count),
+    **dict.fromkeys(("step_seconds", "seconds"), _list(lambda value: _number(value) and value > 0)),
+    "largest_difference": lambda value: value is None or isinstance(value, float) or _number(value),  # or NaN
+    "scaling": lambda value: value in ("strong", "weak"),
+    "equal": _optional(lambda value: isinstance(value, bool)),
+    "correct": lambda value: isinstance(value, bool),
+    "cores": _optional(_count),
+    "seconds_by_axis": _optional(_map(_number)),
+    "peaks": _optional(_map(_map(_number))),
+    "machine": _map(_text),
+    "bubble": lambda value: _map(_optional(_number))(value) and value.keys() >= set(SHARES),
+    "timelines": lambda value: bool(value) and _map(_map(_list(_interval)))(value),
+}
 
 
 def timings(records: Iterable[Mapping[str, Any]]) -> list[Timing]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from common.benchmarks import beside, plots, tables
+from common.benchmarks import beside, measures, plots, tables
 from common.benchmarks.measures import Timing, timings
 from common.benchmarks.tables import Table
+from common.errors import UsageError
 
 Record = Mapping[str, Any]
 
@@ -36,15 +37,14 @@ class Section:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a results folder, none when it has no such file. Lines that are no records are left out."""
-    records: list[dict[str, Any]] = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and {"chapter", "case", "command"} <= record.keys():
-            records.append(record)
+    """The good records of a results folder, none when it has no such file; one line tells which are left out."""
+    try:
+        records, wrong = measures.read(file, measures.KEPT)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    if wrong:
+        left_out = _count(len(wrong), "damaged record")
+        print(f"{file}: {left_out} left out; the first: {wrong[0]}", file=sys.stderr)
     return records
 
 

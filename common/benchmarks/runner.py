@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 
 from common.benchmarks.cases import Task
-from common.benchmarks.measures import problem
+from common.benchmarks.measures import read
 
 Record = dict[str, Any]
 
@@ -48,13 +47,13 @@ def run(task: Task, logs: Path, timeout: float, python: Path | None = None) -> O
         command = [*shlex.split(task.command), "--json", str(file)]
         with errors.open("w") as err:
             code = _call(command, task.folder, env, timeout, out, err)
-        records, unread = _records(file)
+        records, wrong = read(file)
     if code is None:
         error = f"not done after {timeout:g} s"
     elif code:
         error = last_error(errors.read_text(errors="replace")) or f"exit code {code}"
     else:
-        error = unread or ("" if records else "it wrote no record")
+        error = f"its {wrong[0]}" if wrong else "" if records else "it wrote no record"
     return Outcome(records, error, time.monotonic() - start)
 
 
@@ -94,22 +93,6 @@ def _end(process: psutil.Process) -> None:
     for one in alive:
         one.kill()
     psutil.wait_procs(alive, timeout=GRACE)
-
-
-def _records(file: Path) -> tuple[list[Record], str]:
-    """The good records in a file, and what is wrong with the first bad one."""
-    records, wrong = [], ""
-    for number, line in enumerate(file.read_text().splitlines() if file.exists() else [], 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            wrong = wrong or f"its record {number} is not JSON"
-            continue
-        if why := problem(record):
-            wrong = wrong or f"its record {number} {why}"
-        else:
-            records.append(record)
-    return records, wrong
 
 
 def last_error(text: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from common.benchmarks.measures import Timing, alone, compared, speed_up
+from common.benchmarks.measures import SHARES, Timing, alone, compared, speed_up
 
 LANGUAGES = {"pytorch": "PyTorch", "libtorch": "C++ on LibTorch", "cpp-mpi": "C++ on MPI"}
 NONE = "–"
@@ -252,15 +252,14 @@ def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
 
 def bubbles(records: Sequence[Mapping[str, Any]]) -> Table:
     """The share of all ranks' time in which they compute nothing, of each pipeline schedule."""
-    shares = ("formula", "simulated", "with measured times", "measured")
-    heads = ("schedule", "model", ">ranks", ">micro-batches", *(f">{share}" for share in shares))
+    heads = ("schedule", "model", ">ranks", ">micro-batches", *(f">{share}" for share in SHARES))
     table = Table("Bubble", heads)
     table.note = (
         "Formula and simulated: where a forward and each half of a backward take the same time. With measured times: "
         "simulated with what each computation took. Measured: messages and the executor's own work beside that."
     )
     for r in records:
-        numbers = [text(r["bubble"][share], "{:.1%}") for share in shares]
+        numbers = [text(r["bubble"][share], "{:.1%}") for share in SHARES]
         cells = [r["schedule"], r["model"], str(r["ranks"]), str(r["micro_batches"]), *numbers]
         table.rows.append(Row(cells, (r["command"],)))
     return table
