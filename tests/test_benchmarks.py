@@ -20,8 +20,10 @@ from toys import EQUAL, FAILS, TIMED, chapter
 
 from common.benchmarks import benchmark_all, forked, measures, plots, report, runner
 from common.benchmarks.benchmark_all import Options
+from common.benchmarks.cases import Task
 from common.errors import UsageError
 
+FULL = Path("/dev/full")
 PEAKS = {"torch": {"float32": 4e9}, "C++": {"float32": 8e9}}
 
 
@@ -190,6 +192,52 @@ def test_an_output_that_cannot_be_written(run: Callable[..., int], tmp_path: Pat
     with pytest.raises(UsageError, match=r"--output .* cannot be written"):
         run()
     assert not (folder / "calls").exists()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+@pytest.mark.parametrize("at", ["records.jsonl", "report.html"])
+def test_a_full_disk_is_one_line_and_keeps_what_was_measured(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    at: str,
+) -> None:
+    """From the second case on, one of the files cannot be written."""
+    folder, run_one, full = chapter(tmp_path, TIMED), runner.run, tmp_path / "out" / at
+
+    def fill(task: Task, *given: Any) -> runner.Outcome:
+        if task.ranks == 2 and not full.is_symlink():
+            if full.exists():
+                full.rename(tmp_path / "out/kept")
+            full.symlink_to(FULL)
+        return run_one(task, *given)
+
+    monkeypatch.setattr(runner, "run", fill)
+    assert run() == 1
+    said, out = capsys.readouterr(), tmp_path / "out"
+    assert said.err == (
+        f"error: {out} cannot be written: No space left on device; "
+        f"{out}/records.jsonl has what was stored, --resume goes on from there\n"
+    )
+    assert re.search(r"ours .* 2 ", said.out)  # the terminal shows what could not be stored
+    assert len(calls(folder)) == (2 if at == "records.jsonl" else 3)
+    kept = (out / ("kept" if at == "records.jsonl" else "records.jsonl")).read_text()
+    assert kept.count("\n") == (1 if at == "records.jsonl" else 3)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+def test_a_disk_that_is_full_from_the_start_keeps_the_earlier_records(
+    run: Callable[..., int], tmp_path: Path
+) -> None:
+    folder = chapter(tmp_path, TIMED)
+    assert run(only=("*-1",)) == 0
+    earlier = records(tmp_path)
+    (tmp_path / "out/records.part").symlink_to(FULL)
+    with pytest.raises(UsageError, match=r"--output .* cannot be written: No space left"):
+        run(resume=True)
+    assert records(tmp_path) == earlier
+    assert len(calls(folder)) == 1
 
 
 def test_remaining_time_counts_down_from_the_cases_done() -> None:

@@ -7,7 +7,7 @@
 
 Writes into --output: records.jsonl (one record a line: what, where, when, by which command, how fast), plots/,
 logs/ and report.html. Chapters list what to run in their benchmark.toml: see common/benchmarks/cases.py.
-Exit code 0: all ran; 1: a case failed, the report says which; 2: bad input.
+Exit code 0: all ran; 1: a case failed, the report says which, or --output is full; 2: bad input.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
 from common.errors import UsageError
 from common.options import Checked, Count, Ranks, Within, parse
-from common.program import run_program
+from common.program import run_program, show_on_stderr
 from common.terminal import terminal
 from common.utils.environment import describe
 
@@ -102,10 +102,13 @@ def main(options: Options, root: Path = ROOT) -> int:
     tasks = [task for task in tasks if command_line(task, root) not in done]
     try:
         (options.output / "logs").mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(r) + "\n" for r in records))
+        part = file.with_suffix(".part")  # a full disk leaves the earlier records as they are
+        part.write_text("".join(json.dumps(r) + "\n" for r in records))
+        part.replace(file)
     except OSError as error:
         raise UsageError(f"--output {options.output} cannot be written: {error.strerror}") from None
     console = terminal()
+    full: OSError | None = None
     anew = options.fresh or options.launch or not forked.possible()
     with (
         nullcontext() if anew else forked.interpreter(PRELOAD, runner.environment()) as python,
@@ -115,13 +118,26 @@ def main(options: Options, root: Path = ROOT) -> int:
         where = {"machine": machine(), "cores": cores, "commit": commit(root), "peaks": peak}
         for task in tasks:
             show_progress(task.name, None)
-            outcome = runner.run(task, options.output / "logs", options.timeout, python)
-            made = [_record(task, outcome, one, where, root) for one in _outcomes(outcome)]
-            with file.open("a") as lines:
-                lines.writelines(json.dumps(r) + "\n" for r in made)
-            records += made
+            try:
+                outcome = runner.run(task, options.output / "logs", options.timeout, python)
+                made = [_record(task, outcome, one, where, root) for one in _outcomes(outcome)]
+                records += made
+                with file.open("a") as lines:
+                    lines.writelines(json.dumps(r) + "\n" for r in made)
+            except OSError as error:
+                full = error
+                break
             show_progress(task.name, outcome)
-    return show(records, options.output, options.picture, console)
+    try:
+        code = show(records, options.output, options.picture, console)
+    except OSError as error:
+        full, code = full or error, 1
+    if full:
+        stored = f"{file} has what was stored, --resume goes on from there"
+        show_on_stderr(
+            f"error: {full.filename or options.output} cannot be written: {full.strerror}; {stored}"
+        )
+    return 1 if full else code
 
 
 def command_line(task: Task, root: Path) -> str:
@@ -214,13 +230,8 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Out
 
 
 def show(records: Sequence[Record], output: Path, picture: Path | None, console: Console) -> int:
-    """Draw everything that the records say into `output` and the terminal; 1 when a case failed."""
-    path = report.write(records, output)
+    """Show what the records say in the terminal, then in `output`; 1 when a case failed."""
     timed = [t for t in timings(records) if t.purpose == "time"]
-    if picture and not timed:
-        raise UsageError(f"--picture {picture}: no case that was run measures steps")
-    if picture:
-        plots.picture(timed, picture)
     for work in dict.fromkeys(t.work for t in timed):
         same = report.in_order([t for t in timed if t.work == work and t.scaling == "strong"])
         if same:
@@ -230,6 +241,11 @@ def show(records: Sequence[Record], output: Path, picture: Path | None, console:
             show_table(table, console)
     for verdict in report.verdicts(records):
         console.print(("" if verdict.good else "[red]") + escape(verdict.sentence))
+    path = report.write(records, output)
+    if picture and not timed:
+        raise UsageError(f"--picture {picture}: no case that was run measures steps")
+    if picture:
+        plots.picture(timed, picture)
     console.print(f"report: {path}", soft_wrap=True)
     return 1 if any("error" in r for r in records) else 0
 
