@@ -80,6 +80,7 @@ def check(step: Step, c: TransformerConfig, device: torch.device) -> None:
 
 @functools.cache
 def check_family(step: Step, family: str, c: TransformerConfig, device: torch.device) -> None:
+    """Raises RuntimeError where `step` on the family's small model is not that of transformers."""
     model = model_of(c, device)
     loss = step(model, device).item()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
