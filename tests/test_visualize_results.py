@@ -104,6 +104,18 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (pair.ratio, pair.bounds, pair.verdict) == (1.0, (0.75, 1.5), "")
 
 
+def test_two_blases_are_one_line_above_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the terminal and in the page; names that look like markup are shown as they are."""
+    given = {"model": "[/]", "peaks": {"torch": {"float32": 8e9}, "C++": {"float32": 4e9}}}
+    both = [record(name, [1.0], language=name, **given) for name in ("pytorch", "cpp-mpi")]
+    folder = write(tmp_path / "one", *both)
+    assert visualize_results.main(Options(folder)) == 0
+    note, shown = "On one core the BLAS of torch reaches ", capsys.readouterr().out
+    assert shown.startswith(note)
+    assert "Throughput: [/]" in shown
+    assert note in (folder / "report.html").read_text()
+
+
 def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
     one = write(tmp_path / "one", record("same", [1.0]))
     for options, says in (

@@ -237,7 +237,7 @@ def show(records: Sequence[Record], output: Path, picture: Path | None, console:
         if same:
             table = tables.throughput(same, timings(records))
             if table.note:
-                console.print(table.note)
+                console.print(table.note, markup=False)
             show_table(table, console)
     for verdict in report.verdicts(records):
         console.print(("" if verdict.good else "[red]") + escape(verdict.sentence))
@@ -253,12 +253,12 @@ def show(records: Sequence[Record], output: Path, picture: Path | None, console:
 def show_table(table: tables.Table, console: Console, columns: Sequence[str] = IMPORTANT) -> None:
     """A table of the report in the terminal, its most important columns."""
     table = table.without_empty_columns()
-    shown = RichTable(title=table.title, title_justify="left")
+    shown = RichTable(title=escape(table.title), title_justify="left")
     chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in columns]
     for head in (table.heads[place] for place in chosen):
         shown.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left")
     for row in table.rows:
-        shown.add_row(*(row.cells[place] for place in chosen), style="red" if row.bad else None)
+        shown.add_row(*(escape(row.cells[place]) for place in chosen), style="red" if row.bad else None)
     console.print(shown)
 
 
