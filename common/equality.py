@@ -259,10 +259,12 @@ def in_ulps(reference: Followed, other: Followed) -> Difference:
     if reference.units is None or len(reference.losses) != len(other.losses):
         return Difference(math.inf, "nothing to measure with")
     found = []
+    kept = (torch.finfo(w.dtype).eps for w in reference.weights.values())
+    eps = max(kept, default=torch.finfo(torch.float64).eps)  # of the run, whose losses are kept in float64
     for units, (_, suffix, a), (*_, b) in zip(reference.units, reference.sets(), other.sets(), strict=True):
 
         def scale(name: str, x: Tensor, units: dict[str, float] = units) -> float:
-            own = torch.finfo(x.dtype).eps * _size(x)
+            own = eps * _size(x)
             return max(own, units.get(name, math.inf)) if own else math.inf
 
         found.append(_largest(a, b, suffix, scale))

@@ -143,6 +143,17 @@ def test_units_see_what_hides_in_a_small_tensor() -> None:
     assert (ulps.value > ULPS, ulps.where.split(",")[0]) == (True, "small")
 
 
+def test_a_loss_rounds_as_the_weights_do() -> None:
+    """A unit in the last place may leave a loss as it is; another order of the sum then still rounds it."""
+    eps = torch.finfo(torch.float32).eps
+    still: list[dict[str, float]] = [{"loss, step 0": 0.0}, {"norm, step 0": 0.0}, {"w": 0.0}]
+    reference, other = (
+        Followed(losses=[loss], norms=[1.0], weights={"w": torch.ones(2)}, units=still)
+        for loss in (1.0, 1 + eps)
+    )
+    assert in_ulps(reference, other).value == 1
+
+
 def test_units_of_what_is_missing_or_no_number_never_pass() -> None:
     reference = with_units(weights_followed)
     for change in ({"small": None}, {"small": math.nan}):
