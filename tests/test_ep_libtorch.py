@@ -139,7 +139,7 @@ def test_a_mixture_trains_as_in_python(ranks: int, experts: int, k: int, router:
     assert values["equal"] is True
     assert 0 < values["largest_difference"] < 1e-12
     assert values["flop_per_step"] == pytest.approx(84 * plain.flops_per_token(12))
-    _, choices = trained(c, "adamw", 4)  # two steps to warm up
+    _, choices = trained(c, "adamw", 3)  # one step to warm up
     assert values["bytes_counted"] == values["bytes_formula"] == pytest.approx(step_bytes(c, choices, ranks))
 
 
