@@ -7,7 +7,7 @@ flags := -std=c++20 -O3 -march=native -fno-math-errno -fopenmp-simd -I../../cpp/
 
 .DEFAULT_GOAL := all
 all: $(programs)
-$(programs): $(wildcard *.hpp ../../cpp/include/fived/*.hpp)
+$(programs): $(wildcard *.hpp ../../cpp/include/fived/*.hpp ../../cpp/include/fived/*/*.hpp)
 	mpicxx $(flags) $(filter %.cpp,$^) -o $@ -L$(blas) -Wl,-rpath,$(blas) -lscipy_openblas
 clean:
 	rm -f $(programs)

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "dp_mpi.hpp"
-#include "fived/mlp_python.hpp"
+#include "fived/lesson/mlp_python.hpp"
 
 namespace {
 

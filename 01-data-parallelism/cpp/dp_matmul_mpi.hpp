@@ -24,10 +24,10 @@
 #include <span>
 #include <vector>
 
-#include "fived/blas.hpp"
-#include "fived/collectives.hpp"
-#include "fived/matrix.hpp"
-#include "fived/product.hpp"
+#include "fived/math/blas.hpp"
+#include "fived/math/matrix.hpp"
+#include "fived/math/product.hpp"
+#include "fived/mpi/collectives.hpp"
 
 namespace fived {
 

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "dp_mpi_exchange.hpp"
-#include "fived/mlp.hpp"
-#include "fived/optimizer.hpp"
-#include "fived/record.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/math/mlp.hpp"
+#include "fived/math/optimizer.hpp"
 
 namespace fived {
 

@@ -23,7 +23,7 @@
 #include <span>
 #include <vector>
 
-#include "fived/collectives.hpp"
+#include "fived/mpi/collectives.hpp"
 
 namespace fived {
 

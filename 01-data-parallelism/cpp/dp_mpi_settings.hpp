@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "dp_mpi_exchange.hpp"
-#include "fived/mlp_training.hpp"
+#include "fived/lesson/mlp_training.hpp"
 
 namespace fived {
 

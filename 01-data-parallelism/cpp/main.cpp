@@ -7,7 +7,7 @@
 
 #include "dp_mpi.hpp"
 #include "dp_mpi_settings.hpp"
-#include "fived/equality.hpp"
+#include "fived/lesson/equality.hpp"
 
 namespace {
 

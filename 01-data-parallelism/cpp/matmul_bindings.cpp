@@ -2,7 +2,7 @@
 #include <optional>
 
 #include "dp_matmul_mpi.hpp"
-#include "fived/python.hpp"
+#include "fived/lesson/python.hpp"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "dp_matmul_mpi.hpp"
-#include "fived/product_lesson.hpp"
+#include "fived/lesson/product_lesson.hpp"
 #include "matmul_panels.hpp"
 
 namespace {

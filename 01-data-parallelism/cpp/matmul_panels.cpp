@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "fived/record.hpp"
+#include "fived/lesson/record.hpp"
 
 namespace fived {
 

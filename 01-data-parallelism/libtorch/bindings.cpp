@@ -3,7 +3,7 @@
 #include <optional>
 
 #include "dp_libtorch.hpp"
-#include "fived/torch_python.hpp"
+#include "fived/torch/python.hpp"
 #include "zero1.hpp"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "fived/ranks.hpp"
+#include "fived/torch/ranks.hpp"
 
 namespace fived {
 

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "fived/torch.hpp"
-#include "fived/torch_gpt2.hpp"
+#include "fived/torch/gpt2.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 

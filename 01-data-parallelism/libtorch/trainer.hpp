@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "dp_libtorch.hpp"
-#include "fived/mpi.hpp"
-#include "fived/torch.hpp"
+#include "fived/mpi/mpi.hpp"
+#include "fived/torch/torch.hpp"
 #include "models.hpp"
 #include "zero1.hpp"
 
@@ -23,7 +23,7 @@ using Parts = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 class Trainer {
   public:
-    /// Collective, but for one device. `optimizer`: sgd or adamw, as in common/equality.py.
+    /// Collective, but for one device. `optimizer`: sgd or adamw, as in common/lesson/equality.py.
     Trainer(std::shared_ptr<Model> model, Way way, const std::string& optimizer, const Group& group,
             std::size_t bucket_bytes)
         : model_(std::move(model)) {

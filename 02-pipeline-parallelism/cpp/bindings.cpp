@@ -3,7 +3,7 @@
 #include <memory>
 #include <optional>
 
-#include "fived/mlp_python.hpp"
+#include "fived/lesson/mlp_python.hpp"
 #include "pp_mpi.hpp"
 
 namespace {

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "fived/equality.hpp"
-#include "fived/lesson.hpp"
+#include "fived/lesson/equality.hpp"
+#include "fived/lesson/lesson.hpp"
 #include "pp_mpi.hpp"
 #include "pp_settings.hpp"
 

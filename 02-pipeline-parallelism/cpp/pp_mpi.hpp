@@ -3,7 +3,7 @@
 //     rank 0   0 1 . . . a a 2 b b 3 c c . . d d      1F1B, 2 ranks, 4 micro-batches: a digit is a forward,
 //     rank 1   . 0 a a 1 b b . 2 c c . 3 d d . .      two letters a backward, a dot a wait
 //
-// What a rank does, in order, is a list that Python made (fived/schedule.hpp); this file runs it, whatever it is.
+// What a rank does, in order, is a list that Python made (fived/math/schedule.hpp); this file runs it, whatever it is.
 //
 // Bytes a rank sends: for each side on which a stage has a neighbour on another rank, B x width x bytes of a number.
 // Bubble: (p-1)/(M+p-1) of the time with GPipe and 1F1B, a third of that and less with zero-bubble schedules.
@@ -15,10 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "fived/mpi.hpp"
-#include "fived/optimizer.hpp"
-#include "fived/record.hpp"
-#include "fived/schedule.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/math/optimizer.hpp"
+#include "fived/math/schedule.hpp"
+#include "fived/mpi/mpi.hpp"
 #include "pp_stages.hpp"
 
 namespace fived {

@@ -1,8 +1,8 @@
 // What the command line of pp_mpi sets.
 #pragma once
 
-#include "fived/mlp_training.hpp"
-#include "fived/schedule_settings.hpp"
+#include "fived/lesson/mlp_training.hpp"
+#include "fived/lesson/schedule_settings.hpp"
 
 namespace fived {
 

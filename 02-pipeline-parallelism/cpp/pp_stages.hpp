@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "fived/mlp.hpp"
-#include "fived/partition.hpp"
+#include "fived/math/mlp.hpp"
+#include "fived/math/partition.hpp"
 
 namespace fived {
 

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/torch_python.hpp"
+#include "fived/torch/python.hpp"
 #include "pp_libtorch.hpp"
 
 namespace {

@@ -29,10 +29,10 @@
 #include <utility>
 #include <vector>
 
-#include "fived/ranks.hpp"
-#include "fived/schedule.hpp"
-#include "fived/torch.hpp"
-#include "fived/torch_gpt2.hpp"
+#include "fived/math/schedule.hpp"
+#include "fived/torch/gpt2.hpp"
+#include "fived/torch/ranks.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 

@@ -1,8 +1,8 @@
 // The command line of pp_libtorch.
 #pragma once
 
-#include "fived/schedule_settings.hpp"
-#include "fived/torch_training.hpp"
+#include "fived/lesson/schedule_settings.hpp"
+#include "fived/torch/training.hpp"
 
 namespace fived {
 

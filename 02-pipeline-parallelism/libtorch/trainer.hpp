@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "fived/parameters.hpp"
+#include "fived/torch/parameters.hpp"
 #include "pp_libtorch.hpp"
 #include "settings.hpp"
 

@@ -1,7 +1,7 @@
 // Python module tp_mpi: the tensor-parallel Transformer layer on numpy arrays and an mpi4py communicator.
 #include <memory>
 
-#include "fived/layer_python.hpp"
+#include "fived/lesson/layer_python.hpp"
 #include "tp_mpi.hpp"
 
 namespace {

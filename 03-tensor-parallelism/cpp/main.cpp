@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "fived/equality.hpp"
-#include "fived/lesson.hpp"
-#include "fived/random.hpp"
+#include "fived/lesson/equality.hpp"
+#include "fived/lesson/lesson.hpp"
+#include "fived/math/random.hpp"
 #include "tp_mpi.hpp"
 
 namespace {

@@ -1,7 +1,7 @@
 // Python module tp_summa_mpi: products of numpy arrays that are cut over a grid of ranks.
 #include <optional>
 
-#include "fived/python.hpp"
+#include "fived/lesson/python.hpp"
 #include "tp_summa_mpi.hpp"
 
 namespace {

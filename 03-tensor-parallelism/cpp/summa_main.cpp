@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/product_lesson.hpp"
+#include "fived/lesson/product_lesson.hpp"
 #include "tp_summa_mpi.hpp"
 
 namespace {

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "fived/kernels.hpp"
-#include "fived/matrix.hpp"
+#include "fived/math/kernels.hpp"
+#include "fived/math/matrix.hpp"
 
 namespace fived {
 

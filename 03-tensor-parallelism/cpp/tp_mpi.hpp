@@ -23,11 +23,11 @@
 #include <string>
 #include <vector>
 
-#include "fived/collectives.hpp"
-#include "fived/mlp.hpp"
-#include "fived/mpi.hpp"
-#include "fived/optimizer.hpp"
-#include "fived/record.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/math/mlp.hpp"
+#include "fived/math/optimizer.hpp"
+#include "fived/mpi/collectives.hpp"
+#include "fived/mpi/mpi.hpp"
 
 namespace fived {
 

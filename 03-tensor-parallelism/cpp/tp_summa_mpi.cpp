@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "fived/blas.hpp"
+#include "fived/math/blas.hpp"
 
 namespace fived {
 

@@ -27,10 +27,10 @@
 #include <span>
 #include <vector>
 
-#include "fived/matrix.hpp"
-#include "fived/mpi.hpp"
-#include "fived/product.hpp"
-#include "fived/shared_memory.hpp"
+#include "fived/math/matrix.hpp"
+#include "fived/math/product.hpp"
+#include "fived/mpi/mpi.hpp"
+#include "fived/mpi/shared_memory.hpp"
 
 namespace fived {
 

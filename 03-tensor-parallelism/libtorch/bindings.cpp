@@ -1,7 +1,7 @@
 // Python module tp_libtorch: torch tensors, and a torch.distributed process group wrapped once as Ranks.
 #include <optional>
 
-#include "fived/torch_python.hpp"
+#include "fived/torch/python.hpp"
 #include "tp_libtorch.hpp"
 
 PYBIND11_MODULE(tp_libtorch, module) {

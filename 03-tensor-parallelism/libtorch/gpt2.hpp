@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/torch_training.hpp"
+#include "fived/torch/training.hpp"
 #include "tp_libtorch.hpp"
 
 namespace fived {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "fived/torch_training_lesson.hpp"
+#include "fived/torch/training_lesson.hpp"
 #include "settings.hpp"
 #include "trainer.hpp"
 

@@ -4,8 +4,8 @@
 #include <optional>
 #include <stdexcept>
 
-#include "fived/partition.hpp"
-#include "fived/torch.hpp"
+#include "fived/math/partition.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 

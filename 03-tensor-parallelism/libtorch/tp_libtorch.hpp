@@ -21,8 +21,8 @@
 #include <string>
 #include <utility>
 
-#include "fived/parameters.hpp"
-#include "fived/ranks.hpp"
+#include "fived/torch/parameters.hpp"
+#include "fived/torch/ranks.hpp"
 
 namespace fived {
 

@@ -2,7 +2,7 @@
 #include <memory>
 #include <optional>
 
-#include "fived/python.hpp"
+#include "fived/lesson/python.hpp"
 #include "sp_mpi.hpp"
 
 namespace {

@@ -20,8 +20,8 @@
 #include <span>
 #include <vector>
 
-#include "fived/mpi.hpp"
-#include "fived/record.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/mpi/mpi.hpp"
 #include "sp_tiles.hpp"
 
 namespace fived {

@@ -10,8 +10,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "fived/blas.hpp"
-#include "fived/matrix.hpp"
+#include "fived/math/blas.hpp"
+#include "fived/math/matrix.hpp"
 
 namespace fived {
 

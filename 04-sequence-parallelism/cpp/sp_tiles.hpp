@@ -22,7 +22,7 @@
 #include <span>
 #include <vector>
 
-#include "fived/kernels.hpp"
+#include "fived/math/kernels.hpp"
 #include "sp_products.hpp"
 
 namespace fived {

@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "fived/torch_python.hpp"
+#include "fived/torch/python.hpp"
 #include "sp_libtorch.hpp"
 
 namespace {

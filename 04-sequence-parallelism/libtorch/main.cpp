@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/torch_lesson.hpp"
+#include "fived/torch/lesson.hpp"
 #include "settings.hpp"
 #include "sp_libtorch.hpp"
 

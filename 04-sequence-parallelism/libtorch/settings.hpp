@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <string>
 
-#include "fived/lesson.hpp"
-#include "fived/random.hpp"
-#include "fived/torch.hpp"
+#include "fived/lesson/lesson.hpp"
+#include "fived/math/random.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 

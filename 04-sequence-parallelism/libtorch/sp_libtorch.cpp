@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "fived/torch.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 

@@ -23,7 +23,7 @@
 
 #include <string>
 
-#include "fived/ranks.hpp"
+#include "fived/torch/ranks.hpp"
 
 namespace fived {
 

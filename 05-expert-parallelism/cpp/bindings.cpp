@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "ep_mpi.hpp"
-#include "fived/layer_python.hpp"
+#include "fived/lesson/layer_python.hpp"
 
 namespace {
 

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "ep_mpi.hpp"
-#include "fived/equality.hpp"
-#include "fived/lesson.hpp"
-#include "fived/random.hpp"
+#include "fived/lesson/equality.hpp"
+#include "fived/lesson/lesson.hpp"
+#include "fived/math/random.hpp"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "ep_libtorch.hpp"
-#include "fived/torch_python.hpp"
+#include "fived/torch/python.hpp"
 
 namespace {
 

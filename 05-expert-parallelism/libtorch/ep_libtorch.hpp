@@ -22,7 +22,7 @@
 #include <string>
 
 #include "experts.hpp"
-#include "fived/ranks.hpp"
+#include "fived/torch/ranks.hpp"
 
 namespace fived {
 

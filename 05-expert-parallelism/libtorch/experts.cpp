@@ -3,7 +3,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "fived/torch.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/parameters.hpp"
+#include "fived/torch/parameters.hpp"
 
 namespace fived {
 

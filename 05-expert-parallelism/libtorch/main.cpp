@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/torch_training_lesson.hpp"
+#include "fived/torch/training_lesson.hpp"
 #include "settings.hpp"
 #include "trainer.hpp"
 

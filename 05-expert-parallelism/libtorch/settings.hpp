@@ -5,7 +5,7 @@
 #include <string>
 
 #include "ep_libtorch.hpp"
-#include "fived/torch_training.hpp"
+#include "fived/torch/training.hpp"
 
 namespace fived {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ep_libtorch.hpp"
-#include "fived/torch_gpt2.hpp"
+#include "fived/torch/gpt2.hpp"
 #include "settings.hpp"
 
 namespace fived {

@@ -1,6 +1,6 @@
 #include "backend.hpp"
 
-#include "fived/environment.hpp"
+#include "fived/mpi/environment.hpp"
 
 #include <algorithm>
 #include <functional>

@@ -1,6 +1,6 @@
 // torch.distributed on MPI: a process group whose ranks were started by mpirun.
 //
-//     collectives       fived/hosts.hpp: shared memory inside a host, messages between hosts
+//     collectives       fived/mpi/hosts.hpp: shared memory inside a host, messages between hosts
 //     send, recv        MPI_Isend, MPI_Irecv
 //     GPU tensors       by way of pinned host memory (buffers.hpp); send, recv straight where MPI can
 //     who is there      MPI_Comm_create_group: any subset of the world, made by its members alone
@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "buffers.hpp"
-#include "fived/hosts.hpp"
-#include "fived/mpi.hpp"
+#include "fived/mpi/hosts.hpp"
+#include "fived/mpi/mpi.hpp"
 #include "progress.hpp"
 
 namespace fived {

@@ -9,7 +9,7 @@ using fived::MpiBackend;
 
 PYBIND11_MODULE(fived_c10d, module) {
     using namespace py::literals;
-    module.doc() = "torch.distributed on MPI; common/mpi_backend.py registers it.";
+    module.doc() = "torch.distributed on MPI; common/launch/mpi_backend.py registers it.";
     py::module_::import("torch._C._distributed_c10d");
     py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(module, "GroupOptions")
         .def(py::init<std::chrono::milliseconds>(), "timeout"_a)

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "fived/shared_memory.hpp"
+#include "fived/mpi/shared_memory.hpp"
 
 namespace fived {
 

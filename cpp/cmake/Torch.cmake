@@ -44,7 +44,7 @@ function(fived_find_torch)
   # No Python in it: what a stand-alone binary is made of shares it with the modules, whose bindings add Python.
   file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/torch_pch/unit.cpp" CONTENT "")
   add_library(fived_torch_pch OBJECT "${CMAKE_BINARY_DIR}/torch_pch/unit.cpp")
-  target_precompile_headers(fived_torch_pch PRIVATE "${FIVED_ROOT}/cpp/include/fived/torch.hpp")
+  target_precompile_headers(fived_torch_pch PRIVATE "${FIVED_ROOT}/cpp/include/fived/torch/torch.hpp")
   fived_torch_target(fived_torch_pch)
 endfunction()
 

@@ -1,10 +1,10 @@
 // Python module fived: the shared C++ parts on numpy arrays and mpi4py communicators.
-#include "fived/blas.hpp"
-#include "fived/collectives.hpp"
-#include "fived/python.hpp"
-#include "fived/random.hpp"
-#include "fived/record.hpp"
-#include "fived/text.hpp"
+#include "fived/lesson/python.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/lesson/text.hpp"
+#include "fived/math/blas.hpp"
+#include "fived/math/random.hpp"
+#include "fived/mpi/collectives.hpp"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-#include "fived/mpi.hpp"
+#include "fived/mpi/mpi.hpp"
 
 using Numbers = std::vector<std::int32_t>;
 

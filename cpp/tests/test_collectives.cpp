@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "check.hpp"
-#include "fived/collectives.hpp"
-#include "fived/environment.hpp"
-#include "fived/equality.hpp"
+#include "fived/lesson/equality.hpp"
+#include "fived/mpi/collectives.hpp"
+#include "fived/mpi/environment.hpp"
 
 using namespace fived;
 

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "check.hpp"
-#include "fived/environment.hpp"
-#include "fived/hosts.hpp"
+#include "fived/mpi/environment.hpp"
+#include "fived/mpi/hosts.hpp"
 #include "numbers.hpp"
 
 using namespace fived;

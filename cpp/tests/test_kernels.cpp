@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "check.hpp"
-#include "fived/mlp.hpp"
-#include "fived/optimizer.hpp"
-#include "fived/record.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/math/mlp.hpp"
+#include "fived/math/optimizer.hpp"
 
 using namespace fived;
 

@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "check.hpp"
-#include "fived/environment.hpp"
-#include "fived/mpi.hpp"
+#include "fived/mpi/environment.hpp"
+#include "fived/mpi/mpi.hpp"
 
 using namespace fived;
 

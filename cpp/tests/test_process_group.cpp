@@ -3,7 +3,7 @@
 
 #undef CHECK  // torch's logging has one, too
 #include "check.hpp"
-#include "fived/environment.hpp"
+#include "fived/mpi/environment.hpp"
 #include "process_group.hpp"
 
 namespace {

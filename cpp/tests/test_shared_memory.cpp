@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "check.hpp"
-#include "fived/environment.hpp"
-#include "fived/shared_memory.hpp"
+#include "fived/mpi/environment.hpp"
+#include "fived/mpi/shared_memory.hpp"
 #include "numbers.hpp"
 
 using namespace fived;

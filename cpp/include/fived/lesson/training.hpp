@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <string>
 
-#include "fived/lesson.hpp"
-#include "fived/options.hpp"
-#include "fived/text.hpp"
+#include "fived/lesson/lesson.hpp"
+#include "fived/lesson/options.hpp"
+#include "fived/lesson/text.hpp"
 
 namespace fived {
 

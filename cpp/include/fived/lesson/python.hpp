@@ -7,8 +7,8 @@
 
 #include <span>
 
-#include "fived/matrix.hpp"
-#include "fived/mpi.hpp"
+#include "fived/math/matrix.hpp"
+#include "fived/mpi/mpi.hpp"
 
 namespace fived {
 

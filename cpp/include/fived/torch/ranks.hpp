@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "fived/record.hpp"
+#include "fived/lesson/record.hpp"
 
 namespace fived {
 

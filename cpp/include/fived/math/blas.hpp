@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-#include "fived/matrix.hpp"
+#include "fived/math/matrix.hpp"
 
 #ifndef FIVED_BLAS_PREFIX
 #define FIVED_BLAS_PREFIX

@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "fived/blas.hpp"
-#include "fived/kernels.hpp"
-#include "fived/matrix.hpp"
-#include "fived/random.hpp"
+#include "fived/math/blas.hpp"
+#include "fived/math/kernels.hpp"
+#include "fived/math/matrix.hpp"
+#include "fived/math/random.hpp"
 
 namespace fived {
 

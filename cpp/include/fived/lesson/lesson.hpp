@@ -16,12 +16,12 @@
 #include <string_view>
 #include <utility>
 
-#include "fived/blas.hpp"
-#include "fived/environment.hpp"
 #include "fived/error.hpp"
-#include "fived/mpi.hpp"
-#include "fived/options.hpp"
-#include "fived/record.hpp"
+#include "fived/lesson/options.hpp"
+#include "fived/lesson/record.hpp"
+#include "fived/math/blas.hpp"
+#include "fived/mpi/environment.hpp"
+#include "fived/mpi/mpi.hpp"
 
 namespace fived {
 
@@ -75,10 +75,10 @@ class LessonBase {
     bool everywhere(bool right) const { return world_.all_reduce(int(right), MPI_MIN) == 1; }
     /// Bytes of a number.
     std::size_t element() const { return s_.dtype == "float64" ? 8 : 4; }
-    /// Of sums in another order, as in common/equality.py.
+    /// Of sums in another order, as in common/lesson/equality.py.
     double tolerance() const { return s_.dtype == "float64" ? 1e-12 : 1e-5; }
     /// Whether no difference is larger than `most`. The version's record keeps the largest with each optimizer ("" where
-    /// there is none). in_ulps: refused from 100 on, as in common/equality.py.
+    /// there is none). in_ulps: refused from 100 on, as in common/lesson/equality.py.
     bool within(const std::string& version, const std::string& optimizer, double most,
                 std::initializer_list<double> differences, double in_ulps = 0) {
         Found& found = found_[version];
@@ -126,7 +126,7 @@ class LessonBase {
     std::map<std::string, Found> found_;  // by version
 };
 
-/// Whether a fault of this message says that there is no memory for the sizes: the words of common/lesson.py.
+/// Whether a fault of this message says that there is no memory for the sizes: the words of common/lesson/runner.py.
 inline bool is_no_memory(const std::exception& error, std::string_view message) {
     if (dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const std::length_error*>(&error))
         return true;

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "fived/mlp.hpp"
-#include "fived/mpi.hpp"
+#include "fived/math/mlp.hpp"
+#include "fived/mpi/mpi.hpp"
 
 namespace fived {
 
@@ -41,7 +41,7 @@ struct Compared {
 };
 
 /// What a tensor is measured by is at least this share of M, the largest number of all that are compared with it. See
-/// common/equality.py for the reason.
+/// common/lesson/equality.py for the reason.
 inline double share_of_largest(double epsilon, double tolerance) {
     return 4 * epsilon / tolerance;
 }

@@ -30,9 +30,9 @@
 #include <utility>
 #include <vector>
 
-#include "fived/mpi.hpp"
-#include "fived/partition.hpp"
-#include "fived/shared_memory.hpp"
+#include "fived/math/partition.hpp"
+#include "fived/mpi/mpi.hpp"
+#include "fived/mpi/shared_memory.hpp"
 
 namespace fived {
 

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "fived/partition.hpp"
+#include "fived/math/partition.hpp"
 
 namespace fived {
 

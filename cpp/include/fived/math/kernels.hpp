@@ -11,7 +11,7 @@
 #include <span>
 #include <type_traits>
 
-#include "fived/matrix.hpp"
+#include "fived/math/matrix.hpp"
 
 namespace fived {
 

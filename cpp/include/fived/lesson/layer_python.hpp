@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "fived/optimizer.hpp"
-#include "fived/python.hpp"
+#include "fived/lesson/python.hpp"
+#include "fived/math/optimizer.hpp"
 
 namespace fived {
 

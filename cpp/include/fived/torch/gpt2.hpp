@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "fived/torch.hpp"
-#include "fived/torch_training.hpp"
+#include "fived/torch/torch.hpp"
+#include "fived/torch/training.hpp"
 
 namespace fived {
 

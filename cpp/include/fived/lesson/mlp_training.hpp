@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "fived/training.hpp"
+#include "fived/lesson/training.hpp"
 
 namespace fived {
 

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "fived/equality.hpp"
-#include "fived/lesson.hpp"
-#include "fived/ranks.hpp"
-#include "fived/torch.hpp"
+#include "fived/lesson/equality.hpp"
+#include "fived/lesson/lesson.hpp"
+#include "fived/torch/ranks.hpp"
+#include "fived/torch/torch.hpp"
 #include "process_group.hpp"
 
 namespace fived {

@@ -49,8 +49,8 @@
 #include <vector>
 
 #include "fived/error.hpp"
-#include "fived/mpi.hpp"
-#include "fived/partition.hpp"
+#include "fived/math/partition.hpp"
+#include "fived/mpi/mpi.hpp"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-#include "fived/mpi.hpp"
+#include "fived/mpi/mpi.hpp"
 
 namespace fived {
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "fived/parameters.hpp"
-#include "fived/torch_lesson.hpp"
+#include "fived/torch/lesson.hpp"
+#include "fived/torch/parameters.hpp"
 
 namespace fived {
 

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "fived/partition.hpp"
+#include "fived/math/partition.hpp"
 
 namespace fived {
 

@@ -5,8 +5,8 @@
 #include <map>
 #include <string>
 
-#include "fived/mlp.hpp"
-#include "fived/python.hpp"
+#include "fived/lesson/python.hpp"
+#include "fived/math/mlp.hpp"
 
 namespace fived {
 

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "fived/ranks.hpp"
+#include "fived/torch/ranks.hpp"
 
 namespace fived {
 

@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "fived/blas.hpp"
-#include "fived/equality.hpp"
-#include "fived/lesson.hpp"
-#include "fived/matrix.hpp"
-#include "fived/product.hpp"
-#include "fived/random.hpp"
+#include "fived/lesson/equality.hpp"
+#include "fived/lesson/lesson.hpp"
+#include "fived/math/blas.hpp"
+#include "fived/math/matrix.hpp"
+#include "fived/math/product.hpp"
+#include "fived/math/random.hpp"
 
 namespace fived {
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <utility>
 
-#include "fived/random.hpp"
-#include "fived/ranks.hpp"
-#include "fived/torch.hpp"
-#include "fived/training.hpp"
+#include "fived/lesson/training.hpp"
+#include "fived/math/random.hpp"
+#include "fived/torch/ranks.hpp"
+#include "fived/torch/torch.hpp"
 
 namespace fived {
 
@@ -84,7 +84,7 @@ inline std::pair<at::Tensor, at::Tensor> lm_batch(const Text& text, std::uint64_
     return {tokens_BS, targets_BS};
 }
 
-/// sgd or adamw, as in common/equality.py.
+/// sgd or adamw, as in common/lesson/equality.py.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                                const Tensors& tensors) {
     if (name == "sgd") return std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(0.1));

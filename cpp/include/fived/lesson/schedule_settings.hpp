@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "fived/mpi.hpp"
-#include "fived/options.hpp"
-#include "fived/schedule.hpp"
+#include "fived/lesson/options.hpp"
+#include "fived/math/schedule.hpp"
+#include "fived/mpi/mpi.hpp"
 
 namespace fived {
 

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "fived/error.hpp"
-#include "fived/matrix.hpp"
-#include "fived/random.hpp"
+#include "fived/math/matrix.hpp"
+#include "fived/math/random.hpp"
 
 namespace fived {
 
