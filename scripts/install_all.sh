@@ -26,7 +26,7 @@ pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check "$@"
 }
 
-# Python compiles what is imported; compiling all of the packages here would take most of a minute.
+# Python compiles what is imported, once; compiling all of the packages here would take most of a minute.
 pip_install() {
     if [[ -t 1 ]]; then pip install --no-compile "$@"; else pip install --no-compile --quiet "$@"; fi
 }
@@ -146,6 +146,15 @@ install_packages() {
         MPICC="$(command -v mpicc)" pip_install --no-cache-dir --no-binary mpi4py "$(grep '^mpi4py==' requirements.txt)"
     fi
     pip_install --no-deps --no-build-isolation -e .
+    compile_packages
+}
+
+# Containers often forbid Python to keep what it compiles: each start would then compile torch anew, for ten seconds.
+# A package may hold a file that does not compile.
+compile_packages() {
+    [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]] || return 0
+    "$venv/bin/python" -m compileall -qq -j 0 -x '/(tests?|testing|_inductor)/' \
+        "$venv"/lib/python*/site-packages/{torch,sympy,mpmath,numpy,matplotlib} || true
 }
 
 # set_parameter FILE NAME VALUE: in one of Open MPI's parameter files.

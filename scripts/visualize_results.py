@@ -1,4 +1,4 @@
-"""Draws the benchmark's report again from the records that it kept, or lays two runs side by side; runs nothing.
+"""Draw the benchmark's report again from its stored records, or compare two runs side by side; runs nothing.
 
     python scripts/visualize_results.py results                       results/report.html and results/plots/, anew
     python scripts/visualize_results.py earlier --compare results     earlier/comparison.html, and in the terminal
@@ -17,27 +17,27 @@ import tyro
 
 from common.benchmarks import benchmark_all, beside, report
 from common.errors import UsageError
-from common.options import parse
-from common.program import run_program
-from common.terminal import terminal
+from common.launch.command_line import parse
+from common.launch.program import run_program
+from common.launch.terminal import terminal
 
 
 @dataclass
 class Options:
-    """What to draw and where to."""
+    """Options: the run or the two runs to draw, and the output folder."""
 
     results: Annotated[Path, tyro.conf.Positional] = Path("results")
-    """Folder of a run; with --compare the first of two."""
+    """Folder of a run; with --compare of the first run."""
     compare: Path | None = None
     """Folder of the second run."""
     output: Path | None = None
-    """Where to write; left out: the first folder."""
+    """Output folder; default: the first folder."""
     picture: Path | None = None
     """File for the figure of the README."""
 
 
 def stored(folder: Path) -> list[dict[str, Any]]:
-    """The records of a folder. Raises UsageError when it has none."""
+    """Return the records of a folder. Raises UsageError if it has none."""
     file = folder / "records.jsonl"
     records = report.read(file) if file.is_file() else []
     if not records:
@@ -46,7 +46,7 @@ def stored(folder: Path) -> list[dict[str, Any]]:
 
 
 def main(o: Options) -> int:
-    """Draw; the exit code. Raises UsageError."""
+    """Draw; return the exit code. Raises UsageError."""
     output, first, console = o.output or o.results, stored(o.results), terminal()
     second = stored(o.compare) if o.compare else []
     try:

@@ -1,4 +1,4 @@
-"""A training step in practice: what is added to the plain one, and that none of it changes the result.
+"""A training step in practice: accumulation, clipping and a learning-rate schedule, equal to one device.
 
     weights(t+1) = weights(t) - rate(t) * clip( sum over ranks and micro-batches of their gradients )
 
@@ -6,19 +6,20 @@
     ranks                               rank 0       rank 1
     micro-batches                       [8 9][10 11] [12 13][14 15]
     forward, backward                   gradients add up in p.grad
-    the last micro-batch                all-reduce: once a step, not once a micro-batch
+    the last micro-batch                all-reduce: once per step, not once per micro-batch
     every rank                          clip by the norm of the sum, set the rate, step
 
 Versions, all on shuffled epochs, each against one device without micro-batches, with torch's clipping and schedule:
     no_sync     M micro-batches, one all-reduce, in the last
     sync        an all-reduce in each micro-batch: the same result for M times the bytes
-    clip        no_sync, and the gradient no longer than --clip
-    schedule    no_sync, and a rate that warms up linearly, then falls as a cosine
+    clip        no_sync, with the norm of the gradient limited to --clip
+    schedule    no_sync, with a learning rate that warms up linearly, then falls as a cosine
     all         no_sync, clip, schedule, and the checkpointing of dp_checkpointing.py
-    ddp         the same from torch: DDP, clip_grad_norm_, SequentialLR
+    ddp         the same as `all`, by torch: DDP, clip_grad_norm_, SequentialLR
 
-Cost of a step: 2(n-1)/n bytes per byte of gradient, whatever M; clipping adds 8 bytes to be all-reduced, the rest
-nothing. Memory: the activations of one micro-batch, not of the whole batch.
+Cost of a step: each rank sends 2(n-1)/n bytes per byte of gradient, for any M, and M times as many with
+`sync`. Our clipping all-reduces 8 bytes more; the schedule and checkpointing send nothing. Memory: the
+activations of one micro-batch, not of the whole batch.
 
     python dp_accumulation.py --nproc 4          torchrun --nproc_per_node=4 dp_accumulation.py
     mpirun -np 4 python dp_accumulation.py
@@ -37,10 +38,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from dp_basic import DataParallel
-from dp_basic import make_version as make_basic_version
-from dp_checkpointing import checkpoint_layers
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,25 +45,30 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.comm import Group
-from common.comparison import benchmark, prove, report
+from common.comm.mesh import Mesh
+from common.comm.placement import gradient_norm
 from common.data.sampler import Indices, samples_at
 from common.data.text import PADDING, lm_samples, rank_slice
-from common.equality import MakeOptimizer, plain
 from common.errors import UsageError
-from common.lesson import console, run
-from common.mesh import Mesh
+from common.launch.command_line import Count, Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.equality import MakeOptimizer, plain
+from common.lesson.runner import console, run
+from common.lesson.training import Batches, Version
 from common.models.transformer import Transformer
-from common.options import Count, Within
-from common.placement import gradient_norm
-from common.runtime import Runtime
-from common.training import Batches, Version
 
-LOWEST = 0.1  # where the cosine ends, as a part of the full rate
+from dp_basic import DataParallel
+from dp_basic import make_version as make_basic_version
+from dp_checkpointing import checkpoint_layers
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
+
+LOWEST = 0.1  # end of the cosine, as a fraction of the full rate
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of a step that accumulates."""
+    """Additions of one version to the plain step."""
 
     sync_each: bool = False
     clip: bool = False
@@ -87,25 +89,26 @@ RECIPES = {
 
 @dataclass
 class StepOptions(DataParallelOptions):
-    """The data set, and the numbers of what is added."""
+    """Options: the data set, clipping, and the learning-rate schedule."""
 
     steps: Count = 5
     """Training steps."""
     samples: Count = 23
-    """Samples of the data set: the first pieces of --sequence bytes of the text."""
+    """Number of samples in the data set, each of --sequence bytes, from the beginning of the text."""
     clip: Annotated[float, Within(1e-9, 1e9)] = 0.5
-    """The largest norm of the gradient."""
+    """Largest norm of the gradient; a longer gradient is scaled down to it."""
     warm_up: Count = 2
-    """Steps in which the learning rate grows."""
+    """Number of steps in which the learning rate grows."""
     versions: tuple[str, ...] = tuple(RECIPES)
-    """Which versions to run."""
+    """Versions to run."""
 
 
 class EpochBatches(Batches):
-    """Batch t is positions tB to (t+1)B of the endless order; each rank cuts its part into M micro-batches.
+    """Batches from shuffled epochs: batch t is positions tB to (t+1)B of the endless order of samples.
 
-    M is the same on all ranks, so that with `sync` their messages match; some micro-batches may be empty.
-    The last quarter of the batch's first sample is padding, so the ranks have different numbers of targets.
+    Each rank cuts its part into M micro-batches. M is the same on all ranks, so that with `sync` their
+    messages match; some micro-batches may be empty. The last quarter of the batch's first sample is padding,
+    so the ranks have different numbers of targets.
     """
 
     options: StepOptions
@@ -119,7 +122,7 @@ class EpochBatches(Batches):
             )
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """(tokens_BS, targets_BS) of each micro-batch."""
+        """Return (tokens_BS, targets_BS) of each micro-batch."""
         o = self.options
         lo, hi = (step * o.batch + at for at in rank_slice(o.batch, self.group.rank, self.group.size))
         pieces = np.array_split(samples_at(o.seed, o.samples, lo, hi), o.micro_batches)
@@ -131,7 +134,10 @@ class EpochBatches(Batches):
 
 @contextmanager
 def sync_each(dp: DataParallel) -> Iterator[None]:
-    """What no_sync() avoids: sum in this micro-batch too. Each rank keeps 1/n, so the next sum counts it once."""
+    """All-reduce the gradients after this micro-batch as well, in place of no_sync().
+
+    Each rank keeps 1/n of the sum, so that the next all-reduce counts the sum once.
+    """
     yield
     dp.finish()
     for p in dp.parameters:
@@ -140,9 +146,10 @@ def sync_each(dp: DataParallel) -> Iterator[None]:
 
 
 def clip_gradients(parameters: Iterable[Tensor], mesh: Mesh, limit: float) -> Tensor:
-    """Scale the summed gradients by one factor, so that their global norm is at most `limit`; returns the norm.
+    """Scale the summed gradients by one factor, so that their norm is at most `limit`; return the norm.
 
-    The factor is torch's, limit / (norm + 1e-6). All ranks call it, after the reduction and before the step.
+    The factor is torch's, limit / (norm + 1e-6). All ranks must call this, after the reduction and before the
+    step.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, mesh)
@@ -154,9 +161,10 @@ def clip_gradients(parameters: Iterable[Tensor], mesh: Mesh, limit: float) -> Te
 
 
 def rate_factor(t: int, warm_up: int, steps: int) -> float:
-    """The learning rate of step t as a part of the full one: 1/(W+1), 2/(W+1), ... 1, then a cosine to LOWEST.
+    """Return the learning rate of step t as a fraction of the full rate.
 
-    t counts steps of the optimizer, not micro-batches. A function of t has no state to save.
+    The fractions are 1/(W+1), 2/(W+1), ... 1 with W = warm_up, then a cosine down to LOWEST. t counts steps
+    of the optimizer, not micro-batches. The rate depends on t alone, so there is no state to save.
     """
     if t < warm_up:
         return (t + 1) / (warm_up + 1)
@@ -165,7 +173,7 @@ def rate_factor(t: int, warm_up: int, steps: int) -> float:
 
 
 def scheduled(make: MakeOptimizer, tensors: list[Tensor], o: StepOptions, first: int = 0) -> Optimizer:
-    """The optimizer, which from step `first` on sets its rate before each step."""
+    """Return an optimizer that sets its learning rate before each step. first: number of its first step."""
     optimizer, at = make(tensors), itertools.count(first)
 
     def set_rate(optimizer: Optimizer, *_: object) -> None:
@@ -178,7 +186,7 @@ def scheduled(make: MakeOptimizer, tensors: list[Tensor], o: StepOptions, first:
 
 
 def scheduled_by_torch(make: MakeOptimizer, tensors: list[Tensor], o: StepOptions) -> Optimizer:
-    """The same schedule put together from torch's."""
+    """Return make(tensors) with the same schedule, composed of torch's schedulers."""
     optimizer = make(tensors)
     up = LinearLR(optimizer, 1 / (o.warm_up + 1), total_iters=o.warm_up)
     down = CosineAnnealingLR(
@@ -190,7 +198,7 @@ def scheduled_by_torch(make: MakeOptimizer, tensors: list[Tensor], o: StepOption
 
 
 def with_torch(version: Version, recipe: Recipe, o: StepOptions) -> Version:
-    """Torch's clipping and schedule on a version that has neither."""
+    """Return `version`, which has no clipping and no schedule, with those of torch."""
 
     def clip() -> None:
         version.finish()
@@ -204,12 +212,12 @@ def with_torch(version: Version, recipe: Recipe, o: StepOptions) -> Version:
 
 
 def one_device(name: str, model: nn.Module, o: StepOptions) -> Version:
-    """The reference: the whole batch at once, with torch's clipping and schedule."""
+    """Return the reference: the whole batch at once, with torch's clipping and schedule."""
     return with_torch(Version(model), RECIPES[name], o)
 
 
 def make_version(name: str, model: Transformer, rt: Runtime, o: StepOptions) -> Version:
-    """One of the versions: what happens around each micro-batch but the last, once all are done, and in the step."""
+    """Return the version `name` of `model`, with its no_sync, its clipping and its schedule."""
     recipe, mesh = RECIPES[name], Mesh(rt.world, dp=rt.world_size)
     if recipe.checkpoint:
         checkpoint_layers(model)
@@ -231,7 +239,10 @@ def make_version(name: str, model: Transformer, rt: Runtime, o: StepOptions) -> 
 
 
 def more_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
-    """Bytes a rank sends beyond a plain step: `sync` the gradients and flags M - 1 times, our clip its norm."""
+    """Return the bytes a rank sends beyond a plain step.
+
+    `sync` sends the gradients and flags M - 1 more times, our clipping the norm.
+    """
     recipe, parameters = RECIPES[name], list(model.parameters())
     gradients = (sum(p.numel() for p in parameters) + len(parameters)) * parameters[0].element_size()
     more = (o.micro_batches - 1) * gradients * recipe.sync_each + 8 * (recipe.clip and not recipe.library)
@@ -239,12 +250,12 @@ def more_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fra
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
+    """Return the bytes a rank sends in a step."""
     return bytes_of_step(model, group, flags=name != "ddp") + more_bytes(name, model, group, o)
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps, the start included."""
+    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
     plain_steps = bytes_of_run(model, group, o.steps, order=name != "ddp", flags=name != "ddp")
     return plain_steps + o.steps * more_bytes(name, model, group, o)
 
@@ -274,20 +285,29 @@ def sampler_table(o: StepOptions, ranks: int) -> Table:
     return table
 
 
+LESSON = Lesson(
+    "dp",
+    dict.fromkeys(RECIPES, by_version(make_version, EpochBatches)),
+    step_bytes,
+    run_bytes=run_bytes,
+    one_device=by_version(lambda name, model, rt, o: one_device(name, model, o), EpochBatches),
+    unseen=("ddp",),
+)
+
+
 def main(rt: Runtime, o: StepOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, tuple(RECIPES), o)
-    EpochBatches(o, rt.world, rt.device)  # refuses what cannot be cut
+    EpochBatches(o, rt.world, rt.device)  # checks the sizes of the batch and the data set
     if not 1 <= o.warm_up < o.steps:
         raise UsageError(
             f"--warm-up {o.warm_up} --steps {o.steps}: at least 1 step must warm up and 1 come after it; "
             f"--warm-up 1 --steps {max(2, o.steps)} would do"
         )
     if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes, make_batches=EpochBatches))
-        return True
+        return time_in_turn(rt, o, LESSON)
     console(rt).print(sampler_table(o, rt.world_size))
-    return prove(rt, o, make_version, run_bytes, step_bytes, make_batches=EpochBatches, one_device=one_device)
+    return prove(rt, o, LESSON)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Data parallelism by hand: every rank holds the model, sees a part of the batch, and sums the gradients.
+"""Data parallelism by hand: each rank holds the model and a part of the batch; gradients are summed.
 
     gradient of the loss over the global batch  =  sum over ranks of the gradients of their parts
 
@@ -8,9 +8,9 @@
                         \\___________________ all-reduce ____________________/
     gradients        the same on all ranks, so the same step of the optimizer, so the same weights
 
-Three versions, all with the same numbers:
-    naive      one all-reduce for each parameter, after the backward pass: waits for every message in turn
-    bucketed   gradients join buckets as they become ready; full buckets travel while backward goes on
+Three versions, all with the same results:
+    naive      one all-reduce for each parameter, after the backward pass; each waits for the one before
+    bucketed   gradients join buckets as they become ready; full buckets are sent while backward goes on
     ddp        torch.nn.parallel.DistributedDataParallel, the library's bucketed version
 
 Cost of a step: 2(n-1)/n bytes per byte of gradient and rank, whatever the version. Memory: a bucket beside the
@@ -31,16 +31,17 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group
-from common.comparison import benchmark, prove, report
-from common.lesson import run
-from common.runtime import Runtime
-from common.training import Version
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.runner import run
+from common.lesson.training import Version
+
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 
 VERSIONS = ("naive", "bucketed", "ddp")
 
@@ -52,10 +53,11 @@ def broadcast_model(model: nn.Module, group: Group) -> None:
 
 
 def all_reduce_gradients(model: nn.Module, group: Group) -> None:
-    """The naive version: sum each gradient over the group, one after the other, in place.
+    """Sum each gradient over the group, one after the other, in place: the naive version.
 
-    A parameter that no rank used keeps its None, as on one device: AdamW decays the weights of a zero gradient
-    but leaves those of None alone. Hence the first message: one number a parameter, does this rank use it?
+    A parameter that no rank used keeps None as its gradient, as on one device: AdamW decays weights with a
+    zero gradient but skips those with None. So the first message holds one number per parameter: 1 if this
+    rank used it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     used = torch.stack([p.new_tensor(float(p.grad is not None)) for p in parameters])
@@ -67,7 +69,7 @@ def all_reduce_gradients(model: nn.Module, group: Group) -> None:
 
 
 class Arriving(Protocol):
-    """Messages under way."""
+    """Messages in flight."""
 
     def wait(self) -> None:
         """Block until the sum over the ranks has arrived."""
@@ -75,10 +77,10 @@ class Arriving(Protocol):
 
 @dataclass
 class Bucket:
-    """A flat piece of memory that holds the gradients of some parameters and travels as one message."""
+    """Flat buffer that holds the gradients of some parameters and is sent as one message."""
 
     flat: Tensor
-    views: dict[int, Tensor]  # index of the parameter: its place in `flat`
+    views: dict[int, Tensor]  # parameter index: view of its gradient in `flat`
     missing: set[int] = field(default_factory=set)
     pending: Arriving | None = None
 
@@ -87,26 +89,27 @@ Exchange = Callable[[Bucket], Arriving]
 
 
 class DataParallel:
-    """The bucketed version.
+    """Bucketed data parallelism: gradients are all-reduced while the backward pass goes on.
 
         dp = DataParallel(model, group)
         with dp.no_sync():                  # all micro-batches but the last
             loss(...).backward()
-        loss(...).backward()                # buckets leave while this runs
+        loss(...).backward()                # buckets are all-reduced while this runs
         dp.finish()                         # p.grad is the sum over ranks; clip and step as on one device
 
     Losses are sums over targets divided by the targets of the whole global batch, so gradients are summed,
     never averaged, and ranks may hold unequal parts, or none.
 
-    Clear every gradient before the next step, those outside the optimizer too: what is left would be summed
-    again. p.grad lies in a bucket; clone it to keep it. Layers that mix samples (BatchNorm) see their rank's
-    part alone. One DataParallel at a time for a model; it ends when it is deleted.
+    Clear every gradient before the next step, those outside the optimizer too: a gradient that is left would
+    be summed again. p.grad is a view into a bucket; clone it to keep it. Layers that mix samples (BatchNorm)
+    see only their rank's part. Use one DataParallel at a time for a model; it stops when it is deleted.
 
-    exchange: what a bucket does when it leaves, in place of the all-reduce of `flat`. All ranks call it for the
-    same buckets in the same order, and wait in that order once all have left; then `flat` must hold the sum.
+    exchange: starts the communication of a bucket, in place of the all-reduce of `flat`. All ranks call it
+    for the same buckets in the same order, and wait in that order once all have started; then `flat` must
+    hold the sum.
 
     Raises RuntimeError when a second backward runs before finish(), since its gradients would join buckets
-    that have left, and when parameters were unfrozen or replaced; ValueError when none requires a gradient.
+    that were sent, and when parameters were unfrozen or replaced; ValueError when none requires a gradient.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class DataParallel:
         self.synchronising, self.order_known = True, False
         # backward runs through the layers from the last to the first
         self._make_buckets(reversed(range(len(self.parameters))))
-        me = weakref.ref(self)  # a hook that held self would outlive it and go on sending
+        me = weakref.ref(self)  # a hook that held self would keep it alive and go on sending
 
         def hook(index: int, p: Tensor) -> None:
             if dp := me():
@@ -164,7 +167,7 @@ class DataParallel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate: backward passes in here send nothing."""
+        """Accumulate only: backward passes inside send nothing."""
         before, self.synchronising = self.synchronising, False
         try:
             yield
@@ -172,7 +175,7 @@ class DataParallel:
             self.synchronising = before
 
     def _ready(self, index: int, p: Tensor) -> None:
-        """The hook that autograd calls when p.grad holds this backward's gradient, earlier ones included."""
+        """Hook that autograd calls once p.grad holds this backward's gradient, earlier ones included."""
         if not self.synchronising:
             return
         bucket = self.place[index]
@@ -183,8 +186,8 @@ class DataParallel:
             )
         self._fill(index)
         self.order.append(index)
-        # ranks may become ready in different orders; messages must match, so buckets leave in theirs.
-        # The last one waits for finish(), which knows what was used.
+        # gradients may come in different orders on different ranks; messages must match, so buckets are sent
+        # in the order of the list. The last one waits for finish(), when the used parameters are known.
         while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].missing:
             self._launch()
 
@@ -208,7 +211,7 @@ class DataParallel:
         self.launched += 1
 
     def finish(self) -> None:
-        """Send what is left, wait for all buckets; then p.grad is the sum over the ranks, or None if unused."""
+        """Send the other buckets, wait for all; then p.grad is the sum over ranks, or None if unused."""
         known = set(map(id, self.parameters))
         if not all(id(p) in known for p in self.model.parameters() if p.requires_grad):
             raise RuntimeError("parameters were unfrozen or replaced: make a new DataParallel for the model")
@@ -226,7 +229,7 @@ class DataParallel:
         self._settle_order()
 
     def _settle_order(self) -> None:
-        """After the first backward, cut the buckets anew in the order that rank 0 saw; all ranks must agree."""
+        """After the first backward pass, cut the buckets anew in the order of rank 0, on all ranks."""
         if not self.order_known:
             seen = set(self.order)
             order = self.order + [i for i in reversed(range(len(self.parameters))) if i not in seen]
@@ -234,13 +237,13 @@ class DataParallel:
             comm.broadcast(agreed, self.group)
             self._make_buckets(agreed.tolist())
             for index in order:
-                self._fill(index)  # into the new buckets, so that the old ones go
+                self._fill(index)  # into the new buckets, so that the old ones are freed
             self.order_known = True
         self._reset()
 
 
 def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
-    """One of the three versions around `model`."""
+    """Return one of the three versions around `model`."""
     if name == "naive":
         broadcast_model(model, rt.world)
         return Version(model, finish=partial(all_reduce_gradients, model, rt.world))
@@ -254,22 +257,24 @@ def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOption
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
+    """Return the bytes a rank sends in a step."""
     return bytes_of_step(model, group, flags=name != "ddp")
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps, the start included."""
+    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
     return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
 
 
+LESSON = Lesson(
+    "dp", dict.fromkeys(VERSIONS, by_version(make_version)), step_bytes, run_bytes=run_bytes, unseen=("ddp",)
+)
+
+
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, VERSIONS, o)
-    if not o.benchmark:
-        return prove(rt, o, make_version, run_bytes, step_bytes)
-    report(rt, o, benchmark(rt, o, make_version, step_bytes))
-    return True
+    return (time_in_turn if o.benchmark else prove)(rt, o, LESSON)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""Activation checkpointing: keep each layer's input, forget the rest, compute it again when backward comes by.
+"""Activation checkpointing: keep only each layer's input, and recompute the rest in the backward pass.
 
     gradients with checkpointing = gradients without, bit for bit: the same operations on the same numbers
 
     forward      x0 ─ layer 0 ─ x1 ─ layer 1 ─ x2 ─ loss         kept: x0, x1, x2
-    backward     layer 1 again from x1, then its backward        kept for a moment: the inside of one layer
+    backward     layer 1 again from x1, then its backward        kept for a moment: activations of one layer
                  layer 0 again from x0, then its backward
 
-Versions, all with the same numbers:
+Versions, all with the same results:
     none        autograd keeps what every operation needs
     by-hand     an autograd function that saves the input and runs the layer again
     library     torch.utils.checkpoint, use_reentrant=False
 
-Cost: one more forward pass of the layers, a third of the step's operations. Communication: none. Memory of GPT-2's
-activations, numbers per token and layer: about 16 D without, D with; and once the 16 D of the layer in work.
-Chen et al., "Training deep nets with sublinear memory cost" (2016).
+Cost: one more forward pass of the layers, a third more operations per step. Communication: none. Memory of
+GPT-2's activations, in numbers per token and layer: about 16 D without checkpointing, D with it, plus once
+the 16 D of the layer that is being recomputed. Chen et al., "Training deep nets with sublinear memory cost"
+(2016).
 
     python dp_checkpointing.py --nproc 4          torchrun --nproc_per_node=4 dp_checkpointing.py
     mpirun -np 4 python dp_checkpointing.py
@@ -28,48 +29,52 @@ from functools import partial
 from typing import Any
 
 import torch
-from dp_basic import DataParallel
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.comm import Group
-from common.comparison import benchmark, prove, report
-from common.ledger import show_bytes
-from common.lesson import DTYPES, console, run
+from common.comm.ledger import show_bytes
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, Version, make_model
 from common.models.configs import TransformerConfig
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model
 from common.utils.memory import LiveBytes, saved_bytes
+
+from dp_basic import DataParallel
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 
 VERSIONS = ("none", "by-hand", "library")
 
 
 @dataclass
 class CheckpointOptions(DataParallelOptions):
-    """Which versions."""
+    """Options: the versions to run."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 class Again(torch.autograd.Function):
-    """forward(x, ...) that saves its inputs alone. The parameters are inputs too, so autograd wants their gradients."""
+    """Autograd function that runs forward(x, ...) and saves only its inputs.
+
+    The parameters are inputs too, so that autograd asks for their gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, forward: Callable[..., Tensor], x_BSD: Tensor, positions_S: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Autograd records nothing in here."""
+        """Return the layer's output. Autograd records nothing inside this method."""
         ctx.forward = forward
         ctx.save_for_backward(x_BSD, positions_S, *parameters)
         return forward(x_BSD, positions_S)
 
     @staticmethod
     def backward(ctx: Any, *dy_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        """The layer once more, this time recorded, and at once back through it."""
+        """Run the layer again, recorded this time, and return the gradients of all inputs."""
         x_BSD, positions_S, *parameters = ctx.saved_tensors
         x_BSD = x_BSD.detach().requires_grad_()
         with torch.enable_grad():
@@ -79,23 +84,24 @@ class Again(torch.autograd.Function):
 
 
 def checkpoint_layers(model: Transformer, version: str = "library") -> None:
-    """Let every layer keep its input and compute the rest again. Names and numbers of parameters stay."""
+    """Checkpoint every layer of the model, in place. Names and values of the parameters stay the same."""
     for layer in model.layers:
         forward, parameters = layer.forward, tuple(layer.parameters())
         if version == "by-hand":
-            # forward=... binds this layer's own, not the loop's last
+            # forward=... binds this layer's forward, not that of the loop's last layer
             layer.forward = lambda x, at, forward=forward, own=parameters: Again.apply(forward, x, at, *own)
         elif version == "library":
             layer.forward = partial(checkpoint, forward, use_reentrant=False)
 
 
 def activation_bytes(c: TransformerConfig, batch: int, sequence: int, size: int, checkpointed: bool) -> int:
-    """What autograd keeps of GPT-2's forward pass, `size` bytes a number: a sum over its operations.
+    """Return the bytes that autograd keeps of GPT-2's forward pass, summed over its operations.
 
-    A layer, per token: 8 D (the inputs of norms and projections, q, k, v and the attention's result), 2 F around
-    the GELU, H for the softmax's sums, 4 for the norms; checkpointed its input, D. The ends: D into the last norm
-    and D out of it, its 2 numbers, V logarithms of probabilities; 8 bytes a token and target and position; the
-    sum of weights that the cross-entropy divides by.
+    size: bytes per number. Per token a layer keeps 8 D (the inputs of norms and projections, q, k, v and the
+    attention's result), 2 F around the GELU, H for the softmax's sums, 4 for the norms; a checkpointed layer
+    keeps only its input, D. The ends keep D into the last norm and D out of it, its 2 numbers, V logarithms
+    of probabilities; 8 bytes per token and target and position; the sum of weights that the cross-entropy
+    divides by.
     """
     layer = c.width if checkpointed else 8 * c.width + 2 * c.mlp_width + c.heads + 4
     numbers = batch * sequence * (c.layers * layer + 2 * c.width + 2 + c.vocabulary)
@@ -103,7 +109,7 @@ def activation_bytes(c: TransformerConfig, batch: int, sequence: int, size: int,
 
 
 def measure(model: Transformer, x_BS: Tensor, y_BS: Tensor) -> tuple[int, int]:
-    """Bytes saved for the backward pass; peak of the bytes alive in forward and backward beside p.grad."""
+    """Return (bytes saved for the backward pass, peak bytes alive in forward and backward besides p.grad)."""
 
     def loss() -> Tensor:
         return cross_entropy_sum(model(x_BS), y_BS)[0]
@@ -116,7 +122,10 @@ def measure(model: Transformer, x_BS: Tensor, y_BS: Tensor) -> tuple[int, int]:
 
 
 def on_one_device(o: CheckpointOptions) -> tuple[Table, bool]:
-    """Every version on the whole batch and on a micro-batch, on the CPU: its bytes; are all gradients the same bits?"""
+    """Run every version on the whole batch and on a micro-batch, on the CPU.
+
+    Return the table of their bytes, and True if all versions have equal gradients.
+    """
     c, size, cpu = o.model_config(), DTYPES[o.dtype].itemsize, torch.device("cpu")
     table = Table(
         title=f"bytes of activations: {o.model}, {o.dtype}, {o.batch} samples", title_justify="left"
@@ -125,7 +134,7 @@ def on_one_device(o: CheckpointOptions) -> tuple[Table, bool]:
         table.add_column(column, justify="left" if column in ("version", "gradients") else "right")
     all_exact = True
     for micro_batches in sorted({1, min(o.micro_batches, o.batch)}):
-        batches = Batches(replace(o, micro_batches=micro_batches), Group("one", 0, 1, (0,)), cpu)
+        batches = Batches(replace(o, micro_batches=micro_batches), Group.alone(), cpu)
         x_BS, y_BS = max(batches.parts(0), key=lambda part: part[0].numel())
         models = {name: make_model(o, cpu) for name in o.versions}
         first = list(models[o.versions[0]].parameters())
@@ -142,37 +151,39 @@ def on_one_device(o: CheckpointOptions) -> tuple[Table, bool]:
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Both exist and no number differs."""
+    """Return True if both tensors exist and all their elements are equal."""
     return a is not None and b is not None and torch.equal(a, b)
 
 
 def make_version(name: str, model: Transformer, rt: Runtime, o: CheckpointOptions) -> Version:
-    """The bucketed data parallelism of dp_basic.py around a model with or without checkpointing."""
+    """Return the bucketed data parallelism of dp_basic.py around a model with or without checkpointing."""
     checkpoint_layers(model, name)
     dp = DataParallel(model, rt.world, o.bucket_mb)
     return Version(model, dp.no_sync, dp.finish)
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Bytes a rank sends in a step: checkpointing sends nothing."""
+    """Return the bytes a rank sends in a step; checkpointing sends nothing."""
     return bytes_of_step(model, group)
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps, the start included."""
+    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
     return bytes_of_run(model, group, o.steps, order=True)
 
 
+LESSON = Lesson("dp", dict.fromkeys(VERSIONS, by_version(make_version)), step_bytes, run_bytes=run_bytes)
+
+
 def main(rt: Runtime, o: CheckpointOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, VERSIONS, o)
     if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes, unseen=()))
-        return True
+        return time_in_turn(rt, o, LESSON)
     table, exact = on_one_device(o)
     console(rt).print(table)
     console(rt).print(f"checkpointing {'changes no bit of a gradient' if exact else 'CHANGES the gradients'}")
-    return prove(rt, o, make_version, run_bytes, step_bytes, unseen=()) and exact
+    return prove(rt, o, LESSON) and exact
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Send less: each rank sends a rough gradient, and adds what it left out to its next one.
+"""Gradient compression: each rank sends an approximate gradient, and adds the error to its next gradient.
 
     x = g + e        message = compress(x)        e = x - decompress(message)        for the optimizer: sum over ranks
 
@@ -8,13 +8,14 @@
     rank 1    gradient + memory ─ compress ─┘    all-reduce    └─ so the weights stay the same on all ranks
                          └ left out: memory
 
-Without the memory e ("error feedback") what is small is never sent; with it, it is sent later. Memory: one more
-gradient a rank. Bytes a rank sends in a step, of N numbers of b bytes that lie in P parameters, on n ranks:
+Without the memory e ("error feedback") small components are never sent; with e they are sent in later steps.
+Memory: one more gradient per rank. Bytes a rank sends in a step, for N numbers of b bytes in P
+parameters, on n ranks:
 
-    all-reduce   2(n-1)/n b N                 what dp_basic.py sends
-    top-k        (n-1) k (b + 4)              k numbers and their places: all-gathers, which grow with n
-    powersgd     2(n-1)/n b (r (A+B) + V)     factors A×r, B×r of each A×B matrix; V numbers outside of matrices
-    sign         (n-1) (N/8 + b P)            a bit a number, packed, and one scale a parameter: all-gathers
+    all-reduce   2(n-1)/n b N                 as in dp_basic.py
+    top-k        (n-1) k (b + 4)              k numbers and their indices: all-gathers, which grow with n
+    powersgd     2(n-1)/n b (r (A+B) + V)     factors A×r, B×r of each A×B matrix; V numbers outside matrices
+    sign         (n-1) (N/8 + b P)            1 bit per number, packed, 1 scale per parameter: all-gathers
 
     python dp_compression.py --nproc 4    torchrun --nproc_per_node=4 dp_compression.py
     mpirun -np 4 python dp_compression.py            with --plot curves.png: the loss of each, with and without memory
@@ -29,27 +30,28 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from dp_basic import DataParallel
-from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
-from dp_compressors import Compressor, PowerSGD, Sign, TopK, ddp_hook, joined, torch_hook
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group, share
-from common.comparison import benchmark, report
-from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
-from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord
-from common.mesh import Mesh
-from common.options import Within
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.mesh import Mesh
+from common.launch.command_line import Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, benchmark, by_version, report
+from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.lesson.measure import BenchmarkRecord
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import figure, loss_curves
+
+from dp_basic import DataParallel
+from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
+from dp_compressors import Compressor, PowerSGD, Sign, TopK, ddp_hook, joined, torch_hook
+from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
 
 COMPRESSORS = ("top-k", "powersgd", "sign")
 VERSIONS = ("bucketed", *COMPRESSORS, "ddp-top-k", "ddp-powersgd", "ddp-sign", "torch-powersgd")
@@ -57,20 +59,20 @@ VERSIONS = ("bucketed", *COMPRESSORS, "ddp-top-k", "ddp-powersgd", "ddp-sign", "
 
 @dataclass
 class CompressionOptions(DataParallelOptions):
-    """What is sent."""
+    """Options of the compressors."""
 
     k: Annotated[float, Within(1e-9, 1)] = 0.05
-    """Share of the numbers that top-k sends."""
+    """Fraction of the numbers that top-k sends."""
     rank: Annotated[int, Within(1, 65536)] = 2
     """Rank of PowerSGD's factors."""
     curve_steps: Annotated[int, Within(10, 10**9)] = 100
-    """With --plot: steps of the loss curves."""
+    """With --plot: number of steps of the loss curves."""
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def make_compressor(name: str, group: Group, o: CompressionOptions, feedback: bool = True) -> Compressor:
-    """One of COMPRESSORS."""
+    """Return the compressor `name`, one of COMPRESSORS."""
     if name == "top-k":
         return TopK(group, o.k, feedback)
     return Sign(group, feedback) if name == "sign" else PowerSGD(group, o.rank, feedback)
@@ -79,13 +81,13 @@ def make_compressor(name: str, group: Group, o: CompressionOptions, feedback: bo
 def make_version(
     name: str, model: nn.Module, rt: Runtime, o: CompressionOptions, feedback: bool = True
 ) -> Version:
-    """`model` under our DataParallel, or under DDP where the name says so."""
+    """Return `model` under our DataParallel, or under DDP if `name` begins with ddp or torch."""
     if not name.startswith(("ddp", "torch")):
         exchange = None if name == "bucketed" else make_compressor(name, rt.world, o, feedback)
         dp = DataParallel(model, rt.world, o.bucket_mb, exchange)
         return Version(model, dp.no_sync, dp.finish)
     parameters = list(model.parameters())
-    # torch's hook sends Q from a callback, when P has come: several buckets under gloo, and ranks differ in order
+    # torch's hook sends Q from a callback when P has arrived: with several buckets, order differs by rank
     cap = 1e6 if name.startswith("torch") else o.bucket_mb
     ddp = DistributedDataParallel(model, process_group=rt.world.pg, bucket_cap_mb=cap)
     if name.startswith("torch"):
@@ -96,14 +98,14 @@ def make_version(
 
 
 def compressor_of(name: str) -> str:
-    """One of COMPRESSORS, or bucketed."""
+    """Return the compressor of a version: one of COMPRESSORS, or bucketed."""
     return name.removeprefix("ddp-").removeprefix("torch-")
 
 
 def bytes_of_gradients(
     name: str, model: nn.Module, group: Group, o: CompressionOptions
 ) -> tuple[Fraction, Fraction]:
-    """What the gradients of a step cost a rank: all-reduced, and as this version sends them."""
+    """Return the bytes a rank sends for a step's gradients: (by all-reduce, by this version)."""
     parameters = list(model.parameters())
     plain = sum((share(p, 2, group) for p in parameters), Fraction(0))
     if name == "bucketed":
@@ -112,7 +114,7 @@ def bytes_of_gradients(
 
 
 def bytes_formula(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
-    """Bytes a rank sends in the whole run. Under DDP there are no flags, and its broadcast is not counted."""
+    """Return the bytes a rank sends in a run. DDP has no flags, and its broadcast is not counted."""
     ours = not name.startswith(("ddp", "torch"))
     plain, sent = bytes_of_gradients(name, model, group, o)
     started = sum((share(p, 1, group) for p in model.parameters()), Fraction(0))
@@ -121,12 +123,12 @@ def bytes_formula(name: str, model: nn.Module, group: Group, o: CompressionOptio
 
 
 def one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> Followed:
-    """The same steps on one device, with units: the plain ones, or the simulated ones of a compressor."""
+    """Train on one device, plainly or with a simulated compressor; return the result, with units."""
     return with_units(partial(_one_device, name, optimizer, rt, o))
 
 
 def _one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions, start: Start) -> Followed:
-    model, alone = start(make_model(o, rt.device)), Group("one", 0, 1, (0,))
+    model, alone = start(make_model(o, rt.device)), Group.alone()
     if name == "bucketed":
         batches = Batches(replace(o, micro_batches=1), alone, rt.device)
         return follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
@@ -140,21 +142,21 @@ def _one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions, s
 
 
 def on_ranks(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> tuple[Followed, Ledger]:
-    """The steps on all ranks, and what they sent."""
+    """Train on all ranks; return (the results, the ledger of the bytes sent)."""
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
     batches = Batches(o, rt.world, rt.device)
     with Ledger() as ledger:
         version = make_version(name, model, rt, o)
         step = training_step(version, batches, rt.world)
     if name.startswith("torch"):
-        for t in range(2):  # DDP cuts its buckets anew, so the hook begins in the third backward pass
+        for t in range(2):  # DDP cuts its buckets anew, so the hook starts in the third backward pass
             step(t)
     with ledger:
         return follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size)), ledger
 
 
 def same_on_all_ranks(followed: Followed, group: Group) -> bool:
-    """Every gradient of every step and the last weights are the same on all ranks, bit by bit."""
+    """Return True if all gradients of all steps, and the last weights, are bitwise equal on all ranks."""
     mine = joined(t for tensors in (*followed.gradients, followed.weights) for t in tensors.values())
     low, high = mine.clone(), mine.clone()
     comm.all_reduce(low, group, "min")
@@ -163,21 +165,25 @@ def same_on_all_ranks(followed: Followed, group: Group) -> bool:
 
 
 class Quarrel(nn.Module):
-    """Two weights. Samples quarrel loudly about the first, and agree in a low voice that the second should be 1."""
+    """Model of two weights, trained on two kinds of samples.
+
+    Their gradients for the first weight are large and disagree; those for the second are small and agree that
+    it should be 1.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
     def forward(self, t: int) -> Tensor:
-        """Loss of step t; its gradient is (w₀ ± 4, w₁ - 1)."""
+        """Return the loss of step t; its gradient is (w₀ ± 4, w₁ - 1)."""
         slope = torch.tensor([4.0 if t % 2 else -4.0, -1.0], dtype=torch.float64)
         return (slope * self.w + self.w**2 / 2).sum()
 
 
 def quarrel(share: float, feedback: bool) -> float:
-    """The second weight after 150 steps of SGD with top-k; one rank shows it."""
-    model, alone = Quarrel(), Group("one", 0, 1, (0,))
+    """Return the second weight after 150 steps of SGD with top-k, on one rank. share: fraction sent."""
+    model, alone = Quarrel(), Group.alone()
     dp = DataParallel(model, alone, exchange=TopK(alone, share, feedback))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for t in range(150):
@@ -189,7 +195,7 @@ def quarrel(share: float, feedback: bool) -> float:
 
 
 def stall() -> tuple[bool, Table]:
-    """Whether the second weight arrives with memory and stays where it is without; the table."""
+    """Return (True if the second weight converges with memory and stays at 0 without, a table)."""
     table = Table(title="two weights, 150 steps", title_justify="left")
     for column in ("", "both sent", "top-1 with memory", "top-1 without"):
         table.add_column(column, justify="right")
@@ -199,7 +205,7 @@ def stall() -> tuple[bool, Table]:
 
 
 def prove(rt: Runtime, o: CompressionOptions) -> bool:
-    """Every version against one device that does the same; show bytes, and what the memory is for."""
+    """Compare every version with one device that does the same; print bytes and the effect of the memory."""
     mesh, proof, same = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype]), True
     whole = replace(o, k=1.0, rank=max(p.shape[0] for p in make_model(o, rt.device).parameters()))
     cases = [(name, name, o) for name in o.versions]
@@ -229,7 +235,7 @@ def prove(rt: Runtime, o: CompressionOptions) -> bool:
 
 
 def bytes_table(rt: Runtime, o: CompressionOptions) -> Table:
-    """Bytes of the gradients of a step, and how many times less than an all-reduce."""
+    """Return a table of the bytes of a step's gradients, and of their ratio to an all-reduce."""
     table = Table(title="gradients of a step, bytes a rank", title_justify="left")
     for column in ("compressor", "bytes", "times less"):
         table.add_column(column, justify="left" if column == "compressor" else "right")
@@ -240,18 +246,24 @@ def bytes_table(rt: Runtime, o: CompressionOptions) -> Table:
 
 
 def timed(rt: Runtime, o: CompressionOptions) -> list[BenchmarkRecord]:
-    """Whole steps of every version in turn."""
-    return benchmark(rt, o, make_version, step_bytes, ("torch-powersgd",))
+    """Time whole steps of every version in turn."""
+    return benchmark(
+        rt,
+        o,
+        Lesson(
+            "dp", dict.fromkeys(o.versions, by_version(make_version)), step_bytes, unseen=("torch-powersgd",)
+        ),
+    )
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
+    """Return the bytes a rank sends in a step."""
     plain, sent = bytes_of_gradients(name, model, group, o)
     return bytes_of_step(model, group, flags=not name.startswith(("ddp", "torch"))) - plain + sent
 
 
 def curves(rt: Runtime, o: CompressionOptions) -> None:
-    """Train with each compressor, with and without memory; the picture, and the mean loss of the last ten steps."""
+    """Train with each compressor, with and without memory; print and plot the losses."""
     batches, losses = Batches(o, rt.world, rt.device), dict[str, list[float]]()
     table = Table(title=f"loss, mean of the last 10 of {o.curve_steps} steps, SGD", title_justify="left")
     for column in ("compressor", "with memory", "without"):
@@ -274,7 +286,7 @@ def curves(rt: Runtime, o: CompressionOptions) -> None:
 
 
 def main(rt: Runtime, o: CompressionOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, VERSIONS, o)
     # DDP needs a process group; torch's hook waits in a callback, where the one thread of our MPI group is busy
     cannot = ("ddp", "torch") if rt.world_size == 1 else ("torch",) if rt.backend == "mpi" else ()

@@ -1,7 +1,7 @@
-"""What dp_compression.py does, on one device: a loop over the parts of the batch, each with its own error memory.
+"""Simulation of dp_compression.py on one device: a loop over parts of a batch, each with its memory.
 
-Written as the papers state it, on whole tensors: no indices, no packed bits, no buckets, no messages. The n ranks
-must give the same numbers.
+Compressors are written as in the papers, on whole tensors: no indices, no packed bits, no buckets, no
+messages. The n ranks must give the same numbers.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from dp_training import DataParallelOptions
 from torch import Tensor, nn
 
 from common.comm import Group
+from common.lesson.training import Batches
 from common.models.transformer import cross_entropy_sum
-from common.training import Batches
 
-# part by part: what the message of each part says of parameter i, given gradient plus memory of each
+from dp_training import DataParallelOptions
+
+# (i, gradient plus memory of parameter i in each part) -> decompressed message of each part
 Compression = Callable[[int, list[Tensor]], list[Tensor]]
 
 
 def top_k(share: float) -> Compression:
-    """Each part keeps its ceil(share * numel) largest numbers by size, the first of equal ones."""
+    """Return top-k: each part keeps its ceil(share * numel) largest |x|, the first of equal ones."""
 
     def largest(x: Tensor) -> Tensor:
         kept = x.abs().flatten().sort(descending=True, stable=True).indices[: -int(-share * x.numel() // 1)]
@@ -31,12 +32,15 @@ def top_k(share: float) -> Compression:
 
 
 def signs() -> Compression:
-    """Each part keeps the mean size and the signs; 0 counts as positive (arXiv:1901.09847, algorithm 1)."""
+    """Return sign compression: mean |x| and signs; 0 counts as positive (arXiv:1901.09847, algorithm 1)."""
     return lambda i, parts: [torch.where(x >= 0, x.abs().mean(), -x.abs().mean()) for x in parts]
 
 
 def powersgd(rank: int) -> Compression:
-    """One power iteration on the sum of the parts (arXiv:1905.13727, algorithm 1); vectors stay as they are."""
+    """Return PowerSGD: one power iteration on the sum of the parts (arXiv:1905.13727, algorithm 1).
+
+    Vectors are not compressed.
+    """
     q: dict[int, Tensor] = {}
 
     def project(i: int, parts: list[Tensor]) -> list[Tensor]:
@@ -55,14 +59,14 @@ def powersgd(rank: int) -> Compression:
 
 
 class Simulation:
-    """n parts that compress and sum. Without feedback nothing is kept from one step to the next."""
+    """Compression and sum of n parts. Without feedback no error is kept from one step to the next."""
 
     def __init__(self, compression: Compression, feedback: bool = True) -> None:
         self.compression, self.feedback = compression, feedback
-        self.memory: dict[tuple[int, int], Tensor] = {}  # of (part, parameter)
+        self.memory: dict[tuple[int, int], Tensor] = {}  # by (part, parameter)
 
     def exchange(self, gradients: Sequence[Sequence[Tensor | None]], parameters: Sequence[Tensor]) -> None:
-        """From each part's gradients to the sum that the optimizer sees, in p.grad; None where no part has one."""
+        """Store in p.grad the sum of the compressed gradients, or None where no part has a gradient."""
         for i, p in enumerate(parameters):
             p.grad = None
             if all(part[i] is None for part in gradients):
@@ -78,7 +82,10 @@ class Simulation:
 def simulated_step(
     model: nn.Module, simulation: Simulation, o: DataParallelOptions, parts: int, device: torch.device
 ) -> Callable[[int], Tensor]:
-    """common/training.py's step for `parts` parts on one device: leaves gradients, returns the global loss."""
+    """Return the step of common/lesson/training.py for `parts` parts on one device.
+
+    step(t) leaves the summed gradients in p.grad and returns the global loss.
+    """
     groups = [Group("part", r, parts, tuple(range(parts))) for r in range(parts)]
     batches = Batches(o, groups[0], device)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -2,9 +2,9 @@
 
     x = g + e        message = compress(x)        e = x - decompress(message)        for the optimizer: sum over ranks
 
-What a message says of a parameter does not depend on the bucket in which it travels.
+The compressed gradient of a parameter does not depend on the bucket in which it is sent.
 
-N numbers of a bucket  K of them that travel  M bytes  P parameters  A×B a matrix  R rank of its factors
+N numbers of a bucket  K of them that are sent  M bytes  P parameters  A×B a matrix  R rank of its factors
 """
 
 import math
@@ -16,32 +16,33 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from dp_basic import Bucket
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common import comm
 from common.comm import Group, Pending
 
+from dp_basic import Bucket
+
 Future = torch.futures.Future[Tensor]
-Views = dict[int, Tensor]  # by number of the parameter
-Told = Callable[[], tuple[Views, Views]]  # ends the messages: what mine said, and the sum of what all said
+Views = dict[int, Tensor]  # by parameter index
+Told = Callable[[], tuple[Views, Views]]  # completes the messages; (own decompressed message, sum over ranks)
 
 
 @dataclass
 class Message:
-    """What is under way; `wait` ends it."""
+    """Exchange in flight; `wait` completes it."""
 
     wait: Callable[[], None]
 
 
 class Compressor(ABC):
-    """The exchange of a DataParallel: adds the memory, compresses, keeps what was left out.
+    """Exchange of a DataParallel: adds the error memory, compresses, and keeps the new error.
 
         dp = DataParallel(model, group, exchange=TopK(group, share=0.01))
 
-    The memory belongs to a parameter, not to a bucket: buckets are cut anew after the first step. One object
-    serves one model.
+    The memory is kept per parameter, not per bucket, since buckets are cut anew after the first step. One
+    object serves one model.
     """
 
     def __init__(self, group: Group, feedback: bool = True) -> None:
@@ -52,15 +53,18 @@ class Compressor(ABC):
 
     @abstractmethod
     def send(self, x: Views) -> Told:
-        """Compress x and start the messages, all of one type."""
+        """Compress x, all of one dtype; return a function that completes the exchange.
+
+        Messages may be started here, or only by the returned function.
+        """
 
     @abstractmethod
     def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
-        """What a rank sends for the gradients of these parameters."""
+        """Return the bytes a rank sends for the gradients of these parameters."""
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket) -> Message:
-        """The bucket leaves. The flags at the end of the last one travel as they are."""
+        """Start the exchange of a bucket. The flags at the end of the last bucket are sent uncompressed."""
         x = {i: g + self.memory[i] if i in self.memory else g.clone() for i, g in bucket.views.items()}
         tail = bucket.flat[sum(g.numel() for g in x.values()) :]
         if tail.numel():
@@ -73,43 +77,46 @@ class Compressor(ABC):
         if self.flags:
             self.flags.wait()
         for i, view in bucket.views.items():
-            if self.used is None or self.used[i]:  # what nobody used gets no gradient: the memory waits
+            if self.used is None or self.used[i]:  # else no gradient, and the memory stays
                 view.copy_(total[i])
                 if self.feedback:
                     self.memory[i] = x[i] - mine[i]
 
 
 def cut(flat: Tensor, like: Views) -> Views:
-    """A flat tensor as tensors of the shapes in `like`, which lie in it one after the other."""
+    """Return the tensors that lie one after the other in `flat`, with the shapes of those in `like`."""
     pieces = torch.split(flat, [x.numel() for x in like.values()])
     return {i: piece.view(x.shape) for (i, x), piece in zip(like.items(), pieces, strict=True)}
 
 
 def joined(pieces: Iterable[Tensor]) -> Tensor:
-    """One flat tensor of all numbers."""
+    """Return one flat tensor of all numbers."""
     return torch.cat([piece.flatten() for piece in pieces])
 
 
 def largest(x_N: Tensor, k: int) -> Tensor:
-    """The places of the k largest |x|; of equal ones the first. NaN is the largest: it must be seen."""
+    """Return the indices of the k largest |x|, of equal ones the first. NaN counts as the largest."""
     size_N = x_N.abs().nan_to_num(math.inf, math.inf)
     least = size_N.topk(k).values[-1]
     return torch.cat([(size_N > least).nonzero(), (size_N == least).nonzero()]).flatten()[:k]
 
 
 class TopK(Compressor):
-    """The ceil(share * numel) largest numbers of each parameter, and their places (arXiv:1809.07599)."""
+    """Compressor to the ceil(share * numel) largest |x| per parameter, with indices (arXiv:1809.07599)."""
 
     def __init__(self, group: Group, share: float, feedback: bool = True) -> None:
         super().__init__(group, feedback)
         self.share = share
 
     def k(self, x: Tensor) -> int:
-        """How many numbers of x travel."""
+        """Return the number of elements of x that are sent."""
         return math.ceil(self.share * x.numel())
 
     def send(self, x: Views) -> Told:
-        """Nothing yet: an all-gather waits for all, and the backward pass shall not."""
+        """Select the numbers. The returned function sends them.
+
+        An all-gather here would block the backward pass until all ranks have called it.
+        """
         flat_N, start, places = joined(x.values()), 0, []
         for tensor in x.values():
             places.append(start + largest(tensor.flatten(), self.k(tensor)))
@@ -123,33 +130,33 @@ class TopK(Compressor):
             mine_N, total_N = torch.zeros_like(flat_N), torch.zeros_like(flat_N)
             mine_N[places_K] = values_K
             for some_places, some_values in zip(all_places, all_values, strict=True):
-                total_N[some_places] += some_values  # places differ within a rank's message
+                total_N[some_places] += some_values  # indices are distinct within a message
             return cut(mine_N, x), cut(total_N, x)
 
         return told
 
     def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
-        """(n-1) k (b + 4)."""
+        """Return the bytes a rank sends: (n-1) k (b + 4)."""
         return Fraction((self.group.size - 1) * sum(self.k(p) * (p.element_size() + 4) for p in parameters))
 
 
 def pack(bits_N: Tensor) -> Tensor:
-    """N booleans as ceil(N / 8) bytes, the first the lowest bit."""
+    """Return N booleans as ceil(N / 8) bytes, the first in the lowest bit."""
     padded = torch.cat([bits_N, bits_N.new_zeros(-len(bits_N) % 8)]).view(-1, 8).to(torch.uint8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=bits_N.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(bytes_M: Tensor, n: int) -> Tensor:
-    """The first n booleans of `pack`."""
+    """Return the first n booleans that were packed into these bytes."""
     bits = bytes_M[:, None] >> torch.arange(8, dtype=torch.uint8, device=bytes_M.device)
     return (bits & 1).bool().flatten()[:n]
 
 
 class Sign(Compressor):
-    """The signs, eight to a byte, and the mean size of each parameter (arXiv:1901.09847, algorithm 1)."""
+    """Compressor to signs, eight per byte, and mean |x| per parameter (arXiv:1901.09847, algorithm 1)."""
 
     def send(self, x: Views) -> Told:
-        """Nothing yet, as TopK."""
+        """Pack the signs. The returned function sends them, as in TopK."""
         sizes = [tensor.numel() for tensor in x.values()]
         bytes_M = torch.cat([pack(tensor.flatten() >= 0) for tensor in x.values()])
         scales_P = torch.stack([tensor.abs().mean() for tensor in x.values()])
@@ -170,19 +177,20 @@ class Sign(Compressor):
         return told
 
     def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
-        """(n-1) (N/8 + b P), each parameter's bits rounded up to bytes."""
+        """Return the bytes a rank sends: (n-1) (N/8 + b P), each parameter's bits rounded up to bytes."""
         return Fraction(
             (self.group.size - 1) * sum(-(-p.numel() // 8) + p.element_size() for p in parameters)
         )
 
 
 class PowerSGD(Compressor):
-    """Factors of rank r of each matrix by one power iteration a step (arXiv:1905.13727, algorithms 1 and 2).
+    """Compressor to rank-r factors of matrices, one power iteration per step (arXiv:1905.13727, alg. 1, 2).
 
     M = sum over ranks of x        P = orthogonal(M Q)        Q = Mᵀ P        the step's gradient is P Qᵀ
 
-    Q is kept for the next step, where the iteration goes on. A tensor of more dimensions is the matrix of its
-    first against all others; vectors travel whole, with P. A Q that lost rank is filled up by its orthogonalisation.
+    Q is kept, and the next step continues the iteration. A tensor of more than two dimensions is reshaped to
+    a matrix, the first dimension against all others; vectors are sent whole, with P. Where Q has lost rank,
+    its orthogonalisation restores the missing columns.
     """
 
     q: Views
@@ -192,12 +200,12 @@ class PowerSGD(Compressor):
         self.rank, self.q = rank, {}
 
     def start(self, i: int, matrix: Tensor) -> Tensor:
-        """The first Q of parameter i, [B, r], the same on every rank."""
+        """Return the first Q of parameter i, [B, r], the same on every rank."""
         shape, draw = (matrix.shape[1], min(self.rank, *matrix.shape)), torch.Generator().manual_seed(i)
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(matrix)
 
     def send(self, x: Views) -> Told:
-        """P and the vectors leave at once; Q needs the sum of P and follows in `told`."""
+        """Start to send P and the vectors. Q needs the sum of P, so the returned function sends Q."""
         matrices = {i: tensor.flatten(1) for i, tensor in x.items() if tensor.dim() > 1}
         whole = {i: tensor for i, tensor in x.items() if tensor.dim() < 2}
         p = {i: m @ orthogonal(self.q.get(i, self.start(i, m))) for i, m in matrices.items()}
@@ -221,7 +229,7 @@ class PowerSGD(Compressor):
         return told
 
     def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
-        """2(n-1)/n b (r (A+B) + V)."""
+        """Return the bytes a rank sends: 2(n-1)/n b (r (A+B) + V)."""
         total = Fraction(0)
         for p in parameters:
             a, b = (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 else (0, 0)
@@ -231,7 +239,7 @@ class PowerSGD(Compressor):
 
 
 def orthogonal(x_AR: Tensor) -> Tensor:
-    """Orthonormal columns that span those of x, filled up where they depend on one another."""
+    """Return orthonormal columns that span those of x, completed where these are linearly dependent."""
     q_AR: Tensor = torch.linalg.qr(x_AR).Q
     return q_AR
 
@@ -239,7 +247,10 @@ def orthogonal(x_AR: Tensor) -> Tensor:
 def ddp_hook(
     compressor: Compressor, parameters: Sequence[Tensor]
 ) -> Callable[[object, dist.GradBucket], Future]:
-    """The same compressor as a communication hook of torch's DDP. It sums: give DDP losses that sum."""
+    """Return `compressor` as a communication hook of torch's DDP.
+
+    The hook sums gradients, so losses under DDP must be scaled for a sum, not for a mean.
+    """
     number = {p: i for i, p in enumerate(parameters)}
 
     def hook(state: object, bucket: dist.GradBucket) -> Future:
@@ -255,7 +266,7 @@ def ddp_hook(
 def torch_hook(
     group: Group, rank: int, parameters: Sequence[Tensor]
 ) -> Callable[[object, dist.GradBucket], Future]:
-    """torch's powerSGD_hook with the settings of ours, and our first Q put into its memory."""
+    """Return torch's powerSGD_hook with the settings of our PowerSGD, and with our first Q in its memory."""
     state = PowerSGDState(group.pg, rank, start_powerSGD_iter=2, min_compression_rate=1)
     number, ours = {p: i for i, p in enumerate(parameters)}, PowerSGD(group, rank)
 

@@ -1,4 +1,4 @@
-"""nn.DataParallel, shown with ranks: one device owns the model and everything passes through it, every step.
+"""nn.DataParallel, shown with ranks: one device owns the model, and all data passes through it.
 
     rank 0 (device 0)            ranks 1 ... n-1
     whole batch        --- scatter: B/n samples --->  samples
@@ -8,12 +8,14 @@
     sum of gradients   <-- reduce: all of W    -----  gradients
     optimizer's step                                                   nothing to step on
 
-The sums are those of one device, so the result is. But in a step rank 0 sends (n-1) W and receives as much, while the
-others wait, and it alone holds the logits of the whole batch and their gradient, 2 B S V numbers. In dp_basic.py each
-rank sends 2(n-1)/n W, whatever n. And nn.DataParallel's devices share one process: n threads, one Python interpreter.
+The sums are the same as on one device, and so is the result. But in a step rank 0 sends (n-1) W and receives
+as much, while the others wait, and rank 0 alone holds the logits of the whole batch and their gradient, 2 B S
+V numbers. In dp_basic.py each rank sends 2(n-1)/n W, less than 2 W for any n. nn.DataParallel's devices also
+share one process: n threads, one Python interpreter.
 
-Every message is sent on its own, so that the ledger shows who sends what. On GPUs nn.DataParallel replicates and
-reduces by NCCL, which passes W on from device to device; scatter, gather, the loss and the step stay on device 0.
+Here every message is sent separately, so that the ledger shows the bytes of each rank. On GPUs
+nn.DataParallel replicates and reduces by NCCL, which passes W on from device to device; scatter, gather, the
+loss and the step stay on device 0.
 
     python dp_data_parallel.py --nproc 4    torchrun --nproc_per_node=4 dp_data_parallel.py
     mpirun -np 4 python dp_data_parallel.py
@@ -28,28 +30,32 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from dp_basic import make_version, step_bytes
-from dp_training import DataParallelOptions, check
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import comm
 from common.comm import Group, sizes_of
-from common.comparison import records, report
-from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
-from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord, in_turn
-from common.mesh import Mesh
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.lesson.comparison import records, report
+from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.lesson.measure import BenchmarkRecord, in_turn
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, Version, make_model, training_step
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
+
+from dp_basic import make_version, step_bytes
+from dp_training import DataParallelOptions, check
 
 
 def scatter(pieces: Sequence[Tensor], mine: Tensor, group: Group) -> Tensor:
-    """Piece r of rank 0 to rank r, into `mine`. Rank 0 sends all pieces but the first, others nothing."""
+    """Send piece r of rank 0 to rank r, and return this rank's piece.
+
+    mine: receive buffer on the ranks above 0. Rank 0 sends all pieces but the first, others nothing.
+    """
     if group.rank > 0:
         comm.recv(mine, group, 0)
         return mine
@@ -59,7 +65,10 @@ def scatter(pieces: Sequence[Tensor], mine: Tensor, group: Group) -> Tensor:
 
 
 def gather(mine: Tensor, rooms: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Every rank's piece on rank 0, in `rooms`; elsewhere nothing. Rank 0 sends nothing, others their piece."""
+    """Return every rank's piece on rank 0, elsewhere an empty list.
+
+    rooms: receive buffers on rank 0. Rank 0 sends nothing, others their piece.
+    """
     if group.rank > 0:
         comm.send(mine, group, 0)
         return []
@@ -69,19 +78,22 @@ def gather(mine: Tensor, rooms: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 
 class OneProcess:
-    """A training step as nn.DataParallel makes it: rank 0 owns model, batch, loss and gradients; others help."""
+    """Training step of nn.DataParallel: rank 0 owns model, batch, loss and gradients; others compute."""
 
     def __init__(
         self, model: Transformer, o: DataParallelOptions, group: Group, device: torch.device
     ) -> None:
         self.model, self.group, self.owner = model, group, group.rank == 0
-        self.batches = Batches(replace(o, micro_batches=1), Group("one", 0, 1, (0,)), device)
+        self.batches = Batches(replace(o, micro_batches=1), Group.alone(), device)
         self.samples = sizes_of(o.batch, group.size)
         self.tokens_bS = torch.empty(self.samples[group.rank], o.sequence, dtype=torch.int64, device=device)
         self.logits_bytes = 0  # of the largest tensor of logits that this rank held
 
     def step(self, t: int) -> Tensor:
-        """Forward and backward of global step t: on rank 0 the loss and the gradients, elsewhere zero and none."""
+        """Run forward and backward of global step t.
+
+        Rank 0 returns the loss and keeps the gradients; the others return zero and keep none.
+        """
         tokens_BS, targets_BS = self.batches.parts(t)[0] if self.owner else (self.tokens_bS, None)
         tokens_bS = scatter(tokens_BS.split(self.samples) if self.owner else [], self.tokens_bS, self.group)
         self.replicate()
@@ -92,14 +104,17 @@ class OneProcess:
         return loss
 
     def replicate(self) -> None:
-        """Give every rank all weights of rank 0, in every step."""
+        """Copy all weights of rank 0 to every rank, in every step."""
         flat = parameters_to_vector(self.model.parameters()).detach()
         scatter([flat] * self.group.size, flat, self.group)
         if not self.owner:
             vector_to_parameters(flat, self.model.parameters())
 
     def loss_on_rank_0(self, logits_bSV: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The gradient of this rank's logits, and the loss: both come from rank 0, which needs all logits."""
+        """Return (gradient of this rank's logits, loss).
+
+        Rank 0 computes both from all logits and scatters the gradient; the loss of the other ranks is 0.
+        """
         rooms = [logits_bSV.new_empty(b, *logits_bSV.shape[1:]) for b in self.samples if self.owner]
         pieces = gather(logits_bSV, rooms, self.group)
         logits_BSV = torch.cat(pieces).requires_grad_() if pieces else logits_bSV
@@ -114,7 +129,7 @@ class OneProcess:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients on rank 0, one rank's after the other; elsewhere they are dropped."""
+        """Sum the gradients on rank 0, one rank's after the other; the other ranks then drop theirs."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         flat = parameters_to_vector(gradients)
         if self.owner:
@@ -129,7 +144,7 @@ class OneProcess:
 
 
 def bytes_by_rank(model: Transformer, o: DataParallelOptions, n: int) -> list[tuple[int, int]]:
-    """(sent, received) of each rank in a step. A token takes 8 bytes, a weight and a logit those of the type."""
+    """Return (sent, received) of each rank in a step, in bytes: tokens in int64, the rest in --dtype."""
     item, samples = DTYPES[o.dtype].itemsize, sizes_of(o.batch, n)
     weights = item * sum(p.numel() for p in model.parameters())
     logits = [b * o.sequence * model.config.vocabulary * item for b in samples]
@@ -139,14 +154,14 @@ def bytes_by_rank(model: Transformer, o: DataParallelOptions, n: int) -> list[tu
 
 
 def alone(rt: Runtime, o: DataParallelOptions, optimizer: str, wrap: Start) -> Followed:
-    """The same steps on one device."""
-    model, group = make_model(o, rt.device), Group("one", 0, 1, (rt.rank,))
+    """Train on one device, with `wrap` around the model; return the result."""
+    model, group = make_model(o, rt.device), Group.alone()
     batches = Batches(replace(o, micro_batches=1), group, rt.device)
     return follow(model, optimizer, o.steps, training_step(Version(wrap(model)), batches, group))
 
 
 def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
-    """What training leaves on rank 0; the others have neither optimizer nor gradients."""
+    """Train `o.steps` steps; return (the result on rank 0, None elsewhere; the OneProcess; its ledger)."""
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # replicating must mend this
     with Ledger() as ledger:
         one = OneProcess(model, o, rt.world, rt.device)
@@ -158,7 +173,7 @@ def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed
 
 
 def prove(rt: Runtime, o: DataParallelOptions) -> bool:
-    """Equal to one device, with bytes and logits by rank; then the time beside dp_basic.py's ranks."""
+    """Prove equality with one device; print bytes and logits by rank; time beside dp_basic.py."""
     n, mesh, proof = rt.world_size, Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
     agree = True
     for optimizer in OPTIMIZERS:
@@ -192,7 +207,7 @@ def prove(rt: Runtime, o: DataParallelOptions) -> bool:
 
 
 def benchmark(rt: Runtime, o: DataParallelOptions) -> list[BenchmarkRecord]:
-    """Whole steps with AdamW in turn: everything through rank 0, and dp_basic.py's buckets."""
+    """Time whole steps with AdamW in turn: everything through rank 0, and dp_basic.py's buckets."""
     model = make_model(o, rt.device)
     one = OneProcess(model, o, rt.world, rt.device)
     optimizer, at = OPTIMIZERS["adamw"](list(model.parameters())), itertools.count()
@@ -224,7 +239,7 @@ def benchmark(rt: Runtime, o: DataParallelOptions) -> list[BenchmarkRecord]:
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality with one device, or with --benchmark time."""
     check(rt, ("naive", "bucketed", "ddp"), o)
     Batches(o, rt.world, rt.device)  # refuses a batch with fewer samples than ranks
     if not o.benchmark:

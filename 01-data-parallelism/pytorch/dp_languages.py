@@ -1,4 +1,4 @@
-"""One data parallelism in three languages: the same MLP, the same text, the same weights.
+"""Data parallelism in three languages: the same MLP, the same text, the same weights.
 
                        the same seed, the same text, cut over ranks and micro-batches
                    ┌──────────────────────────┼──────────────────────────┐
@@ -9,12 +9,12 @@
                    └──────────────────────────┼──────────────────────────┘
                        equal: loss, every gradient, their norm, the weights
 
-Cost of a step: 2(n-1)/n bytes a byte of gradient and rank in all of them. Counted are the bytes that leave our
-own code, or DDP's, as the mean over ranks; those inside MPI_Iallreduce cannot be seen, so dp_mpi is
-counted in its second form, our ring. `dp_mlp.py` shows how each language is driven.
+Cost of a step: in all versions each rank sends 2(n-1)/n bytes per byte of gradient. We count the bytes that
+our own code, or DDP, sends, as the mean over ranks. Bytes sent inside MPI_Iallreduce are not visible, so
+dp_mpi is counted in its second form, our ring. `dp_mlp.py` has the code that runs each language.
 
-dp_mpi talks over mpi4py, so several ranks need mpirun. --benchmark times whole steps, AdamW included, in turn,
-one thread a rank.
+dp_mpi communicates through mpi4py, so several ranks need mpirun. --benchmark times whole steps, AdamW
+included, in turn, with one thread per rank.
 
     mpirun -np 4 python dp_languages.py          python dp_languages.py       (one rank)
     mpirun -np 2 python dp_languages.py --benchmark --dtype float32 --batch 512 --hidden 1024 --layers 4 --steps 20
@@ -29,6 +29,20 @@ from dataclasses import replace
 from fractions import Fraction
 
 import torch
+from rich.table import Table
+
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.lesson.comparison import timing_table
+from common.lesson.equality import OPTIMIZERS, TOLERANCE, Followed, compare, worst_of_world
+from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console, run, write_records
+from common.lesson.training import training_step
+from common.models.mlp import sizes
+
 from dp_mlp import (
     VERSIONS,
     MLPOptions,
@@ -42,19 +56,6 @@ from dp_mlp import (
     train,
 )
 from dp_training import bytes_of_run, check
-from rich.table import Table
-
-from common.comm import Group
-from common.comparison import timing_table
-from common.equality import OPTIMIZERS, TOLERANCE, Followed, compare, worst_of_world
-from common.errors import UsageError
-from common.lesson import DTYPES, console, run, write_records
-from common.measure import BenchmarkRecord, in_turn, peak_memory
-from common.mesh import Mesh
-from common.models.mlp import sizes
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import training_step
 
 LANGUAGES = {
     "dp_libtorch": "libtorch",
@@ -64,20 +65,21 @@ LANGUAGES = {
     "dp_mpi-zero1": "cpp-mpi",
 }
 INSIDE_MPI = ("dp_mpi", "dp_mpi-zero1")
-"""Versions whose messages nobody sees."""
+"""Versions whose messages are sent inside MPI and cannot be counted."""
 
 
 def prepare(rt: Runtime, o: MLPOptions) -> None:
-    """Refuse what cannot run; give every library of this rank one thread."""
+    """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
     check(rt, VERSIONS, o)
     how = f"mpirun -np {rt.world_size} python dp_languages.py"
     if rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
         raise UsageError(f"dp_mpi needs MPI between its {rt.world_size} ranks; start them with {how}")
     try:
-        import dp_libtorch  # noqa: F401
-        import dp_mpi  # noqa: F401
         from fived import blas
         from mpi4py import MPI
+
+        import dp_libtorch  # noqa: F401
+        import dp_mpi  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
     if MPI.COMM_WORLD.size != rt.world_size:
@@ -89,11 +91,11 @@ def prepare(rt: Runtime, o: MLPOptions) -> None:
     blas.set_threads(1)
 
 
-Runs = dict[str, dict[str, Followed]]  # optimizer: version: what it left
+Runs = dict[str, dict[str, Followed]]  # optimizer: version: its results
 
 
 def prove(rt: Runtime, o: MLPOptions) -> bool:
-    """Train every version with SGD and AdamW; compare each with one device and with every other."""
+    """Train every version with SGD and AdamW; compare each with one device and with every other version."""
     mesh, proof = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
     runs: Runs = {optimizer: {} for optimizer in OPTIMIZERS}
     for optimizer in OPTIMIZERS:
@@ -121,7 +123,7 @@ def prove(rt: Runtime, o: MLPOptions) -> bool:
 
 
 def between(runs: Runs, versions: Sequence[str], mesh: Mesh) -> tuple[Table, float]:
-    """Every two versions, their largest differences, and the largest of all."""
+    """Return (a table of the largest differences between any two versions, the largest of all)."""
     table = Table(title="largest relative difference between two versions", title_justify="left")
     for column in ("versions", "", *runs):
         table.add_column(column, justify="right" if column in runs else "left")
@@ -135,7 +137,7 @@ def between(runs: Runs, versions: Sequence[str], mesh: Mesh) -> tuple[Table, flo
 
 
 def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
-    """Bytes a rank sends in the whole run."""
+    """Return the bytes a rank sends in the whole run."""
     model = make_model(o, o.seed)
     if name.startswith("dp_mpi"):
         return o.steps * bytes_of_gradients(name, model, group, o)
@@ -145,7 +147,7 @@ def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
 
 
 def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
-    """Whole steps of every version in turn, on one batch; `o.steps` rounds after one to warm up."""
+    """Time whole steps of every version in turn, on one batch: `o.steps` rounds after a warm-up round."""
     if o.benchmark and o.scaling == "weak":
         o = replace(o, batch=o.batch * rt.world_size)
     samples = Samples(o, rt.world, rt.device)
@@ -175,7 +177,7 @@ def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
 
 
 def whole_step(name: str, rt: Runtime, o: MLPOptions, samples: Samples) -> Callable[[], None]:
-    """Forward, backward, sum over ranks and AdamW, on the same batch at every call."""
+    """Return a function that does forward, backward, sum over ranks and AdamW, always on the same batch."""
     if name.startswith("dp_mpi"):
         mpi = MPIModel(name, "adamw", rt, o, samples)
 
@@ -197,7 +199,7 @@ def whole_step(name: str, rt: Runtime, o: MLPOptions, samples: Samples) -> Calla
 
 
 def show_times(rt: Runtime, records: list[BenchmarkRecord]) -> None:
-    """The table of times, and dp_mpi's step against each version's in torch, round by round."""
+    """Print the times, and the ratio of dp_mpi's to those of each version in torch, round by round."""
     out, times = console(rt), {r.implementation: r.step_seconds for r in records}
     out.print(timing_table(records))
     for name in (v for v in times if v not in LANGUAGES and "dp_mpi" in times):
@@ -210,7 +212,7 @@ def show_times(rt: Runtime, records: list[BenchmarkRecord]) -> None:
 
 
 def main(rt: Runtime, o: MLPOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     prepare(rt, o)
     if not o.benchmark:
         return prove(rt, o)

@@ -1,7 +1,7 @@
-"""Talk less often: every rank trains by itself, and every H steps all of them meet.
+"""Local SGD: each rank trains a replica by itself, and every H steps the ranks meet to average.
 
-    H steps on rank r    w_r ← inner optimizer(w_r, gradient of its own part)        no message at all
-    then                 Δ = sum over ranks of T_r/T (w - w_r)                       T_r: targets it has seen
+    H steps on rank r    w_r ← inner optimizer(w_r, gradient of its own part)        no messages
+    then                 Δ = sum over ranks of T_r/T (w - w_r)                       T_r of T targets seen
                          m ← μ m + Δ        w ← w - η (Δ + μ m)        w_r ← w
 
     rank 0    w ─ step ─ step ─ step ─ w₀ ─┐ all-reduce ┌─ w ─ step ─ step ─ step ─ …
@@ -11,11 +11,12 @@
     local SGD (arXiv:1805.09767)   η = 1, μ = 0: w becomes the average of the w_r
     DiLoCo    (arXiv:2311.08105)   inner AdamW; η = 0.7, μ = 0.9: an outer step of Nesterov momentum on Δ
 
-With H = 1, inner SGD, η = 1 and μ = 0 this is data parallelism to the last digit but rounding. Otherwise it is another
-algorithm, and the proof is against one device that loops over n replicas.
+With H = 1, inner SGD, η = 1 and μ = 0 this equals data parallelism up to rounding. Otherwise it is another
+algorithm, and we compare it with one device that loops over n replicas.
 
-Cost: 2(n-1)/n of the model every H steps in place of every step. Memory: w and m, two more models a rank (one for
-local SGD). Not averaged: the inner optimizer's state and the model's buffers; each rank keeps its own.
+Cost: a rank sends 2(n-1)/n of the model every H steps instead of every step. Memory: w and m, two more models
+per rank (one for local SGD). The inner optimizer's state and the model's buffers are not averaged; each rank
+keeps its own.
 
     python dp_local_sgd.py --nproc 4    torchrun --nproc_per_node=4 dp_local_sgd.py
     mpirun -np 4 python dp_local_sgd.py                  with --plot curves.png: loss against bytes, H = 4, 16, 64
@@ -29,6 +30,24 @@ from fractions import Fraction
 from functools import partial
 
 import torch
+from rich.table import Table
+from torch import nn
+
+from common.comm import Group, share
+from common.comm.ledger import show_bytes
+from common.comm.mesh import Mesh
+from common.data.text import lm_batch
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.lesson.comparison import records, report
+from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.lesson.measure import BenchmarkRecord, in_turn
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, Version, make_model, training_step
+from common.models.transformer import cross_entropy_sum
+from common.utils.visualizer import colour, figure, loss_curves
+
 from dp_basic import DataParallel
 from dp_replicas import (
     VERSIONS,
@@ -40,40 +59,23 @@ from dp_replicas import (
     simulated,
 )
 from dp_training import bytes_of_step, check
-from rich.table import Table
-from torch import nn
-
-from common.comm import Group, share
-from common.comparison import records, report
-from common.data.text import lm_batch
-from common.equality import OPTIMIZERS, Followed, Start, follow, with_units
-from common.errors import UsageError
-from common.ledger import show_bytes
-from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord, in_turn
-from common.mesh import Mesh
-from common.models.transformer import cross_entropy_sum
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
-from common.utils.visualizer import colour, figure, loss_curves
 
 
 def bytes_of_meeting(model: nn.Module, group: Group, counts: bool = True) -> Fraction:
-    """2(n-1)/n of the model and, where parts are weighed, of the count of targets."""
+    """Return the bytes a rank sends per meeting: 2(n-1)/n of the model and, with `counts`, one number."""
     whole = joined(model.parameters())
     return share(torch.cat([whole, whole[:1]]) if counts else whole, 2, group)
 
 
 def bytes_formula(model: nn.Module, group: Group, o: LocalOptions, counts: bool = True) -> Fraction:
-    """The model once, broadcast, and the meetings."""
+    """Return the bytes a rank sends in a run: the broadcast of the model, and the meetings."""
     start = share(joined(model.parameters()), 1, group)
     return start + o.steps // o.every * bytes_of_meeting(model, group, counts)
 
 
 def prove(rt: Runtime, o: LocalOptions) -> bool:
-    """Each version against one device with n replicas; with H = 1 and SGD against plain training on one device."""
-    mesh, alone, proof = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (0,)), Proof(DTYPES[o.dtype])
+    """Compare each version with n replicas on one device, and SGD with H = 1 with plain training."""
+    mesh, alone, proof = Mesh(rt.world, dp=rt.world_size), Group.alone(), Proof(DTYPES[o.dtype])
     every_step = replace(o, every=1)
     batches = Batches(replace(o, micro_batches=1), alone, rt.device)
 
@@ -85,7 +87,7 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
     seen, targets, _, counted = on_ranks("local-sgd", "sgd", rt, every_step)
     mean, formula = mean_of_replicas(seen, targets, rt.world), bytes_formula(model, rt.world, every_step)
     proof.add("H = 1: plain", "sgd", with_units(plain), mean, mesh, counted, formula)
-    # torch does not weigh: it gets equal parts, of sequences too short to be padded
+    # torch's averager has no weights, so it gets equal parts, of sequences too short to be padded
     even = replace(o, batch=max(1, o.batch // rt.world_size) * rt.world_size, sequence=min(o.sequence, 3))
     for optimizer in OPTIMIZERS:
         for name in o.versions:
@@ -108,7 +110,7 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
 
 
 def timed(rt: Runtime, o: LocalOptions) -> list[BenchmarkRecord]:
-    """Rounds of H steps in turn, AdamW inside, beside data parallelism; the records are of one step."""
+    """Time rounds of H steps with AdamW in turn, beside data parallelism; the records are per step."""
     o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
     model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
     dp = DataParallel(model, rt.world, o.bucket_mb)
@@ -134,13 +136,13 @@ def timed(rt: Runtime, o: LocalOptions) -> list[BenchmarkRecord]:
 
 
 def one_round(step: Callable[[int], object], every: int) -> None:
-    """H steps."""
+    """Run steps 0 to `every` - 1."""
     for t in range(every):
         step(t)
 
 
 def validation_loss(model: nn.Module, batches: Batches) -> float:
-    """Mean over 64 samples that are never trained on."""
+    """Return the mean loss over 64 samples that are never trained on."""
     o = batches.options
     tokens_BS, targets_BS = lm_batch(batches.text.validation, o.seed, 0, 64, o.sequence, 0, 64)
     with torch.no_grad():
@@ -149,7 +151,7 @@ def validation_loss(model: nn.Module, batches: Batches) -> float:
 
 
 def curves(rt: Runtime, o: LocalOptions) -> None:
-    """Train with AdamW: data parallelism, then both versions at each H; loss against bytes a step."""
+    """Train data parallelism, local SGD and DiLoCo at each H, by AdamW; show loss against bytes per step."""
     o = replace(o, steps=o.curve_steps)
     losses: dict[str, list[float]] = {}
     table = Table(title=f"{o.steps} steps, AdamW inside, {rt.world_size} ranks", title_justify="left")
@@ -185,7 +187,7 @@ def curves(rt: Runtime, o: LocalOptions) -> None:
 
 
 def main(rt: Runtime, o: LocalOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality with replicas on one device, or with --benchmark time the versions."""
     check(rt, VERSIONS, o)
     for name, every, steps in (
         ("--every", o.every, o.steps),

@@ -2,20 +2,21 @@
 
     gradient of (s * loss) = s * gradient of loss        s lifts gradients into the range of float16, 6e-8 to 65504
 
-    s * loss ─ backward ─ sum over ranks ─ inf or nan on ANY rank? ─ yes ─ nobody steps; s becomes s/2
+    s * loss ─ backward ─ sum over ranks ─ inf or nan on ANY rank? ─ yes ─ no rank steps; s becomes s/2
                                                 └ no ─ gradients / s, step; after k good steps in a row s becomes 2s
 
     a gradient overflows on rank 3, in the first layer:     rank 0    rank 1    rank 2    rank 3
-    what each rank computed                                                               inf
-    all-reduced, as in dp_basic.py: all see it              inf       inf       inf       inf
-    reduce-scattered, as in dp_zero.py: one sees it         inf
+    gradients of each rank                                                                inf
+    all-reduced, as in dp_basic.py: on all                  inf       inf       inf       inf
+    reduce-scattered, as in dp_zero.py: on one              inf
 
 Versions, all in float16:
     bucketed    the scaler by hand on dp_basic.py
-    zero2       the same on stage 2 of dp_zero.py: whoever sees an overflow must tell the others
+    zero2       the same on stage 2 of dp_zero.py: the rank that sees an overflow must inform the others
     ddp         torch's DDP and torch.amp.GradScaler
 
-Cost: one flag of 4 bytes a step, all-reduced. Micikevicius et al., "Mixed precision training" (arXiv:1710.03740).
+Cost: one flag of 4 bytes per step, all-reduced. Micikevicius et al., "Mixed precision training"
+(arXiv:1710.03740).
 
     python dp_loss_scaling.py --nproc 4          torchrun --nproc_per_node=4 dp_loss_scaling.py
     mpirun -np 4 python dp_loss_scaling.py
@@ -30,25 +31,26 @@ from fractions import Fraction
 from typing import Annotated, Any
 
 import torch
-from dp_mixed_precision import Comparison, PrecisionOptions, Trainer, at_first, one_device
-from dp_training import check
-from dp_zero import make_version
-from dp_zero import run_bytes as plain_run_bytes
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common import comm
 from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, Difference, MakeOptimizer, compare, worst_of_world
+from common.comm.ledger import Ledger, uncounted
+from common.comm.listen import Listener
+from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.ledger import Ledger, uncounted
-from common.lesson import console, run
-from common.listen import Listener
-from common.mesh import Mesh
-from common.options import Count, Within
-from common.runtime import Runtime
-from common.training import Batches, make_model
+from common.launch.command_line import Count, Within
+from common.launch.runtime import Runtime
+from common.lesson.equality import KINDS, OPTIMIZERS, Difference, MakeOptimizer, compare, worst_of_world
+from common.lesson.runner import console, run
+from common.lesson.training import Batches, make_model
+
+from dp_mixed_precision import Comparison, PrecisionOptions, Trainer, at_first, one_device
+from dp_training import check
+from dp_zero import make_version
+from dp_zero import run_bytes as plain_run_bytes
 
 VERSIONS = ("bucketed", "zero2", "ddp")
 HALF = torch.float16
@@ -56,33 +58,33 @@ HALF = torch.float16
 
 @dataclass
 class ScalingOptions(PrecisionOptions):
-    """The scaler, and the step whose gradient overflows."""
+    """Options: the scaler, and the step whose gradient overflows."""
 
     steps: Count = 6
     """Training steps."""
     scale: Annotated[float, Within(1e-6, 1e30)] = 4096.0
-    """The first loss scale; torch begins with 65536. A power of two costs no precision."""
+    """Initial loss scale; torch's is 65536. A power of two costs no precision."""
     interval: Count = 2
-    """Good steps in a row after which the scale doubles; torch's is 2000."""
+    """Steps in a row without overflow after which the scale doubles; torch's is 2000."""
     overflow: Count = 3
-    """The step, counted from 0, in which a gradient of the last rank overflows."""
+    """Number of the step, counted from 0, in which a gradient of the last rank overflows."""
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 class LossScaler:
-    """Scales the loss, and decides for all ranks of `group` together whether they step.
+    """Scaler of the loss that decides for all ranks of `group` together whether they step.
 
         loss_scaler.scale(loss).backward()
         if loss_scaler.unscale(gradients):       # after their reduction
             clip; optimizer.step()
 
-    The group is that of all ranks that take a step together: each may hold other gradients.
+    The group must hold all ranks that take a step together, since each may have different gradients.
     """
 
     def __init__(self, group: Group, factor: float, interval: int) -> None:
         self.group, self.factor, self.interval, self.good = group, factor, interval, 0
-        self.factors: list[float] = []  # of each step so far
+        self.factors: list[float] = []  # scale of each step so far
         self.seen: list[bool] = []  # did this rank see an overflow in it?
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -91,7 +93,10 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor]) -> bool:
-        """Divide the gradients by the scale, in place, and set the next one. False: do not step. All ranks call it."""
+        """Divide the gradients by the scale, in place, and set the next scale. All ranks must call this.
+
+        Return False if a gradient of any rank overflowed: then no rank may step.
+        """
         gradients = list(gradients)
         overflow = torch.stack([~g.isfinite().all() for g in gradients]).any().float()
         self.factors.append(self.factor)
@@ -108,7 +113,10 @@ class LossScaler:
         return True
 
     def wrap(self, make: MakeOptimizer, tensors: list[Tensor]) -> Optimizer:
-        """An optimizer that unscales before it steps. Without gradients a step changes nothing."""
+        """Return an optimizer that unscales before it steps.
+
+        After an overflow it has no gradients, so its step changes nothing.
+        """
         optimizer = make(tensors)
 
         def before(*_: object) -> None:
@@ -120,7 +128,7 @@ class LossScaler:
 
 
 class TorchScaler:
-    """torch.amp.GradScaler in the same place. It looks at the gradients of its own rank."""
+    """torch.amp.GradScaler with the interface of LossScaler. It checks only the gradients of its own rank."""
 
     def __init__(self, device: torch.device, factor: float, interval: int) -> None:
         self.inner = torch.amp.GradScaler(device.type, factor, growth_interval=interval)
@@ -133,13 +141,13 @@ class TorchScaler:
         return scaled
 
     def wrap(self, make: MakeOptimizer, tensors: list[Tensor]) -> Any:
-        """Itself, as the optimizer."""
+        """Return this object, which steps in place of the optimizer."""
         self.optimizer = make(tensors)
         self.zero_grad = self.optimizer.zero_grad
         return self
 
     def step(self) -> None:
-        """Step, unless a gradient overflowed; set the next scale."""
+        """Step, unless a gradient overflowed; then set the next scale."""
         self.factors.append(self.inner.get_scale())
         self.inner.step(self.optimizer)
         self.inner.update()
@@ -147,18 +155,21 @@ class TorchScaler:
 
 
 def with_scaler(trainer: Trainer, scaler: LossScaler | TorchScaler) -> Trainer:
-    """The trainer in float16 with that scaler."""
+    """Return the trainer with its loss and its optimizer under `scaler`."""
     return replace(trainer, scale=scaler.scale, wrap=scaler.wrap)
 
 
 def overflow_in(trainer: Trainer, step: int, micro_batch: int) -> None:
-    """Let one gradient overflow there, as if the product that makes it had left the range of float16."""
+    """Make a gradient overflow in that micro-batch, as if its product had left the range of float16."""
     weight, there = trainer.model.layers[0].attention.q_proj.weight, [step, micro_batch]  # type: ignore[union-attr]
     weight.register_hook(lambda g: (g.half() * 2.0**40).float() if trainer.at == there else g)  # type: ignore
 
 
 def on_ranks(name: str, rt: Runtime, o: ScalingOptions) -> tuple[Trainer, LossScaler | TorchScaler]:
-    """A version on all ranks; the last one overflows in its first micro-batch of step --overflow."""
+    """Return (trainer, scaler) of a version on all ranks.
+
+    A gradient of the last rank overflows in the first micro-batch of step --overflow.
+    """
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
     version, batches = make_version(name, model, rt, o), Batches(o, rt.world, rt.device)
     scaler = (
@@ -174,7 +185,7 @@ def on_ranks(name: str, rt: Runtime, o: ScalingOptions) -> tuple[Trainer, LossSc
 
 
 def alone(rt: Runtime, o: ScalingOptions, as_ranks: int = 0) -> tuple[Trainer, TorchScaler]:
-    """The reference: one device with torch's GradScaler. It overflows in the same step."""
+    """Return (trainer, scaler) of the reference: one device, torch's GradScaler, the same overflow."""
     scaler = TorchScaler(rt.device, o.scale, o.interval)
     trainer = with_scaler(one_device(HALF, rt, o, as_ranks), scaler)
     overflow_in(trainer, o.overflow, 0)
@@ -182,20 +193,23 @@ def alone(rt: Runtime, o: ScalingOptions, as_ranks: int = 0) -> tuple[Trainer, T
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: ScalingOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps: those of float32, and our scaler's flags."""
+    """Return the bytes a rank sends in `o.steps` steps: those of float32, and our scaler's flags."""
     flags = 4 * o.steps * (name != "ddp")
     return plain_run_bytes(name, model, group, o) + Fraction(2 * (group.size - 1) * flags, group.size)
 
 
 def ranks_where(mine: bool, group: Group) -> str:
-    """The ranks on which `mine` is true."""
+    """Return the ranks on which `mine` is true, as text."""
     with uncounted():
         every = comm.all_gather(torch.tensor([int(mine)]), group).tolist()
     return " ".join(str(rank) for rank, true in enumerate(every) if true) or "none"
 
 
 def prove(rt: Runtime, o: ScalingOptions) -> bool:
-    """Train with every version and optimizer, on all ranks and on one; show who saw the overflow and who skipped."""
+    """Train with every version and optimizer, on all ranks and on one device.
+
+    Print the ranks that saw the overflow and those that skipped the step.
+    """
     mesh = Mesh(rt.world, dp=rt.world_size)
     comparison = Comparison(
         f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, float16, {o.steps} steps"
@@ -219,7 +233,7 @@ def prove(rt: Runtime, o: ScalingOptions) -> bool:
             found = dict.fromkeys(KINDS, Difference(math.inf, "another step was skipped"))
             if scaler.factors == expected.factors:
                 found = compare(whole, mine)
-            # DDP multiplies its losses by n, which for n = 3 rounds otherwise
+            # DDP multiplies its losses by n, which rounds differently for n = 3
             first = (
                 at_first(alone(rt, o, rt.world_size)[0].train(optimizer, 1), mine, mesh)
                 if name != "ddp"
@@ -237,14 +251,14 @@ def prove(rt: Runtime, o: ScalingOptions) -> bool:
 
 
 def main(rt: Runtime, o: ScalingOptions) -> bool:
-    """Prove."""
+    """Check the options, and prove equality of the versions with one device."""
     check(rt, VERSIONS, o)
     if o.steps < 3 or not 1 <= o.overflow <= o.steps - 2:
         raise UsageError(
             f"--overflow {o.overflow} --steps {o.steps}: one step must come before the overflow and one after it; "
             f"--overflow 1 --steps {max(3, o.steps)} would do"
         )
-    # zero2 reduces every micro-batch, so all ranks need as many
+    # zero2 reduces every micro-batch, so all ranks need equally many
     return prove(rt, replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size))))
 
 

@@ -1,4 +1,4 @@
-"""What dp_matrix_multiply.py multiplies: how each matrix is cut, and the piece of it that a rank makes alone.
+"""Matrices of dp_matrix_multiply.py: the splits of each, and the shard of it that a rank generates by itself.
 
 M rows of A and C  K inner dimension  J columns of B and C; lower-case: a rank's part
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from common.comm import Group, sizes_of
 from common.errors import UsageError
-from common.lesson import LessonOptions
-from common.options import Count, Size
-from common.utils.matrices import Product
+from common.launch.command_line import Count, Size
+from common.lesson.matrices import Product
+from common.lesson.runner import LessonOptions
 
 
 @dataclass(frozen=True)
 class Split:
-    """The dimension along which each matrix lies in pieces; None: every rank has the whole."""
+    """Dimension along which each matrix is sharded; None: replicated on every rank."""
 
     a: int | None
     b: int | None
@@ -36,23 +36,23 @@ SPLITS = {
 
 @dataclass
 class MatrixOptions(LessonOptions, without=("data",)):
-    """Sizes and splits of dp_matrix_multiply.py."""
+    """Options of dp_matrix_multiply.py: sizes and splits."""
 
     steps: Count = 5
-    """Rounds that are timed."""
+    """Timed rounds."""
     shape: tuple[Size, Size, Size] = (211, 190, 167)
     """Rows of A, inner dimension, columns of B."""
     splits: tuple[str, ...] = tuple(SPLITS)
-    """Which splits to run."""
+    """Splits to run."""
     panels: Size = 1
-    """Panels of rows in which `inner` is computed; one travels while the next is computed."""
+    """Number of row panels in which `inner` is computed; one is sent while the next is computed."""
     gather: bool = False
     """Gather each result on rank 0, too."""
     benchmark: bool = False
     """Time each split beside one rank, beside its ceiling without communication, and beside the libraries."""
 
     def check(self) -> None:
-        """Raises UsageError for what cannot run."""
+        """Raise UsageError for splits that are unknown or missing."""
         for name in self.splits:
             if name not in SPLITS:
                 raise UsageError(f"--splits {name!r} is unknown; choose from {', '.join(SPLITS)}")
@@ -61,14 +61,14 @@ class MatrixOptions(LessonOptions, without=("data",)):
 
 
 class Factors(Product):
-    """A, B and dC by position: each rank makes what it holds, and what it needs to check itself, alone."""
+    """Matrices A, B and dC. Each rank generates its shards, and the blocks to check against, by itself."""
 
     def __init__(self, o: MatrixOptions, group: Group, device: torch.device) -> None:
         super().__init__(o.shape, o.dtype, o.seed, device)
         self.group = group
 
     def place(self, name: str, dim: int | None) -> tuple[slice, slice]:
-        """Rows and columns of this rank's piece of a matrix that is cut along `dim`."""
+        """Return (rows, columns) of this rank's shard of a matrix that is split along `dim`."""
         places = [slice(0, length) for length in self.shapes[name]]
         if dim is not None:
             sizes = sizes_of(self.shapes[name][dim], self.group.size)
@@ -77,12 +77,12 @@ class Factors(Product):
         return places[0], places[1]
 
     def piece(self, name: str, dim: int | None) -> Tensor:
-        """This rank's piece of A, B or dC."""
+        """Return this rank's shard of A, B or dC."""
         return self.tensor(name, *self.place(name, dim))
 
     def difference(self, name: str, found: Tensor, dim: int | None, at_most: int | None = None) -> float:
-        """max|found - numpy| / max|numpy| of this rank's piece, the largest of all ranks.
+        """Return max|found - numpy| / max|numpy| of this rank's shard, the largest of all ranks.
 
-        at_most: compare this many rows, evenly spread, where all would take too long.
+        at_most: compare only this many rows, evenly spread, where all would take too long.
         """
         return self.apart(name, found, *self.place(name, dim), self.group, at_most)

@@ -1,6 +1,6 @@
-"""C = A B over ranks: three ways to cut a sum of products, what each sends, and what its backward sends.
+"""C = A B over ranks: three ways to split the product, and the messages of each, forward and backward.
 
-    C[i, j]  =  sum over k of A[i, k] B[k, j]       cut by rows i, by columns j, or by the inner k
+    C[i, j]  =  sum over k of A[i, k] B[k, j]       split by rows i, by columns j, or by the inner k
 
                A_MK       B_KJ       C_MJ               forward                   backward
     rows       0 0        * *        0 0    S(0)        nothing                   dB: all-reduce
@@ -11,11 +11,13 @@
                0 1        1 1        1 1
     gathered   as rows, but B begins as S(0)            B: all-gather             dB: reduce-scatter
 
-Digits name the rank that holds a part, * is on all. `rows` is data parallelism without a model: A is the batch, B the
-weights, dB the gradient. `gathered` is ZeRO-3. `columns` and `inner` are the two halves of tensor parallelism.
+A digit is the rank that holds a part; * is on all ranks. `rows` is data parallelism without a model: A is the
+batch, B the weights, dB the gradient. `gathered` is ZeRO-3. `columns` and `inner` are the two halves of
+tensor parallelism.
 
-Cost: |X| bytes of X, n ranks. An all-reduce sends 2(n-1)/n |X| a rank, the others (n-1)/n |X|. What is cut takes 1/n
-of the memory, what is not takes all; beside it `gathered` holds |B|, and `inner` |C|, or 2/P |C| in P panels.
+Cost, for |X| bytes of X on n ranks: per rank an all-reduce sends 2(n-1)/n |X|, the other collectives (n-1)/n
+|X|. Of a sharded matrix a rank stores 1/n, of a replicated one all. In addition `gathered` stores |B|, and
+`inner` |C|, or 2/P |C| in P panels.
 
     python dp_matrix_multiply.py --nproc 4                   torchrun --nproc_per_node=4 dp_matrix_multiply.py
     mpirun -np 4 python dp_matrix_multiply.py --gather
@@ -30,24 +32,25 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_peers import PEERS
 from rich.table import Table
 from torch import Tensor
 
-from common import collectives, comm
-from common.comm import Group, Pending, sizes_of
-from common.equality import difference
-from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord, Measured, in_turn
-from common.runtime import Runtime
-from common.utils.matrices import ALONE, proved, record, timed, times_table
+from common import comm
+from common.comm import Group, Pending, collectives, sizes_of
+from common.comm.ledger import Ledger, show_bytes
+from common.launch.runtime import Runtime
+from common.lesson.equality import difference
+from common.lesson.matrices import ALONE, proved, record, timed, times_table
+from common.lesson.measure import BenchmarkRecord, Measured, in_turn
+from common.lesson.runner import DTYPES, console, run
 from common.utils.visualizer import figure, throughput_bars
+
+from dp_matrices import SPLITS, Factors, MatrixOptions
+from dp_matrix_peers import PEERS
 
 
 def multiply(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
-    """This rank's piece of C, differentiable. Pieces go in as SPLITS says, and their gradients come out so."""
+    """Return this rank's shard of C, differentiable. SPLITS gives the layout of operands and gradients."""
     if split == "rows":
         return a @ collectives.copy(b, group)
     if split == "columns":
@@ -58,9 +61,9 @@ def multiply(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
 
 
 def prepared(split: str, a: Tensor, b: Tensor, group: Group, panels: int = 1) -> Callable[[], Tensor]:
-    """The forward pass of `multiply` in memory that is taken once: each call writes into the same result.
+    """Return the forward pass of `multiply` as a function whose calls all write into the same result.
 
-    A fresh block of 64 MiB costs 16384 page faults, which is more than it costs to send it.
+    A newly allocated block of 64 MiB costs 16384 page faults, which take longer than sending the block.
     """
     if split == "inner":
         return InPanels(a, b, group, panels)
@@ -71,7 +74,7 @@ def prepared(split: str, a: Tensor, b: Tensor, group: Group, panels: int = 1) ->
     whole_KJ = b.new_empty(a.shape[1], b.shape[1]) if len(set(sizes)) == 1 else None
 
     def gather_and_multiply() -> Tensor:
-        if whole_KJ is None:  # pieces that differ travel padded, through memory of their own
+        if whole_KJ is None:  # unequal shards are padded, in buffers of their own
             return torch.mm(a, comm.all_gather(b, group, 0, sizes), out=c)
         comm.all_gather_into(whole_KJ, b, group)
         return torch.mm(a, whole_KJ, out=c)
@@ -80,13 +83,13 @@ def prepared(split: str, a: Tensor, b: Tensor, group: Group, panels: int = 1) ->
 
 
 class InPanels:
-    """`inner` in panels: panel p holds some rows of every rank's piece; it is summed while p+1 is computed.
+    """`inner` in panels: panel p holds some rows of every rank's shard; it is summed while p+1 is computed.
 
         A_Mk              workspaces, two in turn         C_mJ
         rank 0's rows:  p0 p1        p0 of 0, p0 of 1         p0   sum of all ranks' terms
         rank 1's rows:  p0 p1        p1 of 0, p1 of 1         p1
 
-    Ranks with a row less than others leave the last row of their last panel unused.
+    A rank with one row fewer than others leaves the last row of its last panel unused.
     """
 
     def __init__(self, a_Mk: Tensor, b_kJ: Tensor, group: Group, panels: int) -> None:
@@ -99,12 +102,12 @@ class InPanels:
         self.c = b_kJ.new_empty(max(self.rows), b_kJ.shape[1])
 
     def __call__(self) -> Tensor:
-        """This rank's rows of C."""
+        """Return this rank's rows of C."""
         under_way: list[Pending] = []
         begin, overlap = 0, len(self.panels) > 1
         for p, length in enumerate(self.panels):
             if p > 1:
-                under_way[p - 2].wait()  # until then it reads the workspace that is filled next
+                under_way[p - 2].wait()  # its message reads the workspace that is filled next
             work = self.work[p % 2][: self.group.size * length]
             for rows, offset, terms in zip(self.rows, self.offsets, work.split(length), strict=True):
                 mine = self.a[offset + begin : offset + min(begin + length, rows)]
@@ -118,7 +121,7 @@ class InPanels:
 
 
 def gather_on_rank_0(c: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor | None:
-    """The pieces of C joined along `dim` on rank 0, None elsewhere. Each rank but 0 sends its piece."""
+    """Return the shards of C joined along `dim` on rank 0, None elsewhere. All ranks but 0 send."""
     if group.rank > 0:
         comm.send(c, group, 0)
         return None
@@ -130,7 +133,7 @@ def gather_on_rank_0(c: Tensor, dim: int, sizes: list[int], group: Group) -> Ten
 
 
 def bytes_by_formula(split: str, o: MatrixOptions, n: int) -> tuple[Fraction, Fraction]:
-    """Bytes that a rank sends forward and backward. Pieces that differ by a row travel as long as the longest."""
+    """Return the bytes a rank sends (forward, backward). Uneven shards are padded to the longest."""
     (M, K, J), item = o.shape, DTYPES[o.dtype].itemsize
     if split in ("rows", "columns"):
         return Fraction(0), Fraction(2 * (n - 1) * (K * J if split == "rows" else M * K) * item, n)
@@ -139,7 +142,7 @@ def bytes_by_formula(split: str, o: MatrixOptions, n: int) -> tuple[Fraction, Fr
 
 
 def prove(rt: Runtime, o: MatrixOptions) -> bool:
-    """Every split forward and backward against numpy, its bytes against the formula, then its time."""
+    """Check every split forward and backward against numpy, its bytes by the formula; then time it."""
     group, factors = rt.world, Factors(o, rt.world, rt.device)
     sizes = " x ".join(map(str, o.shape))
     title = f"C = A B, {sizes}, on {group.size} rank(s), {o.dtype}: max|x - numpy| / max|numpy|"
@@ -181,7 +184,10 @@ def prove(rt: Runtime, o: MatrixOptions) -> bool:
 
 
 def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
-    """The result on rank 0 against numpy's; infinite where bytes are not the formula's or others have it too."""
+    """Return the difference of the result on rank 0 from numpy's.
+
+    It is infinite if the bytes differ from the formula, or if other ranks have the result, too.
+    """
     group = factors.group
     with Ledger() as ledger:
         whole = gather_on_rank_0(c, dim, sizes_of(factors.shapes["C"][dim], group.size), group)
@@ -197,7 +203,7 @@ def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
 
 
 def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
-    """Each split, its product alone on all ranks at once (the ceiling), libraries, and one rank, in turn."""
+    """Time in turn each split, its product without messages (the ceiling), libraries, and one rank."""
     group, factors = rt.world, Factors(o, rt.world, rt.device)
     even = all(length % group.size == 0 for length in o.shape)
     cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
@@ -233,7 +239,7 @@ def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
 
 
 def show_times(rt: Runtime, o: MatrixOptions, measured: dict[str, Measured]) -> None:
-    """The table, and the picture of --plot."""
+    """Print the table of times, and draw the picture of --plot."""
     M, K, J = o.shape
     flop, what = 2 * M * K * J, f"{M} x {K} x {J}, {o.dtype}"
     console(rt).print(times_table(what, measured, flop, rt.world_size, SPLITS))
@@ -248,7 +254,7 @@ def show_times(rt: Runtime, o: MatrixOptions, measured: dict[str, Measured]) -> 
 
 
 def main(rt: Runtime, o: MatrixOptions) -> bool:
-    """Prove, or with --benchmark time and check some rows."""
+    """Prove every split, or with --benchmark time it and check some rows."""
     o.check()
     if rt.world_size > 1:
         torch.set_num_threads(1)

@@ -1,11 +1,12 @@
-"""The same splits by the libraries that offer them, to be timed beside ours: torch's DTensor, and Heat where installed.
+"""The splits in libraries, to be timed beside ours: torch's DTensor, and Heat if installed.
 
-Both get the pieces that our own version gets, and return a result that stays cut. They allocate it anew each time;
-neither has a form that writes into memory given to it. Heat's `inner` leaves C cut along its columns.
+Both libraries get the same shards as our own version, and return a result that stays sharded. They allocate
+the result in each call; neither can write into a given buffer. Heat's `inner` leaves C split along its
+columns.
 
-DTensor: torch.distributed.tensor. Heat: Götz et al., "HeAT", IEEE BigData 2020; it talks over mpi4py, so it needs
-mpirun. Heat 1.8 asks pip for an older torch, and its products run on this one: pip install --no-deps heat scipy, and
-a torchvision of torch's own build.
+DTensor: torch.distributed.tensor. Heat: Götz et al., "HeAT", IEEE BigData 2020; Heat communicates through
+mpi4py, so it needs mpirun. Heat 1.8 asks pip for an older torch, but its products run on the installed one:
+pip install --no-deps heat scipy, and a torchvision of torch's own build.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from dp_matrices import SPLITS
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from common.runtime import Runtime
+from common.launch.runtime import Runtime
+
+from dp_matrices import SPLITS
 
 
 def dtensor(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tensor] | None:
-    """C by DTensor; None for one rank. All pieces are of the same size."""
+    """Return a function that computes C by DTensor; None for one rank. All shards must have the same size."""
     if rt.world.pg is None:
         return None
     mesh, lies = DeviceMesh.from_group(rt.world.pg, rt.device.type), SPLITS[split]
@@ -43,12 +45,12 @@ def dtensor(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tenso
 
 
 def heat(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tensor] | None:
-    """C by Heat; None where it is not installed, or where its ranks are not ours."""
+    """Return a function that computes C by Heat; None if Heat is missing, or its ranks are not ours."""
     if rt.launcher not in ("openmpi", "mpich"):
         return None
     try:
         ht: Any = importlib.import_module("heat")
-    except (ImportError, RuntimeError):  # also for want of what it imports, or for another build of it
+    except (ImportError, RuntimeError):  # also if an import of Heat's is missing or of another build
         return None
     lies = SPLITS[split]
     whole_a, whole_b = ht.array(a, is_split=lies.a), ht.array(b, is_split=lies.b)

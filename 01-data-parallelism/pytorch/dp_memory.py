@@ -1,6 +1,6 @@
-"""What a rank holds: weights, gradients, the optimizer's state, measured and by formula, in bytes.
+"""Memory of a rank: weights, gradients and optimizer state, measured and by formula, in bytes.
 
-Psi numbers of b bytes on n ranks; AdamW keeps K = 2b bytes of state a number, SGD none.
+Psi parameters of b bytes on n ranks; AdamW keeps K = 2b bytes of state per parameter, SGD none.
 
     version                              weights    gradients   state
     bucketed, ddp                        b Psi      b Psi       K Psi
@@ -8,46 +8,55 @@ Psi numbers of b bytes on n ranks; AdamW keeps K = 2b bytes of state a number, S
     zero2                                b Psi      b Psi / n   K Psi / n
     zero3, fsdp and fsdp-keep            b Psi / n  b Psi / n   K Psi / n
 
-Measured is the memory behind the tensors after a step of the optimizer: each piece once, however many tensors
-look at it. What lives for a part of the step only is in its peak, which common.measure.peak_allocated sees.
+We measure the memory behind the tensors after a step of the optimizer; memory that several tensors share
+counts once. Tensors that live only during a part of the step are in its peak, measured by
+common.utils.memory.peak_allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from dp_training import DataParallelOptions
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.placement import local
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, whole_step
+from common.comm.placement import local
+from common.launch.runtime import Runtime
+from common.lesson.job import Job
+from common.lesson.training import Batches, Version, make_model, whole_step
 from common.utils.memory import peak_allocated
+
+from dp_training import DataParallelOptions
 
 KINDS = ("weights", "gradients", "state")
 SHARDED = {"zero1": 1, "zero-redundancy": 1, "zero2": 2, "zero3": 3, "fsdp-keep": 3, "fsdp": 3}
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the memory behind the tensors, each piece of memory once."""
+    """Return the bytes of the memory behind the tensors; memory that several tensors share counts once."""
     storages = [local(x).untyped_storage() for x in tensors if x is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def held(version: Version, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and state on this rank, now."""
-    tensors = [*version.model.parameters(), *version.parameters]
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps the real one inside
+def held(job: Job[Any]) -> tuple[int, int, int]:
+    """Return (weights, gradients, state): the bytes of each on this rank, now."""
+    assert job.owner
+    assert job.stepped
+    tensors = [*job.model.parameters(), *(p for _, p in job.owner.named_parameters())]
+    inner = getattr(job.stepped, "optim", job.stepped)  # ZeroRedundancyOptimizer keeps the real one inside
     state = [x for of in inner.state.values() for x in of.values() if isinstance(x, Tensor)]
     return bytes_of(tensors), bytes_of(p.grad for p in tensors), bytes_of(state)
 
 
 def by_formula(name: str, numbers: int, size: int, ranks: int, state: int) -> tuple[float, float, float]:
-    """The same by the table above; `size` and `state` are bytes a number."""
+    """Return (weights, gradients, state) by the table above, in bytes.
+
+    size, state: bytes per parameter of the weights and of the optimizer's state.
+    """
     stage = SHARDED.get(name, 0)
     share = [numbers / ranks if stage >= first else float(numbers) for first in (3, 2, 1)]
     return share[0] * size, share[1] * size, share[2] * state
@@ -55,31 +64,35 @@ def by_formula(name: str, numbers: int, size: int, ranks: int, state: int) -> tu
 
 @dataclass
 class MemoryTable:
-    """Rows of one lesson; the mean over ranks, since runs differ by some padding."""
+    """Table of the memory of one lesson's versions, the mean over ranks, whose padding differs."""
 
     rt: Runtime
     rows: list[tuple[str, str, list[float], tuple[float, ...]]] = field(default_factory=list)
 
-    def examine(self, name: str, kind: str, version: Version, optimizer: torch.optim.Optimizer) -> None:
-        """Add a row. Every rank must call this."""
-        mine = torch.tensor(held(version, optimizer), dtype=torch.float64)
+    def examine(self, job: Job[Any], kind: str) -> None:
+        """Add a row for a run and its optimizer. Every rank must call this."""
+        mine = torch.tensor(held(job), dtype=torch.float64)
         comm.all_reduce(mine, self.rt.world)
-        parameters = list(version.model.parameters())
+        parameters = list(job.model.parameters())
         size = parameters[0].element_size()
         formula = by_formula(
-            name, sum(p.numel() for p in parameters), size, self.rt.world_size, 2 * size * (kind == "adamw")
+            job.version,
+            sum(p.numel() for p in parameters),
+            size,
+            self.rt.world_size,
+            2 * size * (kind == "adamw"),
         )
-        self.rows.append((name, kind, (mine / self.rt.world_size).tolist(), formula))
+        self.rows.append((job.version, kind, (mine / self.rt.world_size).tolist(), formula))
 
     @property
     def largest(self) -> float:
-        """The largest relative difference between measured and formula; FSDP2 pads the rows of every tensor."""
+        """Largest relative difference of measured from formula, without FSDP2, which pads every tensor."""
         rows = (row for row in self.rows if not row[0].startswith("fsdp"))
         pairs = [pair for _, _, *both in rows for pair in zip(*both, strict=True)]
         return max(float(abs(a - b) / (b or 1.0)) for a, b in pairs)
 
     def peaks(self, o: DataParallelOptions, make_version: Callable[..., Version]) -> Table:
-        """The most that lives at once, activations and all, from an empty rank to the end of a second step."""
+        """Return a table of peak bytes, activations included, from nothing to the end of a second step."""
         table = Table(title="the most at once in two steps of AdamW", title_justify="left")
         table.add_column("version")
         table.add_column("bytes", justify="right")
@@ -97,7 +110,7 @@ class MemoryTable:
         return table
 
     def table(self, title: str) -> Table:
-        """Measured / formula, in MB."""
+        """Return a table of measured / formula, in MB, and of the total relative to the first version."""
         table = Table(title=title, title_justify="left")
         for column in ("version", "optimizer", *KINDS, "all"):
             table.add_column(column, justify="left" if column in ("version", "optimizer") else "right")

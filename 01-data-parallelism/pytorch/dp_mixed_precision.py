@@ -12,13 +12,14 @@
 
 Versions: bfloat16 by autocast on the data parallelism of dp_basic.py, and on torch's DDP.
 
-What can be equal? A rank rounds its part of a gradient before the parts are summed, one device rounds the whole. So
-    - the first gradients equal those of one device that cuts its batch as the ranks do: 1e-5, as in float32
+Each rank rounds its part of a gradient before the parts are summed; one device rounds the whole gradient. So
+we prove:
+    - the first gradients equal those of one device that splits its batch as the ranks do: 1e-5, as in float32
     - the run equals that of one device, in bfloat16 and in float32, up to 32 roundings of 2^-8
 
-Cost: the bytes of float32, since gradients are float32. Memory: a layer's activations to about 5/8, and a 16-bit copy
-of the weights from the forward to the backward pass: it pays from some hundred tokens on. Micikevicius et al., "Mixed
-precision training" (arXiv:1710.03740).
+Cost: the bytes of float32, since gradients are float32. Memory: a layer's activations shrink to about 5/8,
+but a 16-bit copy of the weights is kept from the forward to the backward pass, so memory is saved only from
+some hundred tokens on. Micikevicius et al., "Mixed precision training" (arXiv:1710.03740).
 
     python dp_mixed_precision.py --nproc 4          torchrun --nproc_per_node=4 dp_mixed_precision.py
     mpirun -np 4 python dp_mixed_precision.py
@@ -34,14 +35,17 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from dp_basic import make_version, run_bytes
-from dp_training import DataParallelOptions, check
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import (
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.listen import Listener
+from common.comm.mesh import Mesh
+from common.launch.command_line import Size
+from common.launch.runtime import Runtime
+from common.lesson.equality import (
     KINDS,
     OPTIMIZERS,
     Difference,
@@ -52,15 +56,13 @@ from common.equality import (
     plain,
     worst_of_world,
 )
-from common.ledger import Ledger, show_bytes
-from common.lesson import console, run
-from common.listen import Listener
-from common.mesh import Mesh
+from common.lesson.runner import console, run
+from common.lesson.training import Batches, Version, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.options import Size
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model
 from common.utils.memory import saved_bytes
+
+from dp_basic import make_version, run_bytes
+from dp_training import DataParallelOptions, check
 
 VERSIONS = ("bucketed", "ddp")
 FORMATS = (
@@ -69,25 +71,25 @@ FORMATS = (
     ("float16", torch.float16, 1.0),
     ("float16, scaled", torch.float16, 4096.0),
 )
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the largest relative error of one
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the largest relative error of one rounding
 ROUNDINGS = 32  # a gradient of two layers passes about twenty products; each rounds
 SAME_CUT = 1e-5  # sums of float32 in another order
 
 
 @dataclass
 class PrecisionOptions(DataParallelOptions, without=("dtype", "benchmark", "scaling", "json", "plot")):
-    """A training in 16 bits, of float32 weights. Nothing is timed: many processors are slow in 16 bits."""
+    """Options of training in 16 bits with float32 weights; no timing: many processors are slow in 16 bits."""
 
     dtype: Literal["float64", "float32"] = "float32"
     sequence: Size = 16
-    """Tokens of a sample."""
+    """Tokens per sample."""
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 @dataclass
 class Trainer:
-    """Who trains which model on what: the ranks together, or one device."""
+    """Training of a model in one precision, by all ranks together or by one device."""
 
     model: Transformer
     version: Version
@@ -97,17 +99,23 @@ class Trainer:
     mesh: Mesh | None = None
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     wrap: Wrap = plain
-    at: list[int] = field(default_factory=list)  # step and micro-batch under way
+    at: list[int] = field(default_factory=list)  # current step and micro-batch
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The sum of the losses, float32. Autocast casts the inputs and weights of products and keeps the casts."""
+        """Return the sum of the losses, float32.
+
+        Autocast casts the inputs and weights of products, and keeps the casts.
+        """
         mixed = self.precision != torch.float32
         with torch.autocast(tokens_BS.device.type, self.precision, mixed):
             logits_BSV = self.version.model(tokens_BS)
         return cross_entropy_sum(logits_BSV, targets_BS)[0]
 
     def step(self, t: int) -> Tensor:
-        """The training step of common/training.py; the backward pass runs in the precisions of the forward pass."""
+        """Run the training step of common/lesson/training.py; return the global loss.
+
+        The backward pass runs in the precisions of the forward pass.
+        """
         parts = self.parts(t)
         targets = torch.stack([y.ne(-100).sum() for _, y in parts]).sum()
         comm.all_reduce(targets, self.group)
@@ -124,7 +132,10 @@ class Trainer:
         return loss / targets.item()
 
     def train(self, optimizer: str, steps: int) -> Followed:
-        """All steps. Gradients are recorded as scaled; steps whose gradients overflow leave none."""
+        """Run all steps; return the results.
+
+        Gradients are recorded as scaled; steps whose gradients overflow leave none.
+        """
         owner = self.version.owner or self.model
         followed = follow(owner, optimizer, steps, self.step, self.mesh, self.wrap)
         good = [t for t, norm in enumerate(followed.norms) if math.isfinite(norm)]
@@ -133,23 +144,26 @@ class Trainer:
 
 
 def on_ranks(name: str, precision: torch.dtype, rt: Runtime, o: PrecisionOptions) -> Trainer:
-    """A version of dp_basic.py on all ranks."""
+    """Return the trainer of a version of dp_basic.py on all ranks."""
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
     version, batches = make_version(name, model, rt, o), Batches(o, rt.world, rt.device)
     return Trainer(model, version, rt.world, batches.parts, precision, Mesh(rt.world, dp=rt.world_size))
 
 
 def one_device(precision: torch.dtype, rt: Runtime, o: PrecisionOptions, as_ranks: int = 0) -> Trainer:
-    """The reference on the whole batch at once; or on every micro-batch of `as_ranks` ranks, one after another."""
+    """Return the trainer of the reference: one device with the whole batch at once.
+
+    as_ranks: if not 0, use instead the micro-batches of so many ranks, one after another.
+    """
     o = o if as_ranks else replace(o, micro_batches=1)
     every = [Batches(o, Group("one", r, as_ranks or 1, (rt.rank,)), rt.device) for r in range(as_ranks or 1)]
-    model, alone = make_model(o, rt.device), Group("one", 0, 1, (rt.rank,))
+    model, alone = make_model(o, rt.device), Group.alone()
     parts = lambda t: [part for batches in every for part in batches.parts(t)]  # noqa: E731
     return Trainer(model, Version(model), alone, parts, precision)
 
 
 def at_first(expected: Followed, mine: Followed, mesh: Mesh) -> Difference:
-    """The difference of the gradients of step 0."""
+    """Return the difference of the gradients of step 0, the largest of all ranks."""
     first, other = (
         replace(f, losses=f.losses[:1], gradients=f.gradients[:1], norms=f.norms[:1])
         for f in (expected, mine)
@@ -158,7 +172,7 @@ def at_first(expected: Followed, mine: Followed, mesh: Mesh) -> Difference:
 
 
 class Comparison:
-    """The equality table of runs in 16 bits, and which rows are not equal."""
+    """Equality table of runs in 16 bits, and the rows that are not equal."""
 
     def __init__(self, title: str) -> None:
         self.table, self.wrong = Table(title=title, title_justify="left"), list[str]()
@@ -176,10 +190,10 @@ class Comparison:
         counted: Fraction,
         formula: Fraction,
     ) -> None:
-        """first: difference of the first gradients to one device with the same cut.
+        """Add a row. first: difference of the first gradients from one device with the same cut.
 
-        AdamW turns a gradient that is rounding alone, such as that of a key's bias, into full steps. So after AdamW
-        weights are shown and not judged.
+        AdamW turns a gradient that is only rounding, such as that of a key's bias, into full steps. So
+        weights after AdamW are shown but not judged.
         """
         judged = [found[kind].value for kind in KINDS if (kind, optimizer) != ("weights", "adamw")]
         equal = max(judged) <= ROUNDINGS * ROUNDING[precision] and (first is None or first.value <= SAME_CUT)
@@ -199,9 +213,10 @@ class Comparison:
 
 
 def formats(rt: Runtime, o: PrecisionOptions) -> Table:
-    """What each format alone does to the first gradients and to memory, on one device.
+    """Return a table of the effect of each format on the first gradients and on memory, on one device.
 
-    float16 is shown with a loss multiplied by 4096, and its gradients divided by that: dp_loss_scaling.py.
+    float16 is shown also with a loss multiplied by 4096, and its gradients divided by 4096:
+    dp_loss_scaling.py.
     """
     table = Table(title=f"one device against float32: {o.model}, the first step", title_justify="left")
     for column in ("format", "gradients", "largest in", "vanish", "saved for backward"):
@@ -229,7 +244,7 @@ def formats(rt: Runtime, o: PrecisionOptions) -> Table:
 
 
 def prove(rt: Runtime, o: PrecisionOptions) -> bool:
-    """Train with every version and optimizer, on all ranks and on one, in bfloat16 and in float32."""
+    """Train every version in bfloat16; compare with one device in bfloat16 and in float32."""
     mesh, brief = Mesh(rt.world, dp=rt.world_size), torch.bfloat16
     comparison = Comparison(
         f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, bfloat16, {o.steps} steps"
@@ -243,7 +258,7 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
                 mine = on_ranks(name, brief, rt, o).train(optimizer, o.steps)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
             formula = run_bytes(name, make_model(o, rt.device), rt.world, o)
-            # DDP multiplies its losses by n, which for n = 3 rounds otherwise
+            # DDP multiplies its losses by n, which rounds differently for n = 3
             first = at_first(same_cut, mine, mesh) if name != "ddp" else None
             for text, reference in ((name, same), (f"{name} / f32", precise)):
                 found = worst_of_world(compare(reference, mine), mesh)
@@ -255,7 +270,7 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
 
 
 def main(rt: Runtime, o: PrecisionOptions) -> bool:
-    """Prove."""
+    """Check the options, and prove equality of the versions with one device."""
     check(rt, VERSIONS, o)
     return prove(rt, o)
 

@@ -3,11 +3,11 @@
                         forward, backward, optimizer    gradients are summed by
     pytorch-mlp         torch                           DataParallel of dp_basic.py, process group
     dp_libtorch         torch                           the same hooks and buckets in C++, the same process group
-    dp_libtorch-zero1   torch, the optimizer on pieces  the same hooks, buckets reduce-scattered: ZeRO-1
+    dp_libtorch-zero1   torch, the optimizer on shards  the same hooks, buckets reduce-scattered: ZeRO-1
     dp_mpi              its own C++ on BLAS             buckets by MPI_Iallreduce
-    dp_mpi-ring         the same                        our ring of MPI messages, each of them counted
-    dp_mpi-zero1        the same, step on a piece       buckets by MPI_Ireduce: ZeRO-1
-    ddp-mlp             torch                           DistributedDataParallel (on one rank: nothing, plain torch)
+    dp_mpi-ring         the same                        our ring of MPI messages, each counted
+    dp_mpi-zero1        the same, step on a shard       buckets by MPI_Ireduce: ZeRO-1
+    ddp-mlp             torch                           DistributedDataParallel (on one rank plain torch)
 
 I inputs (8 a byte of context)  B samples
 """
@@ -20,23 +20,23 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from dp_basic import make_version
-from dp_training import DataParallelOptions, bytes_of_step
 from torch import Tensor, nn
 
-from common import ledger
-from common.comm import Group
+from common.comm import Group, ledger
+from common.comm.ledger import Ledger
+from common.comm.listen import Listener
+from common.comm.mesh import Mesh
+from common.comm.placement import Run, place
 from common.data.text import mlp_batch, rank_slice
-from common.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, follow, with_units
-from common.ledger import Ledger
-from common.lesson import DTYPES
-from common.listen import Listener
-from common.mesh import Mesh
+from common.launch.command_line import Width, Within
+from common.launch.runtime import Runtime
+from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, follow, with_units
+from common.lesson.runner import DTYPES
+from common.lesson.training import Batches, Version, training_step
 from common.models.mlp import MLP, sizes
-from common.options import Width, Within
-from common.placement import Run, place
-from common.runtime import Runtime
-from common.training import Batches, Version, training_step
+
+from dp_basic import make_version
+from dp_training import DataParallelOptions, bytes_of_step
 
 VERSIONS = (
     "pytorch-mlp",
@@ -51,29 +51,29 @@ VERSIONS = (
 
 @dataclass
 class MLPOptions(DataParallelOptions, without=("plot",)):
-    """The MLP and its batch; a sample is one target."""
+    """Options: the MLP and its batch. A sample has one target."""
 
     model: Annotated[str, tyro.conf.Suppress] = "mlp"
     sequence: Annotated[int, tyro.conf.Suppress] = 1
     context: Width = 16
-    """Bytes before the one to predict."""
+    """Number of bytes before the one to predict."""
     hidden: Width = 64
     """Width of the hidden layers."""
     layers: Annotated[int, Within(1, 1000)] = 3
-    """Linear layers."""
+    """Number of linear layers."""
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 @dataclass
 class Samples(Batches):
-    """This rank's part of every global batch, cut from the text once: no language's time holds the cutting."""
+    """This rank's part of every global batch, cut from the text once, so that no timing includes it."""
 
     options: MLPOptions
     cut: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """(x_BI, y_B) of each micro-batch; none of them is empty."""
+        """Return (x_BI, y_B) of each micro-batch; none of them is empty."""
         if step not in self.cut:
             o = self.options
             lo, hi = rank_slice(o.batch, self.group.rank, self.group.size)
@@ -87,12 +87,12 @@ class Samples(Batches):
 
 
 def make_model(o: MLPOptions, seed: int) -> MLP:
-    """The MLP in torch; dp_mpi makes the same one for the same seed."""
+    """Return the MLP in torch; dp_mpi makes the same MLP from the same seed."""
     return MLP(sizes(o.context, o.hidden, o.layers), seed, DTYPES[o.dtype])
 
 
 def torch_version(name: str, model: nn.Module, rt: Runtime, o: MLPOptions) -> Version:
-    """pytorch-mlp, ddp-mlp, dp_libtorch or dp_libtorch-zero1 around any model in torch."""
+    """Return pytorch-mlp, ddp-mlp, dp_libtorch or dp_libtorch-zero1 around any model in torch."""
     if not name.startswith("dp_libtorch"):
         return make_version({"pytorch-mlp": "bucketed", "ddp-mlp": "ddp"}[name], model, rt, o)
     import dp_libtorch
@@ -125,7 +125,7 @@ def torch_version(name: str, model: nn.Module, rt: Runtime, o: MLPOptions) -> Ve
 
 
 class Pieces:
-    """What Zero1's optimizers step on, under the parameters' names."""
+    """Shards of the parameters that Zero1's optimizers step on, under the parameters' names."""
 
     def __init__(self, model: nn.Module, zero: Any) -> None:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -135,16 +135,17 @@ class Pieces:
             self.pieces.append((name, piece))
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """This rank's run of each parameter, flat."""
+        """Return (name, this rank's run, flat) of each parameter."""
         return self.pieces
 
 
 class MPIModel:
-    """dp_mpi's MLP with one of OPTIMIZERS, on the same samples as the others."""
+    """MLP of dp_mpi with one of OPTIMIZERS, on the same samples as the other versions."""
 
     def __init__(self, name: str, optimizer: str, rt: Runtime, o: MLPOptions, samples: Samples) -> None:
-        import dp_mpi
         from mpi4py import MPI
+
+        import dp_mpi
 
         self.batch, self.samples, self.axis = o.batch, samples, rt.world.axis
         self.zero = name == "dp_mpi-zero1"
@@ -162,7 +163,7 @@ class MPIModel:
         self.arrays: dict[int, tuple[Any, Any, int]] = {}
 
     def backward(self, t: int) -> float:
-        """Leaves the summed gradients of global step t; returns the global loss."""
+        """Compute the summed gradients of global step t; return the global loss."""
         if t not in self.arrays:
             x, y = zip(*self.samples.parts(t), strict=True)
             self.arrays[t] = torch.cat(x).numpy(), torch.cat(y).to(torch.uint8).numpy(), len(x)
@@ -173,7 +174,7 @@ class MPIModel:
         return loss
 
     def update(self) -> None:
-        """One step of the optimizer; ZeRO-1 gathers the weights."""
+        """Run one step of the optimizer; with ZeRO-1, then gather the weights."""
         r, before = self.rates, (self.model.bytes_sent, self.model.exposed_seconds)
         if self.optimizer == "sgd":
             self.model.sgd(r["lr"])
@@ -185,12 +186,12 @@ class MPIModel:
 
     @property
     def state_bytes(self) -> int:
-        """AdamW's two means on this rank."""
+        """Bytes of AdamW's two moments on this rank."""
         n_bytes: int = self.model.state_bytes
         return n_bytes
 
     def follow(self, steps: int) -> Followed:
-        """What common.equality.follow leaves of a model in torch."""
+        """Train `steps` steps; return the same record as common.lesson.equality.follow does for a model in torch."""
         result = Followed()
         for t in range(steps):
             result.losses.append(self.backward(t))
@@ -203,7 +204,7 @@ class MPIModel:
 
 
 def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Followed, Fraction]:
-    """What `o.steps` steps of a version leave, and the bytes a rank sent, as the mean over ranks."""
+    """Train `o.steps` steps of a version; return (the results, the bytes a rank sent on average)."""
     from mpi4py import MPI
 
     samples = Samples(o, rt.world, rt.device)
@@ -220,8 +221,8 @@ def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Follow
 
 
 def one_device(optimizer: str, o: MLPOptions) -> Followed:
-    """The same steps in plain torch on the whole batch, on every rank for itself, with units."""
-    alone = Group("one", 0, 1, (0,))
+    """Train in plain torch on the whole batch, on every rank separately; return the result, with units."""
+    alone = Group.alone()
     samples = Samples(replace(o, micro_batches=1), alone, torch.device("cpu"))
 
     def run(start: Start) -> Followed:
@@ -232,7 +233,10 @@ def one_device(optimizer: str, o: MLPOptions) -> Followed:
 
 
 def padding_of_step(model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
-    """What ZeRO-1 sends beyond an all-reduce: each bucket is padded to n equal runs, in either direction."""
+    """Return the bytes that ZeRO-1 sends beyond an all-reduce.
+
+    Each bucket is padded to n equal runs, in the reduce-scatter and in the all-gather.
+    """
     numbers, size, padding = 0, next(model.parameters()).element_size(), 0
     for p in reversed(list(model.parameters())):
         if numbers * size >= int(o.bucket_mb * 2**20):
@@ -242,7 +246,11 @@ def padding_of_step(model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
 
 
 def bytes_of_gradients(name: str, model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
-    """Bytes a rank sends in a step: dp_mpi counts its gradients alone, the others loss and flags too."""
+    """Return the bytes a rank sends in a step.
+
+    The versions of dp_mpi count only gradients. The others also count the loss, the number of targets and,
+    except ddp-mlp, the flags.
+    """
     if name == "dp_libtorch-zero1":
         return bytes_of_step(model, group) + padding_of_step(model, group, o)
     if not name.startswith("dp_mpi"):

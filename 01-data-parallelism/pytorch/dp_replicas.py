@@ -1,4 +1,4 @@
-"""Replicas that train by themselves and meet every H steps: on ranks, with torch's averager, and all on one device.
+"""Replicas that train alone and average every H steps: on ranks, with torch's averager, and on one device.
 
 H steps of an inner optimizer on each rank, then Δ = sum over ranks of T_r/T (w - w_r), and an outer step with Δ
 """
@@ -12,36 +12,37 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from dp_basic import broadcast_model
-from dp_training import DataParallelOptions
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, Followed, Start, with_units
-from common.ledger import Ledger
-from common.listen import Listener
+from common.comm.ledger import Ledger
+from common.comm.listen import Listener
+from common.launch.command_line import Count, Within
+from common.launch.runtime import Runtime
+from common.lesson.equality import OPTIMIZERS, Followed, Start, with_units
+from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.options import Count, Within
-from common.runtime import Runtime
-from common.training import Batches, make_model
+
+from dp_basic import broadcast_model
+from dp_training import DataParallelOptions
 
 VERSIONS = ("local-sgd", "diloco", "torch")
 Parts = list[tuple[Tensor, ...]]
 
 
 class LocalSGD:
-    """The meetings of replicas that train by themselves.
+    """Periodic averaging (a "meeting") of replicas that train by themselves.
 
         local = LocalSGD(model, group, every=500, rate=0.7, momentum=0.9)      # DiLoCo's outer step
-        loss(...).backward()                # the mean over this rank's own targets
+        loss(...).backward()                # the mean over this rank's targets
         optimizer.step()
-        local.step(targets)                 # how many those were
+        local.step(targets)                 # number of these targets
 
-    Between meetings the ranks' weights differ: meet() before they are saved or judged. Ranks may see unequal parts,
-    but each makes every step. Parameters that a rank did not use take part with what they are.
-    Raises ValueError for `every` below 1.
+    Between meetings the ranks' weights differ: call meet() before the weights are saved or evaluated. Ranks
+    may see unequal parts, but each makes every step. Parameters that a rank did not use are averaged as they
+    are. Raises ValueError for `every` below 1.
     """
 
     def __init__(
@@ -57,19 +58,19 @@ class LocalSGD:
         self.steps = self.targets = 0
 
     def step(self, targets: int) -> None:
-        """Count a step; meet after every H of them."""
+        """Count one step with this many targets; meet after every H steps."""
         self.steps, self.targets = self.steps + 1, self.targets + targets
         if self.steps % self.every == 0:
             self.meet()
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Average where the ranks have gone, take the outer step, and go on from there together."""
+        """Average the changes of the ranks' weights, take the outer step, and load the result."""
         moved = (self.w - joined(self.parameters)) * self.targets
-        moved = torch.cat([moved, moved.new_tensor([self.targets])])  # the sum of the weights rides along
+        moved = torch.cat([moved, moved.new_tensor([self.targets])])  # the same message sums the targets
         comm.all_reduce(moved, self.group)
         if not moved[-1]:
-            return  # nobody has trained since the last meeting
+            return  # no rank has trained since the last meeting
         delta = moved[:-1] / moved[-1]
         self.m = self.momentum * self.m + delta if self.momentum else self.m
         self.w -= self.rate * (delta + self.momentum * self.m)
@@ -80,14 +81,14 @@ class LocalSGD:
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """A copy of all numbers, one after the other."""
+    """Return a copy of all numbers, one after the other."""
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
 def local_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: Parts, seen: Followed | None = None
 ) -> int:
-    """One step on this replica's own part of the batch, noted in `seen`; returns the number of its targets."""
+    """Run one step on this replica's part of the batch, recorded in `seen`; return its number of targets."""
     targets, loss = sum(int(y.ne(-100).sum()) for _, y in parts), 0.0
     optimizer.zero_grad()
     for tokens_BS, targets_BS in parts:
@@ -104,39 +105,42 @@ def local_step(
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter, by name."""
+    """Return a copy of every parameter, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @dataclass
 class LocalOptions(DataParallelOptions):
-    """How often the ranks meet."""
+    """Options of the meetings: their interval, and the outer step."""
 
     steps: Count = 5
     """Training steps; where H does not divide them, the replicas are compared between two meetings."""
     every: Count = 2
-    """H: steps between two meetings."""
+    """H: number of steps between two meetings."""
     rate: Annotated[float, Within(1e-9, 1e9)] = 0.7
     """DiLoCo's outer learning rate η."""
     momentum: Annotated[float, Within(0, 0.999999)] = 0.9
     """DiLoCo's outer momentum μ."""
     curve_steps: Count = 192
-    """With --plot: steps of the loss curves."""
+    """With --plot: number of steps of the loss curves."""
     periods: tuple[Count, ...] = (4, 16, 64)
-    """With --plot: values of H."""
+    """With --plot: values of H to compare."""
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def outer(name: str, o: LocalOptions) -> tuple[float, float]:
-    """η and μ of a version."""
+    """Return (η, μ) of a version."""
     return (o.rate, o.momentum) if name == "diloco" else (1.0, 0.0)
 
 
 def replica(
     name: str, optimizer: str, rt: Runtime, o: LocalOptions, seen: Followed | None = None
 ) -> tuple[Transformer, Callable[[int], int]]:
-    """This rank's model, and its step: on its own, and every H together. The step returns its targets."""
+    """Return this rank's model and its step function.
+
+    A step trains the replica alone, meets after every H steps, and returns the number of its targets.
+    """
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
     batches, chosen = Batches(o, rt.world, rt.device), OPTIMIZERS[optimizer](list(model.parameters()))
     if name == "torch":
@@ -161,9 +165,9 @@ def replica(
 def on_ranks(
     name: str, optimizer: str, rt: Runtime, o: LocalOptions
 ) -> tuple[Followed, list[int], Transformer, Fraction]:
-    """This rank's replica as it went, its targets of each step, its model, and the bytes it sent."""
+    """Train this rank's replica; return (its record, targets per step, its model, the bytes it sent)."""
     seen = Followed()
-    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls pass the ledger by
+    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls bypass the ledger
         model, step = replica(name, optimizer, rt, o, seen)
         targets = [step(t) for t in range(o.steps)]
     seen.weights = weights(model)
@@ -171,7 +175,7 @@ def on_ranks(
 
 
 def simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions) -> Followed:
-    """One device that keeps n replicas and steps them in turn; what it saw of this rank's, with units."""
+    """Train n replicas in turn on one device; return the record of this rank's replica, with units."""
     return with_units(partial(_simulated, name, optimizer, rt, o))
 
 
@@ -201,7 +205,7 @@ def _simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions, start: S
 
 
 def mean_of_replicas(seen: Followed, targets: list[int], group: Group) -> Followed:
-    """What the ranks saw as if it were one: losses and gradients averaged by targets; the weights as they are."""
+    """Return losses and gradients as the mean over replicas, weighted by targets, and this rank's weights."""
     mean = Followed(weights=seen.weights)
     for loss, gradients, count in zip(seen.losses, seen.gradients, targets, strict=True):
         flat = joined(gradients.values())

@@ -1,4 +1,4 @@
-"""What the lessons of chapter 01 share: the size of a bucket, and the bytes of a step by formula."""
+"""Shared parts of the lessons of chapter 01: bucket size, and the bytes of a step by formula."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Annotated
 from torch import nn
 
 from common.comm import Group
-from common.comparison import check as check
-from common.options import Within
-from common.training import TrainingOptions
+from common.launch.command_line import Within
+from common.lesson.comparison import check as check
+from common.lesson.training import TrainingOptions
 
 
 @dataclass
 class DataParallelOptions(TrainingOptions):
-    """Model and batch of the lessons of chapter 01."""
+    """Options of the lessons of chapter 01: model, batch and buckets."""
 
     bucket_mb: Annotated[float, Within(1e-6, 1e6)] = 0.1
     """Size of a bucket in MiB."""
     versions: tuple[str, ...] = ("naive", "bucketed", "ddp")
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def bytes_of_step(model: nn.Module, group: Group, flags: bool = True) -> Fraction:
-    """Bytes a rank sends in a step, 2(n-1)/n of: gradients, a flag a parameter, the loss, the targets (8).
+    """Return the bytes a rank sends in a step.
 
-    DDP sends no flags.
+    They are 2(n-1)/n of: gradients, one flag per parameter (not in DDP), the loss, the targets (8 bytes).
     """
     parameters = list(model.parameters())
     numbers = sum(p.numel() for p in parameters) + flags * len(parameters) + 1
@@ -35,10 +35,10 @@ def bytes_of_step(model: nn.Module, group: Group, flags: bool = True) -> Fractio
 
 
 def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags: bool = True) -> Fraction:
-    """Bytes a rank sends in a whole run.
+    """Return the bytes a rank sends in a whole run.
 
-    At the start (n-1)/n of the model and, with `order`, of 8 bytes a parameter for the order of the buckets;
-    then the steps, each with the 8 bytes of its gradient norm, all-reduced.
+    At the start these are (n-1)/n of the model and, with `order`, of 8 bytes per parameter for the order of
+    the buckets; then come the steps, each with the 8 bytes of its gradient norm, all-reduced.
     """
     parameters = list(model.parameters())
     start = sum(p.numel() * p.element_size() for p in parameters) + order * 8 * len(parameters)

@@ -1,12 +1,13 @@
-"""Parameters that travel together: one flat buffer, cut into n equal runs, of which each rank owns one.
+"""Parameters that are communicated together: one flat buffer in n equal runs, one owned by each rank.
 
     whole        [ q_proj    k_proj    v_proj      ...      down_proj   0 0 ]     padded to a multiple of n
     mine         [  rank 0      |    rank 1    |    rank 2     |   rank 3   ]
     gather       mine of all ranks   ->  whole                    all-gather       (n-1)/n of whole's bytes
     reduce       gradients, partial  ->  sum, like mine           reduce-scatter   (n-1)/n
 
-A run cuts through parameters as it comes. What of a parameter lies in it is a piece, and an optimizer that works
-number by number, as SGD and AdamW do, does not mind. The parameters of the model become views of `whole`.
+A run may begin and end inside a parameter. The part of a parameter in a run is a piece. Optimizers that work
+element by element, such as SGD and AdamW, give the same result on pieces. The parameters of the model become
+views of `whole`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, Pending
-from common.placement import Run, like, place
+from common.comm.placement import Run, like, place
 
 
 class Unit:
-    """Parameters that travel together: `whole`, one flat buffer, of which this rank owns the run `mine`."""
+    """Parameters communicated together: `whole`, one flat buffer, of which this rank owns the run `mine`.
+
+    Raises ValueError for parameters of different dtypes.
+    """
 
     def __init__(self, parameters: dict[str, nn.Parameter], group: Group, stage: int) -> None:
         self.parameters, self.group, self.stage = parameters, group, stage
@@ -48,16 +52,16 @@ class Unit:
         self.release()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters' places in a buffer like `whole`."""
+        """Return the parameters' views of a buffer like `whole`, by name."""
         pieces = torch.split(whole, [*self.lengths, len(whole) - sum(self.lengths)])
         return {name: x.view(p.shape) for (name, p), x in zip(self.parameters.items(), pieces, strict=False)}
 
     def run(self, whole: Tensor) -> Tensor:
-        """This rank's run of a buffer like `whole`."""
+        """Return this rank's run of a buffer like `whole`."""
         return whole[self.group.rank * self.share :][: self.share]
 
     def _sizes(self) -> list[tuple[int, ...]]:
-        """How many numbers of each parameter every rank owns."""
+        """Return, for each parameter, the number of its elements that each rank owns."""
         sizes, start = [], 0
         for length in self.lengths:
             bounds = [min(max(r * self.share, start), start + length) for r in range(self.group.size + 1)]
@@ -66,31 +70,34 @@ class Unit:
         return sizes
 
     def cut(self, mine: Tensor) -> dict[str, Tensor]:
-        """What of each parameter lies in a buffer like `mine`: of many, nothing."""
+        """Return the piece of each parameter in a buffer like `mine`, by name; many are empty."""
         sizes = [every_rank[self.group.rank] for every_rank in self._sizes()]
         pieces = torch.split(mine, [*sizes, len(mine) - sum(sizes)])
         return dict(zip(self.parameters, pieces, strict=False))
 
     def gather(self) -> None:
-        """Start to make the weights whole, unless they are or soon will be."""
+        """Start the all-gather of the weights, unless they are whole or the all-gather is in flight."""
         if not self.here and self.arriving is None:
             self._allocate(self.whole.numel() * self.whole.element_size())
             self.arriving = comm.all_gather_into(self.whole, self.mine, self.group, async_op=True)
 
     def wait(self) -> None:
-        """Return when the weights are whole."""
+        """Block until the weights are whole."""
         if self.arriving is not None:
             self.arriving.wait()
             self.here, self.arriving = True, None
 
     def release(self) -> None:
-        """Stage 3: the parameters stay, views of memory that goes. What autograd saved are such views too."""
+        """Free the memory of `whole` in stage 3. Parameters and autograd's saved tensors stay views of it."""
         if self.stage == 3 and self.here:
             self._allocate(0)
             self.here = False
 
     def _allocate(self, size: int) -> None:
-        """Stage 3: give `whole` memory of `size` bytes. Memory that a NumPy array of a weight shares stays as it is."""
+        """Give `whole` memory of `size` bytes, in stage 3.
+
+        Memory that a NumPy array of a weight shares stays as it is. Raises RuntimeError if it had been freed.
+        """
         storage = self.whole.untyped_storage()
         if self.stage == 3 and storage.resizable():
             storage.resize_(size)
@@ -100,7 +107,7 @@ class Unit:
             )
 
     def places(self) -> dict[str, Tensor]:
-        """Where the gradients of this rank's part of the batch go, in a buffer like `whole`."""
+        """Return the views for the gradients of this rank's part of the batch, in a buffer like `whole`."""
         if self.gradients is None:
             self.gradients = self.mine.new_zeros(self.group.size * self.share)
             self.gradient_views = self.views(self.gradients)
@@ -108,9 +115,12 @@ class Unit:
 
     @torch.no_grad()
     def fill(self, name: str) -> None:
-        """Move p.grad to its place in `gradients`. Stage 1 leaves it there, and autograd adds the next to it."""
+        """Move p.grad to its view in `gradients`.
+
+        In stage 1 p.grad then is that view, and autograd adds the next gradient to it.
+        """
         if self.stage > 1:
-            self.settle()  # of the micro-batch before
+            self.settle()  # the reduction of the previous micro-batch
         p, view = self.parameters[name], self.places()[name]
         assert p.grad is not None
         if name not in self.filled:
@@ -121,7 +131,7 @@ class Unit:
         self.filled.add(name)
 
     def reduce(self) -> None:
-        """Start to sum the gradients over the ranks; what this rank did not use counts as zeros."""
+        """Start to sum the gradients over the ranks; parameters that this rank did not use count as zeros."""
         for name, view in self.places().items():
             if name not in self.filled:
                 view.zero_()
@@ -130,7 +140,7 @@ class Unit:
         self.leaving = comm.reduce_scatter_into(out, self.gradients, self.group, async_op=True), out
 
     def settle(self) -> None:
-        """Return when the sum is here; from stage 2 on, everything but this rank's run of it goes."""
+        """Wait for the sum; from stage 2 on, free all gradients but this rank's run of the sum."""
         if self.leaving is not None:
             pending, out = self.leaving
             pending.wait()

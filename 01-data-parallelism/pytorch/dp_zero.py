@@ -1,24 +1,26 @@
-"""ZeRO by hand: n ranks need not hold n copies of the same thing (Rajbhandari et al., arXiv:1910.02054).
+"""ZeRO by hand: weights, gradients, optimizer state in n shards (Rajbhandari et al., arXiv:1910.02054).
 
-Data parallelism holds weights, gradients and the optimizer's state n times over. Each rank steps on 1/n of the
-weights instead, and holds the rest only while it needs it. The optimizer works number by number, so any cut will do:
+Data parallelism holds n copies of weights, gradients and optimizer state. In ZeRO each rank steps on 1/n of
+the weights, and holds the rest only while it needs them. The optimizer works element by element, so any split
+will do:
 
     unit = the parameters of one layer, in one flat buffer      [ q_proj  k_proj  ...  down_proj | padding ]
     rank r owns the r-th of n equal runs of it                  [  rank 0   |  rank 1   |  rank 2          ]
-    backward    gradients of a unit  -> reduce-scatter ->  the sum, of my run alone
-    optimizer   steps on the pieces: what of each parameter lies in my run
-    forward     my run of the weights -> all-gather -> the whole unit, the next unit's while this one computes
+    backward    gradients of a unit  -> reduce-scatter ->  the sum, of this rank's run only
+    optimizer   steps on the pieces: the part of each parameter that is in this rank's run
+    forward     runs of the weights  -> all-gather ->  the whole unit, while the unit before it computes
 
-    S bytes of weights, M micro-batches, float32 and AdamW; a rank holds, in bytes a number, and sends in a step:
+    S bytes of weights, M micro-batches, float32 and AdamW; a rank holds (bytes per parameter) and sends in a
+    step:
 
-    stage   weights  gradients  state   what is new                 sends, times (n-1)/n
-    0       4        4          8                                   2 S
-    1       4        4          8/n     a part of the state         2 S
-    2       4        4/n        8/n     ... and of the gradients    (M + 1) S
-    3       4/n      4/n        8/n     ... and of the weights      about 3 M S
+    stage   weights  gradients  state   sharded                     sends, times (n-1)/n
+    0       4        4          8       nothing                     2 S
+    1       4        4          8/n     state                       2 S
+    2       4        4/n        8/n     state, gradients            (M + 1) S
+    3       4/n      4/n        8/n     state, gradients, weights   about 3 M S
 
-The stages are one code: a unit's gradients are kept or dropped after their reduce-scatter, its weights are kept or
-dropped after their use.
+One code serves all stages: a unit's gradients are kept or freed after their reduce-scatter, and its weights
+are kept or freed after their use.
 
     python dp_zero.py --nproc 4      torchrun --nproc_per_node=4 dp_zero.py      mpirun -np 4 python dp_zero.py
 """
@@ -33,13 +35,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from dp_basic import broadcast_model
-from dp_basic import make_version as make_basic
-from dp_basic import run_bytes as basic_run_bytes
-from dp_basic import step_bytes as basic_step_bytes
-from dp_memory import MemoryTable
-from dp_training import DataParallelOptions, check
-from dp_unit import Unit
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -47,34 +42,43 @@ from torch.utils._pytree import tree_leaves
 
 from common import comm
 from common.comm import Group
-from common.comparison import benchmark, prove, report
-from common.lesson import console, run
-from common.mesh import Mesh
-from common.placement import placement
-from common.runtime import Runtime
-from common.training import Version
+from common.comm.mesh import Mesh
+from common.comm.placement import placement
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.runner import console, run
+from common.lesson.training import Version
+
+from dp_basic import broadcast_model
+from dp_basic import make_version as make_basic
+from dp_basic import run_bytes as basic_run_bytes
+from dp_basic import step_bytes as basic_step_bytes
+from dp_memory import MemoryTable
+from dp_training import DataParallelOptions, check
+from dp_unit import Unit
 
 VERSIONS = ("bucketed", "zero1", "zero2", "zero3")
 
 
 class Zero:
-    """ZeRO around a model, stage 1, 2 or 3, over one group.
+    """ZeRO of stage 1, 2 or 3 around a model, over one group.
 
         zero = Zero(model, model.layers, group, stage)
         optimizer = AdamW(p for _, p in zero.named_parameters())     # the pieces that this rank owns
-        loss(model(x)).backward()                                    # gradients leave while this runs
+        loss(model(x)).backward()                                    # gradients are reduced while this runs
         zero.finish()                                                # now the pieces have their gradients
         optimizer.step()                                             # the next forward pass gathers the weights
 
-    Every module of `layers` is a unit; what lies outside of them is one more, whole from the start of the forward
-    pass to the end of the backward pass. All ranks run the same layers in the same order. Losses are scaled as for
-    DataParallel. Gradients are those of one step: a second finish() replaces them. The norm of the gradient is
-    common.placement.gradient_norm(pieces, mesh), since each rank sees a part. The weights to save are the pieces, not
-    the model's state_dict; after writing into them by other means than an optimizer, call changed(). All ranks step
-    together and, from stage 2 on, run as many backward passes. Parameters are those that need gradients now.
-    entries: the modules that are called, where that is not the model itself but parts of it: a pipeline's stages.
+    Every module of `layers` is a unit; the parameters outside of them form one more, which is whole from the
+    start of the forward pass to the end of the backward pass. All ranks run the same layers in the same
+    order. Losses are scaled as for DataParallel. Gradients are those of one step: a second finish() replaces
+    them. The norm of the gradient is common.comm.placement.gradient_norm(pieces, mesh), since each rank has a part
+    of it. The weights to save are the pieces, not the model's state_dict; after writing into pieces by other
+    means than an optimizer, call changed(). All ranks step together and, from stage 2 on, run equally many
+    backward passes. Units hold the parameters that require gradients when Zero is made. entries: the modules
+    that are called instead of the model, such as a pipeline's stages.
 
-    Raises ValueError for other stages, for a model without parameters to train, for a unit of two types;
+    Raises ValueError for other stages, for a model without parameters to train, for a unit of two dtypes;
     RuntimeError in stage 1 when a second backward pass runs before finish(): accumulate inside no_sync().
     """
 
@@ -98,16 +102,17 @@ class Zero:
         homes = {name: [i for i, ids in enumerate(of_layers) if id(p) in ids] for name, p in trained.items()}
         outside = {id(p) for p in parameters_outside(model, {id(layer) for layer in layers})}
         entries = tuple(entries) or (model,)
-        # the modules around which a unit is whole
+        # the modules during which a unit is whole
         self.units, self.modules = [], []  # type: tuple[list[Unit], list[tuple[nn.Module, ...]]]
         for i, module in enumerate([model, *layers], -1):
-            # what several layers share, or what lies outside of them too, is whole from the first to the last
+            # parameters that several layers share, or that are also outside of them, join the outer unit, -1
             home = {
                 name: at[0] if len(at) == 1 and id(trained[name]) not in outside else -1
                 for name, at in homes.items()
             }
             inside = {name: p for name, p in trained.items() if home[name] == i}
-            # what ranks elsewhere hold, too, must be cut and summed there as it is here: it shares no unit with pieces
+            # a parameter that other ranks hold too must be split and summed there as here, so it shares no
+            # unit with parameters of another placement
             alike: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
             for name, p in inside.items():
                 alike.setdefault((hasattr(p, "tied"), *placement(p)), {})[name] = p
@@ -142,13 +147,16 @@ class Zero:
         weakref.finalize(self, register_optimizer_step_post_hook(call("_stepped")).remove)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's piece of every parameter, flat, under the parameter's name; many are empty."""
+        """Return (name, this rank's piece, flat) of every parameter; many pieces are empty."""
         pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
         return ((name, pieces[name]) for name in self.names)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Stage 1: backward passes in here only add up. The later stages have no place to add up whole gradients."""
+        """Accumulate only, in stage 1: backward passes inside send nothing.
+
+        Raises RuntimeError in later stages, which have no memory to accumulate whole gradients.
+        """
         if self.stage > 1:
             raise RuntimeError(
                 f"stage {self.stage} holds no whole gradients; it reduces those of each micro-batch"
@@ -164,15 +172,15 @@ class Zero:
             self.gathered = -1
 
     def _before(self, i: int, *_: Any) -> None:
-        """Forward of unit i: its weights must be here; those of the next travel meanwhile."""
+        """Before the forward of unit i, wait for its weights, and start to gather those of the next unit."""
         while not recomputing() and self.gathered < min(i + 1, len(self.units) - 1):
             self.gathered += 1
             self.units[self.gathered].gather()
-        self.units[i].gather()  # a layer that runs once more, by itself, or among others that run again
+        self.units[i].gather()  # for a layer that runs again, by itself or recomputed with others
         self.units[i].wait()
 
     def _after(self, i: int, module: nn.Module, _: Any, output: Any) -> None:
-        """Stage 3: weights go after their use, and come again when the gradient of the unit's output is there."""
+        """In stage 3, free the weights of unit i; gather them again once its output has a gradient."""
         training = torch.is_grad_enabled()
         if self.stage < 3 or recomputing() or (training and module in self.entries):
             return
@@ -187,7 +195,7 @@ class Zero:
         self.units[max(i - 1, 0)].gather()
 
     def _ready(self, i: int, name: str, _: Tensor) -> None:
-        """The hook that autograd calls when p.grad holds this backward's gradient."""
+        """Hook that autograd calls once p.grad holds this backward's gradient."""
         unit, task = self.units[i], torch._C._current_graph_task_id()
         if self.in_backward and task != self.task:
             raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
@@ -203,12 +211,12 @@ class Zero:
             self.in_backward = True
             Variable._execution_engine.queue_callback(self._end_of_backward)
         unit.unready.discard(name)
-        # units leave in one order on all ranks, or messages of the same length would meet the wrong ones
+        # units are reduced in one order on all ranks, or messages of the same length would be mismatched
         while self.queue and not self.queue[0].unready:
             self._reduce()
 
     def _fill(self, unit: Unit, name: str) -> None:
-        if unit.parameters[name].grad is not None:  # None yet where a pipeline puts weight gradients off
+        if unit.parameters[name].grad is not None:  # None yet where a pipeline defers weight gradients
             unit.fill(name)
             self.used.add(name)
 
@@ -229,7 +237,10 @@ class Zero:
         self.in_backward, self.reduced = False, True
 
     def finish(self) -> None:
-        """Wait for all sums; then every piece has its gradient, or None where no rank used the parameter."""
+        """Wait for all sums; then every piece has its gradient, or None where no rank used the parameter.
+
+        Raises RuntimeError after a backward pass that ended with an error.
+        """
         if self.in_backward:
             raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
         if not self.reduced:
@@ -253,9 +264,9 @@ class Zero:
         self.used.clear()
 
     def changed(self) -> None:
-        """The pieces of all ranks have changed: what is whole is old."""
+        """Mark the gathered weights as stale, after the pieces of all ranks have changed."""
         for unit in self.units:
-            unit.wait()  # gathered ahead and not used: old, too
+            unit.wait()  # gathered ahead and not used: stale, too
             unit.here = False
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -265,7 +276,7 @@ class Zero:
 
 
 def parameters_outside(module: nn.Module, layers: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters that `module` has outside of `layers`, which are named by id()."""
+    """Yield the parameters that `module` has outside of `layers`, a set of module ids."""
     if id(module) not in layers:
         yield from module.parameters(recurse=False)
         for child in module.children():
@@ -273,12 +284,12 @@ def parameters_outside(module: nn.Module, layers: set[int]) -> Iterator[nn.Param
 
 
 def recomputing() -> bool:
-    """Inside a backward pass: activation checkpointing runs a forward pass there."""
+    """Return True inside a backward pass, where activation checkpointing runs a forward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
-    """A stage of ZeRO around `model`, or a version of dp_basic.py."""
+    """Return a stage of ZeRO around `model`, or a version of dp_basic.py."""
     if not name.startswith("zero"):
         return make_basic(name, model, rt, o)
     zero = Zero(model, model.layers, Mesh(rt.world, dp=rt.world_size).group("dp"), int(name[-1]))  # type: ignore[arg-type]
@@ -286,7 +297,7 @@ def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOption
 
 
 def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: int) -> tuple[int, int]:
-    """Bytes of the tensors that are reduce-scattered and all-gathered in a step, padding included."""
+    """Return the bytes of the tensors (reduce-scattered, all-gathered) in a step, padding included."""
     of = lambda module: [p for p in module.parameters() if p.requires_grad]  # noqa: E731
     size = of(model)[0].element_size()
     layers = [sum(p.numel() for p in of(layer)) for layer in model.layers]  # type: ignore[union-attr]
@@ -298,7 +309,7 @@ def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: 
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Bytes a rank sends in a step: reduce-scatter, all-gather; flags, loss and targets as everywhere."""
+    """Return the bytes a rank sends in a step: reduce-scatter, all-gather, flags, loss and targets."""
     if not name.startswith("zero"):
         return basic_step_bytes(name, model, group, o)
     parameters = list(model.parameters())
@@ -308,7 +319,7 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps: the model at the start, then each step and its gradient norm."""
+    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
     if not name.startswith("zero"):
         return basic_run_bytes(name, model, group, o)
     n, stage = group.size, int(name[-1])
@@ -320,29 +331,36 @@ def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions)
 
 
 def even(rt: Runtime, o: DataParallelOptions) -> DataParallelOptions:
-    """As many micro-batches on all ranks, since each is communicated."""
+    """Return the options with equally many micro-batches on all ranks, since each of them is communicated."""
     return replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size)))
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, VERSIONS, o)
     o = even(rt, o)
-    if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes))
-        return True
     memory = MemoryTable(rt)
-    holds = prove(rt, o, make_version, run_bytes, step_bytes, examine=memory.examine)
+    lesson = Lesson(
+        "dp",
+        dict.fromkeys(VERSIONS, by_version(make_version)),
+        step_bytes,
+        run_bytes=run_bytes,
+        unseen=("ddp",),
+        examine=memory.examine,
+    )
+    if o.benchmark:
+        return time_in_turn(rt, o, lesson)
+    holds = prove(rt, o, lesson)
     console(rt).print(memory.table("MB that a rank holds after a step, measured / formula"))
     return holds and memory.largest <= 0.01
 
 
 @dataclass
 class ZeroOptions(DataParallelOptions):
-    """The training of chapter 01, in the stages of ZeRO."""
+    """Options of chapter 01, for the stages of ZeRO."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@
     rank 3   . . . 0 a a 1 b b 2 c c 3 d d . . . . . .
 
     bubble   (p-1) / (M + p-1) of the time, as GPipe's
-    holds    p - r micro-batches on rank r, however large M is: the difference from GPipe
+    holds    at most p - r micro-batches on rank r, for any M: the difference from GPipe
 
-As many places are empty as in GPipe. What changes is how early a backward comes, and with it the memory.
+The bubble is that of GPipe. But each backward runs earlier, so ranks hold fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
-    from pp_training import PipelineOptions
+    from common.launch.runtime import Runtime
 
-    from common.runtime import Runtime
+    from pp_training import PipelineOptions
 
 
 def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """What `rank` computes."""
-    ahead = min(ranks - 1 - rank, micro_batches)  # forwards before the first backward can be here
+    """Yield the compute instructions of `rank`, in order."""
+    ahead = min(ranks - 1 - rank, micro_batches)  # forwards before the first backward can run
     for m in range(micro_batches + ahead):
         if m < micro_batches:
             yield Instruction("F", rank, m)
@@ -35,15 +35,15 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Instructi
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what it waits and holds, beside GPipe."""
-    from pp_training import lesson  # with it comes torch, which the schedule does not need
+    """Prove equality with one device; print bubble and memory beside GPipe's."""
+    from pp_training import lesson  # imports torch, which the schedule does not need
 
     return lesson(rt, o, "1f1b", "gpipe")
 
 
 if __name__ == "__main__":
-    from pp_training import InOrderOptions
+    from common.lesson.runner import run
 
-    from common.lesson import run
+    from pp_training import InOrderOptions
 
     run(main, InOrderOptions)

@@ -1,9 +1,9 @@
-"""What schedules wait: the bubble by formula, simulated and measured, and the timelines one above the other.
+"""Bubbles of schedules by formula, simulated and measured, and their timelines one above the other.
 
 formula                of the schedule's docstring, for a forward, an I and a W that take the same time
 simulated              the instruction list with these times
-with measured times    the list with what each computation took in this run, and messages that take none
-measured               what the executor noted: beside that messages, and its own work between two computations
+with measured times    the list with the time of each computation in this run, and messages that take none
+measured               as the executor recorded: with messages, and its own work between computations
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pp_checker import held
-from pp_schedule import COMPUTE, Schedule
-from pp_schedules import bubble
-from pp_simulator import Event, Timeline, simulate
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.comparison import one_rank
-from common.lesson import console, write_records
+from common.comm import Group
+from common.launch.runtime import Runtime
+from common.lesson.runner import console, write_records
+from common.lesson.training import Batches, TrainingOptions, Version, make_model, training_step
 from common.models.transformer import Transformer
-from common.runtime import Runtime
-from common.training import Batches, TrainingOptions, Version, make_model, training_step
 from common.utils.visualizer import Interval, figure, timelines
+
+from pp_checker import held
+from pp_schedule import COMPUTE, Schedule
+from pp_schedules import bubble
+from pp_simulator import Event, Timeline, simulate
 
 
 class Runs(Protocol):
-    """What Pipeline offers, and the two stages of pp_manual.py."""
+    """Interface that Pipeline and the two stages of pp_manual.py share."""
 
     @property
     def events(self) -> list[Event]:
-        """What this rank computed in the last run, and when."""
+        """Computations of this rank in the last run, with their times."""
 
     def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses."""
+        """Run forward and backward of all micro-batches; return the sum of their losses."""
 
     def finish(self) -> None:
-        """After the backward passes."""
+        """Complete the gradients, after the backward passes."""
 
 
 Make = Callable[[str, Transformer], Runs]
@@ -51,7 +52,7 @@ Make = Callable[[str, Transformer], Runs]
 def waits(
     rt: Runtime, o: TrainingOptions, schedules: Sequence[Schedule], make: Make, batches: Batches
 ) -> None:
-    """The bubble of each schedule, four times, and what ranks hold; with --plot the last one's timelines."""
+    """Print each schedule's bubbles and the chunks that ranks hold; with --plot draw the last timelines."""
     records = []
     for schedule in schedules:
         lines = beside(schedule, measure(partial(make, schedule.name), rt, o, batches))
@@ -64,7 +65,7 @@ def waits(
 
 
 def beside(schedule: Schedule, measured: Timeline) -> dict[str, Timeline]:
-    """The measured timeline, below the one that the same times would give with messages that take none."""
+    """Return the timeline simulated with the measured times and instant messages, and the measured one."""
     took = {e.instruction: e.end - e.start for e in measured.events}
     expected = simulate(schedule, took.__getitem__)
     return {
@@ -76,7 +77,7 @@ def beside(schedule: Schedule, measured: Timeline) -> dict[str, Timeline]:
 def record(
     rt: Runtime, o: TrainingOptions, schedule: Schedule, lines: Mapping[str, Timeline]
 ) -> dict[str, Any]:
-    """What --json gets of one schedule."""
+    """Return the record of one schedule for --json."""
     chunks = schedule.stages // schedule.ranks
     expected, measured = lines.values()
     shares = {
@@ -101,7 +102,7 @@ def record(
 
 
 def table(schedules: Sequence[Schedule], records: Sequence[Mapping[str, Any]]) -> Table:
-    """A row a schedule: its bubbles, and what ranks hold."""
+    """Return a table with one row per schedule: its bubbles, and the chunks that each rank holds."""
     first = schedules[0]
     made = Table(
         title=f"{first.ranks} ranks, {first.micro_batches} micro-batches: share of the time that is bubble",
@@ -122,9 +123,9 @@ def table(schedules: Sequence[Schedule], records: Sequence[Mapping[str, Any]]) -
 def measure(
     make: Callable[[Transformer], Runs], rt: Runtime, o: TrainingOptions, batches: Batches, rounds: int = 3
 ) -> Timeline:
-    """The timeline of a training step, of `rounds` the shortest, after one to warm up. All ranks on one host."""
+    """Return the shortest timeline of `rounds` steps, after a warm-up. All ranks must be on one host."""
     runs = make(model := make_model(o, rt.device))
-    step = training_step(Version(model, run=runs.run, finish=runs.finish), batches, one_rank(rt))
+    step = training_step(Version(model, run=runs.run, finish=runs.finish), batches, Group.alone())
     lines = []
     for t in range(rounds + 1):
         comm.barrier(rt.world)
@@ -135,7 +136,7 @@ def measure(
 
 
 def draw(path: Path, lines: Mapping[str, Timeline]) -> None:
-    """Timelines, one above the other."""
+    """Draw timelines, one above the other."""
     titled = {f"{name}: {float(line.bubble):.1%} bubble": rows(line) for name, line in lines.items()}
     ranks = max(line.ranks for line in lines.values())
     with figure(path, rows=len(lines), width=9.0, height=len(lines) * (1.1 + 0.3 * ranks)) as axes:
@@ -143,7 +144,7 @@ def draw(path: Path, lines: Mapping[str, Timeline]) -> None:
 
 
 def rows(line: Timeline) -> dict[str, list[Interval]]:
-    """What the visualizer draws: micro-batches as labels."""
+    """Return the intervals of each rank for the visualizer, labelled with their micro-batches."""
     begin = min(e.start for e in line.events)
     return {
         f"rank {rank}": [interval(e, begin) for e in line.events if e.rank == rank]
@@ -152,5 +153,5 @@ def rows(line: Timeline) -> dict[str, list[Interval]]:
 
 
 def interval(e: Event, begin: float | Fraction) -> Interval:
-    """One computation."""
+    """Return one computation as an interval of the visualizer."""
     return Interval(float(e.start - begin), float(e.end - begin), e.instruction.op, str(e.instruction.micro))

@@ -1,11 +1,11 @@
-"""Proves a schedule right before anything runs.
+"""Proof that a schedule is correct, before anything runs.
 
     1   every micro-batch passes every stage forward once and backward once, in this order, on the stage's rank
     2   every message that a computation reads is sent once and received once, no other is
     3   both ends of a channel name its messages in the same order
     4   no rank waits for ever
 
-What it finds beside is the memory: how many micro-batches a rank holds at once.
+`held` also counts the memory: the chunks of micro-batches that a rank holds at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pp_schedule import COMPUTE, Channel, Instruction, Schedule, other_end
 
 
 class ScheduleError(Exception):
-    """A schedule that would compute something wrong, or hang."""
+    """Error for a schedule that would compute something wrong, or hang."""
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ScheduleError with the first thing that is wrong."""
+    """Raise ScheduleError for the first error in the schedule."""
     computations(schedule)
     messages(schedule)
     run_dry(schedule)
 
 
 def computations(schedule: Schedule) -> None:
-    """Rule 1, as far as one rank can see: right numbers, right ranks, forward before backward."""
+    """Check rule 1 within each rank: right numbers, right ranks, forward before backward."""
     for i in itertools.chain(*schedule.lists):
         inside = range(schedule.stages)
         if i.stage not in inside or (i.op not in COMPUTE and other_end(i).stage not in inside):
@@ -56,7 +56,7 @@ def computations(schedule: Schedule) -> None:
 
 
 def messages(schedule: Schedule) -> None:
-    """Rules 2 and 3, and that a message is sent after it is made."""
+    """Check rules 2 and 3, and that each message is sent after its tensor is computed."""
     sent: dict[Channel, list[Instruction]] = {}
     received: dict[Channel, list[Instruction]] = {}
     for rank, instructions in enumerate(schedule.lists):
@@ -87,13 +87,13 @@ def messages(schedule: Schedule) -> None:
 
 
 def makers(send: Instruction) -> tuple[Instruction, ...]:
-    """The computations that may have made what is sent."""
+    """Return the computations that may have made the tensor of `send`."""
     ops = ("F",) if send.op == "SX" else ("B", "I")
     return tuple(Instruction(op, send.stage, send.micro) for op in ops)  # type: ignore[arg-type]
 
 
 def run_dry(schedule: Schedule) -> None:
-    """Rule 4, and the rest of rule 1: every rank comes to the end of its list."""
+    """Check rule 4, and the rest of rule 1: every rank reaches the end of its list."""
     at = [0] * schedule.ranks
     done: set[Instruction] = set()
     moved = True
@@ -112,7 +112,10 @@ def run_dry(schedule: Schedule) -> None:
 
 
 def waits_for(schedule: Schedule, i: Instruction) -> list[Instruction]:
-    """What has to be done, here or elsewhere, before a computation can run; nothing for a receive, which only posts."""
+    """Return the instructions, on any rank, that must be done before `i` can run.
+
+    For sends and receives the list is empty, since these only start a message.
+    """
     if message := schedule.needs(i):
         return [message, other_end(message)]
     source = schedule.reads(i)
@@ -120,6 +123,9 @@ def waits_for(schedule: Schedule, i: Instruction) -> list[Instruction]:
 
 
 def held(schedule: Schedule, rank: int) -> int:
-    """The most chunks of micro-batches of which a rank holds activations at once: from F to the end of B or W."""
+    """Return the most chunks of micro-batches whose activations `rank` holds at once.
+
+    A chunk's activations are held from F to the end of B or W.
+    """
     changes = {"F": 1, "B": -1, "W": -1}
     return max(itertools.accumulate(changes.get(i.op, 0) for i in schedule.lists[rank]))

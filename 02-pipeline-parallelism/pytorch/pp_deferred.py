@@ -1,11 +1,11 @@
-"""The backward pass of a matrix product in two halves, of which one can wait.
+"""Backward pass of a matrix product in two halves, the second of which can be deferred.
 
-    y = x w^T        I:  dx = dy w      the stage before waits for it
-                     W:  dw = dy^T x    nobody waits for it before the optimizer's step
+    y = x w^T        I:  dx = dy w      the previous stage waits for it
+                     W:  dw = dy^T x    needed only by the optimizer's step
 
-Autograd computes both at once. Here the backward of a product returns dx and leaves dw as a function to be called
-later; what that function keeps is x and dy, everything else of the graph goes with I. Norms, biases and embeddings stay
-in I: they cost little. (Qi et al., arXiv:2401.10241, section 4.)
+Autograd computes both halves at once. Here the backward of a product returns dx, and stores a function that
+computes dw later. That function keeps x and dy; the rest of the graph is freed after I. Norms, biases and
+embeddings stay in I, since they cost little. (Qi et al., arXiv:2401.10241, section 4.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Work = Callable[[], None]
 
 
 class Deferred:
-    """Where weight gradients wait. Outside of `collect()` they are computed at once."""
+    """Store of deferred weight gradients. Outside of `collect()` these are computed at once."""
 
     def __init__(self) -> None:
         self.waiting: list[Work] | None = None
 
     @contextmanager
     def collect(self) -> Iterator[list[Work]]:
-        """Backward passes inside leave their weight gradients in the list: call each, once, in any order."""
+        """Collect weight gradients of backward passes inside as functions; call each once, in any order."""
         self.waiting = []
         try:
             yield self.waiting
@@ -37,12 +37,12 @@ class Deferred:
             self.waiting = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.linear. x [..., in], weight [out, in], bias [out]."""
+        """Return F.linear(x, weight, bias). x [..., in], weight [out, in], bias [out]."""
         y = cast(Tensor, _Product.apply(x, weight, self))
         return y if bias is None else y + bias
 
     def replace(self, module: nn.Module) -> None:
-        """Let every nn.Linear inside compute so, and all that has a `product`."""
+        """Make every nn.Linear inside, and everything that has a `product`, compute with `linear`."""
         for part in module.modules():
             if type(part) is nn.Linear:
                 part.forward = partial(self._as_linear, part)  # type: ignore[method-assign]
@@ -58,7 +58,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: Deferred) -> Tensor:
         y = x @ weight.T
         ctx.save_for_backward(x.to(y.dtype))  # under autocast the product is in 16 bits
-        ctx.weight, ctx.deferred = weight, deferred  # saved, checkpointing would give back a copy
+        ctx.weight, ctx.deferred = weight, deferred  # if saved, checkpointing would return a copy
         return y
 
     @staticmethod

@@ -1,10 +1,11 @@
-"""Runs a schedule: one method for each kind of instruction, and what lies between them.
+"""Executor of schedules: one method for each kind of instruction, and the buffers between them.
 
     for i in schedule.lists[rank]:     F  forward     B I W  backward     SX SG  send     RX RG  receive
 
-Between its forward and its backward a stage keeps of a micro-batch its input, and an edge into autograd's graph for its
-output; the output itself goes when it has left. Nobody waits for a send before the end of the step: a message that
-comes later shows that it was received (`settled`).
+Between forward and backward of a micro-batch, a stage keeps its input, and an edge into autograd's graph for
+its output; the output itself is freed once it is sent. A rank completes a send when a later message of the
+receiver proves that the send was received (`settled`), otherwise at the end of the step, so it never blocks
+on a send in between.
 
 Messages to higher ranks go through one process group and those to lower ranks through another: a library may carry out
 the messages of a group in order, and the two directions must not wait for each other.
@@ -16,27 +17,29 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from pp_deferred import Deferred, Work
-from pp_schedule import COMPUTE, Instruction, Schedule, settled
-from pp_simulator import Event
-from pp_stages import Stage
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from common import comm
 from common.comm import Group, Pending
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+
+from pp_deferred import Deferred, Work
+from pp_schedule import COMPUTE, Instruction, Schedule, settled
+from pp_simulator import Event
+from pp_stages import Stage
 
 Part = tuple[Tensor, ...]  # tokens_BS, perhaps positions_S, targets_BS
 Key = tuple[str, int, int]  # X or G, the stage that reads it, the micro-batch
 
 
 class Executor:
-    """The runtime of one rank.
+    """Executor of one rank's instruction list.
 
-    stages: this rank's, by number. loss(logits, targets): (sum, count). shape(tokens_BS): of what passes from stage to
-    stage, [B, S, D] as a rule. Under torch.no_grad a forward pass keeps nothing for a backward pass. After a run
-    `events` says what was computed when, in seconds of this machine's clock.
+    stages: the stages of this rank, by number. loss(logits, targets): (sum, count). shape(tokens_BS): the
+    shape of activations between stages, [B, S, D] as a rule. Under torch.no_grad a forward pass keeps nothing
+    for a backward pass. After a run `events` holds the computations with their times, in seconds of this
+    machine's clock.
     """
 
     def __init__(
@@ -60,10 +63,11 @@ class Executor:
         self.events: list[Event] = []
 
     def run(self, parts: list[Part], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses, the same on all ranks along pp.
+        """Run forward and backward of all micro-batches; return the sum of their losses, on every pp rank.
 
-        parts: of each micro-batch. scale: what is back-propagated is the losses times this. begin(m): called before
-        each computation of micro-batch m. Raises ValueError where there are not as many parts as micro-batches.
+        parts: the tensors of each micro-batch. scale: factor of the losses in the backward pass. begin(m):
+        called before each computation of micro-batch m. Raises ValueError unless there are as many parts as
+        micro-batches.
         """
         if len(parts) != self.schedule.micro_batches:
             raise ValueError(
@@ -92,7 +96,7 @@ class Executor:
         return self.total
 
     def compute(self, i: Instruction) -> None:
-        """Run a computation and note when; the wait for what it reads is not part of it."""
+        """Run a computation and record its times, without the wait for its input."""
         read = self.read(i)
         self.end_of_kernels()
         start = time.perf_counter()
@@ -110,12 +114,12 @@ class Executor:
         self.events.append(Event(self.group.rank, i, start, time.perf_counter()))
 
     def end_of_kernels(self) -> None:
-        """On a GPU wait for what was computed, and for no message: those posted early have their own streams."""
+        """On a GPU, wait for computations but not for messages: those posted early have their own streams."""
         if self.total.is_cuda:
             torch.cuda.current_stream().synchronize()
 
     def forward(self, stage: int, m: int, x: Tensor | None) -> None:
-        """x: of the stage before, None in the first."""
+        """Run the forward of a stage for micro-batch m. x: the previous stage's output, None in the first."""
         tokens, *rest, targets = self.parts[m]
         trains = torch.is_grad_enabled()
         positions = rest[0] if rest else torch.arange(tokens.shape[1], device=tokens.device)
@@ -132,7 +136,10 @@ class Executor:
             self.outputs[stage, m] = get_gradient_edge(y)
 
     def backward(self, stage: int, m: int, dy: Tensor | None) -> None:
-        """dy: the gradient of the stage's output, None in the last, whose output is the loss."""
+        """Run the backward of a stage for micro-batch m.
+
+        dy: the gradient of the stage's output, None in the last, whose output is the loss.
+        """
         dy = torch.ones_like(self.total) if dy is None else dy
         torch.autograd.backward([self.outputs.pop((stage, m))], [dy])
         if stage > 0:
@@ -141,7 +148,7 @@ class Executor:
             self.here["G", stage - 1, m] = gradient
 
     def read(self, i: Instruction) -> Tensor | None:
-        """What a computation reads from another stage."""
+        """Return the tensor that a computation reads from another stage, or None; wait for its message."""
         key = ("X" if i.op == "F" else "G", i.stage, i.micro)
         message = self.schedule.needs(i)
         if message is None:
@@ -153,20 +160,20 @@ class Executor:
         return x
 
     def send(self, i: Instruction) -> None:
-        """Start to send what this rank made."""
+        """Start to send a tensor that this rank made."""
         reader = i.stage + (1 if i.op == "SX" else -1)
         x = self.here.pop((i.op[1], reader, i.micro))
         group, peer = self.way(i, 1)
         self.leaving[i] = comm.send(x, group, peer, async_op=True)
 
     def receive(self, i: Instruction) -> None:
-        """Start to receive what another rank sends."""
+        """Start to receive a tensor that another rank sends."""
         x = torch.empty(self.shape(self.parts[i.micro][0]), dtype=self.dtype, device=self.total.device)
         group, peer = self.way(i, 0)
         self.arriving[i.op[1], i.stage, i.micro] = x, comm.recv(x, group, peer, async_op=True)
 
     def way(self, i: Instruction, end: int) -> tuple[Group, int]:
-        """The process group and the other rank of a message."""
+        """Return the process group of a message and a rank: its sender for end 0, its receiver for end 1."""
         channel = self.schedule.channel(i)
         group = self.ways[channel[0] < channel[1]]
         assert group is not None

@@ -6,7 +6,7 @@
     rank 3   . . . 0 1 2 3 a a b b c c d d . . . . . .
 
     bubble   (p-1) / (M + p-1) of the time
-    holds    M micro-batches, whatever the rank
+    holds    M micro-batches on every rank
 
 More micro-batches: less bubble, more memory.
 """
@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
-    from pp_training import PipelineOptions
+    from common.launch.runtime import Runtime
 
-    from common.runtime import Runtime
+    from pp_training import PipelineOptions
 
 
 def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """What `rank` computes."""
+    """Yield the compute instructions of `rank`, in order."""
     yield from (Instruction("F", rank, m) for m in range(micro_batches))
     yield from (Instruction("B", rank, m) for m in range(micro_batches))
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what it waits and holds."""
-    from pp_training import lesson  # with it comes torch, which the schedule does not need
+    """Prove equality with one device; print bubble and memory."""
+    from pp_training import lesson  # imports torch, which the schedule does not need
 
     return lesson(rt, o, "gpipe")
 
 
 if __name__ == "__main__":
-    from pp_training import InOrderOptions
+    from common.lesson.runner import run
 
-    from common.lesson import run
+    from pp_training import InOrderOptions
 
     run(main, InOrderOptions)

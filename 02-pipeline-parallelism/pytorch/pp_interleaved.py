@@ -1,16 +1,17 @@
-"""Interleaved 1F1B: v chunks of layers a rank, so that the pipeline fills v times faster (arXiv:2104.04473).
+"""Interleaved 1F1B: v chunks of layers per rank, so the pipeline fills v times faster (arXiv:2104.04473).
 
     p = 2 ranks, v = 2 chunks: rank 0 has stages 0 and 2, rank 1 has stages 1 and 3; M = 4, raised digits: second chunk
 
     rank 0   0 1 ⁰ ¹ 2 . a a 3 b b ² a a ³ b b . c c . d d c c d d
     rank 1   . 0 1 ⁰ a a ¹ b b 2 a a 3 b b ² c c ³ d d c c d d . .
 
-    bubble   (p-1) / (v M + p-1) of the time: 1F1B's waits, each of 1/v of the length; for M of at least p
-    holds    more: 2(p-1-r) + (v-1)p + 1 chunks on rank r, each 1/v of a stage; where p divides M
+    bubble   (p-1) / (v M + p-1) of the time: 1F1B's waits, each 1/v as long; for M >= p
+    holds    more: 2(p-1-r) + (v-1)p + 1 chunks on rank r, each 1/v of a stage; if p divides M
     sends    v times as many messages
 
-Micro-batches go in groups of p: a rank passes a group through its first chunk, then through the next, ... Where p does
-not divide M groups are longer; with fewer than p micro-batches there is one group, and a longer bubble.
+Micro-batches are processed in groups of p: a rank runs a group through its first chunk, then through the
+next, ... If p does not divide M, groups are longer; with fewer than p micro-batches there is one group, and a
+longer bubble.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import TYPE_CHECKING
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
-    from pp_training import PipelineOptions
+    from common.launch.runtime import Runtime
 
-    from common.runtime import Runtime
+    from pp_training import PipelineOptions
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> Iterator[Instruction]:
-    """What `rank` computes."""
+    """Yield the compute instructions of `rank`, in order."""
     count = max(1, micro_batches // ranks)
     groups = [
         range(micro_batches)[g * micro_batches // count : (g + 1) * micro_batches // count]
@@ -47,15 +48,15 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> I
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what it waits and holds, beside 1F1B."""
-    from pp_training import lesson  # with it comes torch, which the schedule does not need
+    """Prove equality with one device; print bubble and memory beside 1F1B's."""
+    from pp_training import lesson  # imports torch, which the schedule does not need
 
     return lesson(rt, o, "interleaved", "1f1b")
 
 
 if __name__ == "__main__":
-    from pp_training import PipelineOptions
+    from common.lesson.runner import run
 
-    from common.lesson import run
+    from pp_training import PipelineOptions
 
     run(main, PipelineOptions)

@@ -1,14 +1,14 @@
-"""One instruction list, three languages: each runs it on its model, equal to one device and to one another.
+"""One instruction list run in three languages, equal to one device and to one another.
 
                         str(make_schedule("zb-h1", ranks, micro_batches))
                ┌────────────────────┬─────────┴──────────┬────────────────────┐
            pytorch            pp_libtorch          pytorch-mlp             pp_mpi
     model  GPT-2, tied head   the same             the MLP of chapter 01   the same
-    W      put off in Python  put off in C++       put off in Python       a function called later
+    W      deferred, Python   deferred, C++        deferred, Python        a function called later
     sends  process group      process group        process group           MPI, pieces of 4000 bytes
 
-The two on the MLP are in pp_mlp.py. Cost: as each lesson says; the two of a pair send the same activations and
-gradients. --benchmark times whole steps, in turn.
+The two versions on the MLP are in pp_mlp.py. Cost: that of the schedule's lesson; both versions of a pair
+send the same activations and gradients. --benchmark times whole steps, in turn.
 
     mpirun -np 3 python pp_languages.py --schedule zb-v
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python pp_languages.py --benchmark --model gpt2-10m --dtype float32
@@ -23,26 +23,27 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
+from torch import Tensor
+
+from common.comm import Group, ledger
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.comm.placement import tie
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.lesson import languages
+from common.lesson.comparison import Lesson, report
+from common.lesson.comparison import check as check_versions
+from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, unmoved
+from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson.runner import run
+from common.lesson.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step
+from common.models.mlp import sizes
+
 from pp_mlp import InMPI, MLPOptions, Named, Samples, mlp_bytes, mlp_version, plain_mlp
 from pp_schedules import KINDS, make_schedule
 from pp_stages import evenly
-from pp_training import check, make_batches, make_version, run_bytes, step_bytes
-from torch import Tensor
-
-from common import languages, ledger
-from common.comm import Group
-from common.comparison import check as check_versions
-from common.comparison import report
-from common.equality import OPTIMIZERS, Followed, Start, follow, unmoved
-from common.errors import UsageError
-from common.ledger import Ledger
-from common.lesson import run
-from common.measure import BenchmarkRecord, in_turn, peak_memory
-from common.mesh import Mesh
-from common.models.mlp import sizes
-from common.placement import tie
-from common.runtime import Runtime
-from common.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step
+from pp_training import check, make_batches, make_version, step_bytes
 
 PAIRS = (("pytorch", "pp_libtorch"), ("pytorch-mlp", "pp_mpi"))
 LANGUAGES = {"pp_libtorch": "libtorch", "pp_mpi": "cpp-mpi"}
@@ -50,14 +51,14 @@ LANGUAGES = {"pp_libtorch": "libtorch", "pp_mpi": "cpp-mpi"}
 
 @dataclass
 class LanguageOptions(MLPOptions, without=("balance", "checkpointing", "scaling")):
-    """Options of pp_mlp.py; all versions."""
+    """Options of pp_mlp.py, for all versions."""
 
     versions: tuple[str, ...] = tuple(itertools.chain(*PAIRS))
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def libtorch_version(rt: Runtime, o: LanguageOptions) -> Version:
-    """GPT-2 under pp_libtorch, on the process groups that the executor in Python has, too."""
+    """Return GPT-2 under pp_libtorch, on the same process groups as the executor in Python."""
     import pp_libtorch
 
     model, mesh = make_model(o, rt.device), Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
@@ -68,7 +69,7 @@ def libtorch_version(rt: Runtime, o: LanguageOptions) -> Version:
     mine: dict[str, Tensor] = pipe.parameters()
     holders = mesh.part("pp", (schedule.owner[0], schedule.owner[-1]), "tied")
     if holders and holders.size > 1:
-        tie(mine["embed_tokens.weight"], holders)  # it counts once in the norm
+        tie(mine["embed_tokens.weight"], holders)  # so that the norm counts it once
 
     def step(parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
         loss: Tensor = pipe.run(parts, scale)
@@ -79,15 +80,15 @@ def libtorch_version(rt: Runtime, o: LanguageOptions) -> Version:
     return Version(model, owner=Named(mine), run=step)
 
 
-class Lesson:
-    """All versions, their steps and their bytes by formula."""
+class Languages:
+    """All versions, with their steps and their bytes by formula."""
 
     def __init__(self, rt: Runtime, o: LanguageOptions) -> None:
         self.rt, self.o = rt, o
-        self.mesh, self.alone = Mesh(rt.world, pp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+        self.mesh, self.alone = Mesh(rt.world, pp=rt.world_size), Group.alone()
 
     def version(self, name: str) -> tuple[Version, Batches]:
-        """In torch; "one device" of GPT-2 and of the MLP."""
+        """Return a version in torch and its batches; "gpt2" and "mlp" name the models on one device."""
         rt, o = self.rt, self.o
         if name == "pytorch":
             return make_version(o.schedule, make_model(o, rt.device), rt, o), make_batches(
@@ -105,7 +106,7 @@ class Lesson:
     def train(
         self, pair: tuple[str, str], name: str, optimizer: str, start: Start = unmoved
     ) -> tuple[Followed, Fraction, Fraction]:
-        """What the steps leave, the bytes this rank sent, and those by formula."""
+        """Train `o.steps` steps; return (the results, the bytes this rank sent, the bytes by formula)."""
         o = self.o
         with Ledger() as counted:
             if name == "pp_mpi":
@@ -121,15 +122,16 @@ class Lesson:
         return found, counted.bytes(), self.formula(name)
 
     def formula(self, name: str, steps: int | None = None) -> Fraction:
-        """Bytes this rank sends in the run, or in one step without the norm."""
+        """Return the bytes this rank sends in the run, or with `steps` = 1 in one step without the norm."""
         o, rt = self.o, self.rt
         if name in PAIRS[0]:
-            bytes_of = run_bytes if steps is None else step_bytes
+            lesson = Lesson("pp", {}, step_bytes)
+            bytes_of = lesson.bytes_of_run if steps is None else lesson.step_bytes
             return bytes_of(o.schedule, shape_of(o), rt.world, o)
         return mlp_bytes(o, rt.rank, rt.world_size, name == "pp_mpi", steps)
 
     def step(self, name: str) -> Callable[[], object]:
-        """Forward, backward and AdamW on one batch."""
+        """Return a function that does forward, backward and AdamW on one batch."""
         if name == "pp_mpi":
             mpi = InMPI(self.rt, self.o, "adamw")
 
@@ -150,7 +152,7 @@ class Lesson:
         return whole_in_torch
 
     def benchmark(self, given: TrainingOptions) -> list[BenchmarkRecord]:
-        """Whole steps of `given.versions` in turn; `given.steps` rounds after one to warm up."""
+        """Time whole steps of `given.versions` in turn: `given.steps` rounds after a warm-up round."""
         o = self.o
         measured = in_turn({name: self.step(name) for name in given.versions}, given.steps, self.rt.world)
         mlp, gpt2, memory = plain_mlp(o), shape_of(o), peak_memory(self.rt.world)
@@ -185,7 +187,7 @@ class Lesson:
 
 
 def main(rt: Runtime, o: LanguageOptions) -> bool:
-    """Each pair: against one device and against one another; or with --benchmark all of them for time."""
+    """Compare each pair with one device and with one another, or with --benchmark time all versions."""
     check_versions(rt, tuple(itertools.chain(*PAIRS)), o)
     if o.schedule not in KINDS:
         raise UsageError(f"--schedule {o.schedule!r} is unknown; choose from {', '.join(KINDS)}")
@@ -194,7 +196,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
     check(rt, replace(o, versions=(o.schedule,)))
     evenly(o.layers, rt.world_size * (KINDS[o.schedule].chunks or o.chunks))
     languages.check_modules(rt, "pp_languages.py", [name for name in o.versions if name in LANGUAGES])
-    lesson = Lesson(rt, o)
+    lesson = Languages(rt, o)
     if o.benchmark:
         report(rt, o, lesson.benchmark(o))
         return True

@@ -1,18 +1,19 @@
-"""What a schedule holds: activations of how many micro-batches at once, counted, by formula, and measured in bytes.
+"""Activations that a schedule holds at once: micro-batches, counted and by formula, and bytes, measured.
 
-    A stage keeps K bytes of a micro-batch from its forward to its backward. Held at once on rank r of p, of M:
+    A stage keeps K bytes per micro-batch from forward to backward. Held at once on rank r of p, of M:
 
-    gpipe         M                         the forward passes come first, all of them
+    gpipe         M                         all forward passes come first
     1f1b          min(M, p - r)             as many as are on their way to the last stage and back
-    interleaved   2(p-1-r) + (v-1)p + 1     of chunks with 1/v of the layers, where p divides M: more than 1f1b's
-    zb-h1         min(M, p)                 rank r puts r weight gradients off, so that all hold what rank 0 holds
-    zb-v          2p, for M >= 2p - 1       of chunks with half the layers: on every rank what 1f1b's rank 0 holds
+    interleaved   2(p-1-r) + (v-1)p + 1     chunks with 1/v of the layers, if p divides M: more than 1f1b's
+    zb-h1         min(M, p)                 rank r defers r weight gradients, so all hold as many as rank 0
+    zb-v          2p, for M >= 2p - 1       chunks with half the layers: all hold as much as 1f1b's rank 0
 
-    peak  =  held x K,  and what one computation needs for itself
+    peak  =  held x K,  plus the temporary memory of one computation
 
-What waits for W, the inputs of the products and the gradients of their outputs, is about as much as K, so it counts as
-one. Checkpointing makes K the input of each layer, B S D numbers; it does not make smaller what waits for W, so zb-h1
-and zb-v gain little from it. K is the mean over a rank's stages: zb-v's rank 0 has the head in one of its two.
+The tensors that wait for W, inputs of products and gradients of their outputs, take about K bytes, so they
+count as one micro-batch. Checkpointing reduces K to the input of each layer, B S D numbers, but not the
+tensors that wait for W, so zb-h1 and zb-v gain little from it. K is the mean over a rank's stages: zb-v's
+rank 0 has the head in one of its two.
 
     python pp_memory.py --nproc 4      torchrun --nproc_per_node=4 pp_memory.py      mpirun -np 4 python pp_memory.py
     python pp_memory.py --nproc 4 --checkpointing
@@ -23,38 +24,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from rich.table import Table
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.comm.ledger import show_bytes
+from common.launch.command_line import Size
+from common.launch.runtime import Runtime
+from common.lesson import comparison
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Version, make_model, training_step
+from common.utils.memory import LiveBytes, saved_bytes
+
 from pp_checker import held
 from pp_pipeline import Pipeline
 from pp_schedules import KINDS
 from pp_stages import Stage
 from pp_training import PipelineOptions, check, make_batches, make_pipeline
-from rich.table import Table
-from torch import Tensor
-
-from common import comm, comparison
-from common.comparison import one_rank
-from common.ledger import show_bytes
-from common.lesson import DTYPES, console, run
-from common.options import Size
-from common.runtime import Runtime
-from common.training import Version, make_model, training_step
-from common.utils.memory import LiveBytes, saved_bytes
 
 VERSIONS = tuple(KINDS)
 
 
 @dataclass
 class MemoryOptions(PipelineOptions, without=("steps", "benchmark", "scaling", "json", "plot")):
-    """Micro-batches large enough that activations are most of the memory."""
+    """Options, with micro-batches so large that activations are most of the memory."""
 
     batch: Size = 16
     """Samples of the batch."""
     sequence: Size = 64
-    """Tokens of a sample."""
+    """Tokens per sample."""
 
 
 def held_by_formula(name: str, rank: int, p: int, M: int, v: int) -> int | None:
-    """Chunks of micro-batches held at once; None where there are too few micro-batches for the formula."""
+    """Return the chunks of micro-batches that `rank` holds at once.
+
+    None where there are too few micro-batches for the formula.
+    """
     if name == "interleaved":
         ahead = 2 * (p - 1 - rank) + (v - 1) * p
         return ahead + 1 if M % p == 0 and ahead < v * M else None
@@ -68,7 +74,7 @@ def held_by_formula(name: str, rank: int, p: int, M: int, v: int) -> int | None:
 
 
 def kept(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
-    """Bytes that autograd keeps of the largest micro-batch in this rank's stages, the mean over its stages."""
+    """Return the bytes that autograd keeps of the largest micro-batch, the mean over this rank's stages."""
     tokens_BS, targets_BS = make_batches(o, rt.world, rt.device).parts(0)[0]
     positions_S = torch.arange(o.sequence, device=rt.device)
     x_BSD = torch.zeros(*tokens_BS.shape, pipe.model.config.width, dtype=DTYPES[o.dtype], device=rt.device)
@@ -84,9 +90,9 @@ def kept(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
 
 
 def peak(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
-    """The most bytes at once that a step makes, where the gradients are there before."""
+    """Return the most bytes that a step has allocated at once, if the gradients exist before it."""
     batches = make_batches(o, rt.world, rt.device)
-    step = training_step(Version(pipe.model, run=pipe.run, finish=pipe.finish), batches, one_rank(rt))
+    step = training_step(Version(pipe.model, run=pipe.run, finish=pipe.finish), batches, Group.alone())
     step(0)
     with LiveBytes() as live:
         step(1)
@@ -95,7 +101,7 @@ def peak(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
 
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
-    """Held by the checker = held by formula; bytes measured beside held x kept."""
+    """Check that held by the checker = held by formula; print bytes measured beside held x kept."""
     o = replace(o, versions=o.versions or VERSIONS)
     comparison.check(rt, VERSIONS, o)
     check(rt, o)

@@ -1,13 +1,14 @@
-"""The MLP of chapter 01 as a pipeline, in Python and in C++: the executor knows no Transformer.
+"""The MLP of chapter 01 as a pipeline, in Python and in C++: the executor runs any model.
 
     first stage             a stage                        last stage
     linear ── x_BH ──▶ gelu, linear, ... ── x_BH ──▶ gelu, linear ──▶ loss      x_BH is the sum before the GELU
 
-In Python a stage is any function of what the stage before sends: here some of the MLP's layers. pp_mpi reads the same
-instruction list and has its own backward pass. Cost: B·H numbers for each side on which a stage has a neighbour on
-another rank. Both also sum the loss and the norm over ranks; pp_mpi, which does it inside MPI, does not count them.
+In Python a stage is any function of the previous stage's output: here some of the MLP's layers. pp_mpi reads
+the same instruction list and has its own backward pass. Cost: B·H numbers for each side on which a stage has
+a neighbour on another rank. Both versions also sum the loss and the norm over ranks; pp_mpi does so inside
+MPI, uncounted.
 
-pp_languages.py runs both.   B batch  I inputs  H width  n ranks
+pp_languages.py runs both versions.   B batch  I inputs  H width  n ranks
 """
 
 from __future__ import annotations
@@ -20,47 +21,48 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import Group, ledger
+from common.comm.mesh import Mesh
+from common.data.text import mlp_batch
+from common.launch.command_line import Width, Within
+from common.launch.runtime import Runtime
+from common.lesson.equality import Followed
+from common.lesson.runner import DTYPES
+from common.lesson.training import Batches, Version
+from common.models.mlp import MLP, sizes
+from common.models.transformer import cross_entropy_sum
+
 from pp_deferred import Deferred
 from pp_executor import Executor
 from pp_schedules import make_schedule
 from pp_stages import evenly
 from pp_training import PipelineOptions
-from torch import Tensor, nn
-
-from common import comm, ledger
-from common.comm import Group
-from common.data.text import mlp_batch
-from common.equality import Followed
-from common.lesson import DTYPES
-from common.mesh import Mesh
-from common.models.mlp import MLP, sizes
-from common.models.transformer import cross_entropy_sum
-from common.options import Width, Within
-from common.runtime import Runtime
-from common.training import Batches, Version
 
 
 @dataclass
 class MLPOptions(PipelineOptions):
-    """The schedule, and the shape of the MLP."""
+    """Options: the schedule, and the shape of the MLP."""
 
     schedule: str = "zb-h1"
-    """The schedule, of Python and of C++."""
+    """Name of the schedule, the same in Python and in C++."""
     context: Width = 16
-    """Bytes that the MLP reads."""
+    """Number of bytes that the MLP reads."""
     hidden: Width = 64
     """Width of the MLP's hidden layers."""
     layers: Annotated[int, Within(1, 1000)] = 16
-    """Its linear layers."""
+    """Number of the MLP's linear layers."""
 
 
 class Samples(Batches):
-    """What the MLP reads: all samples on every rank."""
+    """Batches of the MLP: all samples on every rank."""
 
     options: MLPOptions
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """(x_BI, y_B) of each micro-batch."""
+        """Return (x_BI, y_B) of each micro-batch."""
         o = self.options
         return [
             mlp_batch(self.text.train, o.seed, step, o.batch, o.context, lo, hi, DTYPES[o.dtype])
@@ -69,30 +71,33 @@ class Samples(Batches):
 
 
 class Named:
-    """Parameters under their names."""
+    """Parameters under their names, with a module's interface."""
 
     def __init__(self, named: dict[str, Tensor]) -> None:
         self.named = named
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """As a module's."""
+        """Return the pairs (name, parameter), as a module does."""
         return self.named.items()
 
 
 def plain_mlp(o: MLPOptions) -> MLP:
-    """The whole MLP."""
+    """Return the whole MLP."""
     return MLP(sizes(o.context, o.hidden, o.layers), o.seed, DTYPES[o.dtype])
 
 
 def mlp_stage(model: MLP, layers: range, x_BI: Tensor, positions: Tensor) -> Tensor:
-    """Some layers, with the GELU before each but the first of all: what passes on is the sum before the GELU."""
+    """Run some layers of the MLP, with the GELU before each but the first of all.
+
+    A stage returns the sum before the next GELU.
+    """
     for i in layers:
         x_BI = model.layers[i](x_BI if i == 0 else nn.functional.gelu(x_BI, approximate="tanh"))
     return x_BI
 
 
 def mlp_version(rt: Runtime, o: MLPOptions) -> Version:
-    """The MLP under pp_executor.py."""
+    """Return the MLP under pp_executor.py."""
     model, mesh = plain_mlp(o), Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
     schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
     cuts, deferred = evenly(o.layers, schedule.stages), Deferred()
@@ -115,20 +120,21 @@ def mlp_version(rt: Runtime, o: MLPOptions) -> Version:
 
 
 class InMPI:
-    """The MLP under pp_mpi, and its own optimizers."""
+    """MLP under pp_mpi, with the optimizers of pp_mpi."""
 
     def __init__(self, rt: Runtime, o: MLPOptions, optimizer: str) -> None:
-        import pp_mpi
         from mpi4py import MPI
+
+        import pp_mpi
 
         schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
         shape = sizes(o.context, o.hidden, o.layers)
         self.model = pp_mpi.MLP(shape, str(schedule), MPI.COMM_WORLD, o.dtype, o.seed)
-        self.optimizer, self.batches = optimizer, Samples(o, Group("one", 0, 1, (0,)), rt.device)
+        self.optimizer, self.batches = optimizer, Samples(o, Group.alone(), rt.device)
         self.cut: dict[int, tuple[Any, Any]] = {}
 
     def backward(self, t: int) -> float:
-        """The loss of step t; leaves gradients."""
+        """Compute the gradients of step t; return the loss."""
         if t not in self.cut:
             x, y = (torch.cat(pieces) for pieces in zip(*self.batches.parts(t), strict=True))
             self.cut[t] = x.numpy(), y.to(torch.uint8).numpy()
@@ -137,14 +143,14 @@ class InMPI:
         return loss
 
     def update(self) -> None:
-        """A step, with the numbers of OPTIMIZERS."""
+        """Run a step of the optimizer, with the hyperparameters of OPTIMIZERS."""
         if self.optimizer == "sgd":
             self.model.sgd(0.1)
         else:
             self.model.adamw(1e-3, epsilon=1e-5)
 
     def follow(self, steps: int, mesh: Mesh) -> Followed:
-        """What common.equality.follow leaves of a model in torch."""
+        """Train `steps` steps; return the same record as common.lesson.equality.follow does for a model in torch."""
         found = Followed()
 
         def gathered(values: dict[str, Any]) -> dict[str, Tensor]:
@@ -161,7 +167,7 @@ class InMPI:
 
 
 def mlp_bytes(o: MLPOptions, rank: int, n: int, in_mpi: bool, steps: int | None = None) -> Fraction:
-    """Bytes that a rank sends in the run, or in `steps` steps without the norm."""
+    """Return the bytes that a rank sends in the run, or in `steps` steps without the norm."""
     owner = make_schedule(o.schedule, n, o.micro_batches, o.chunks).owner
     size, norm = DTYPES[o.dtype].itemsize, 8 if steps is None else 0
     sides = sum(rank in border for border in itertools.pairwise(owner) if len(set(border)) > 1)

@@ -3,10 +3,10 @@
     model = Transformer(config)
     pipe = Pipeline(model, mesh, make_schedule("1f1b", ranks, micro_batches))     # model keeps this rank's part
     loss = pipe.run(parts, 1 / tokens, begin)                    # forward and backward of all micro-batches
-    pipe.finish()                                                # gradients of what two ranks hold, summed
+    pipe.finish()                                                # sums the gradients of tied weights
 
-The loss is divided once, by the tokens of the whole batch: `scale`. A micro-batch's gradients add up to those of the
-batch whatever their sizes.
+`scale` divides the loss once, by the tokens of the whole batch. So the gradients of micro-batches of any size
+add up to those of the batch.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_tied_gradients
+from common.models.transformer import Transformer
+
 from pp_deferred import Deferred
 from pp_executor import Executor, Part
 from pp_schedule import Schedule, forward_only
 from pp_simulator import Event
 from pp_stages import cut_model, evenly
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from common.mesh import Mesh
-from common.models.transformer import Transformer
-from common.placement import sum_tied_gradients
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Pipeline:
-    """A model in stages. `model` is this rank's part; its parameters have the names of the whole model.
+    """Model in stages. `model` is this rank's part; its parameters have the names of the whole model.
 
-    cuts: the layers of each stage, evenly when left out. checkpointing: keep the input of each layer alone.
-    shape(tokens_BS): of what passes from stage to stage, [B, S, D] when left out.
+    cuts: the layers of each stage, by default split evenly. checkpointing: keep only the input of each layer.
+    shape(tokens_BS): the shape of activations between stages, by default [B, S, D].
     """
 
     def __init__(
@@ -74,25 +75,25 @@ class Pipeline:
 
     @property
     def events(self) -> list[Event]:
-        """What this rank computed in the last run, and when."""
+        """Computations of this rank in the last run, with their times."""
         return self.executor.events
 
     @torch.no_grad()
     def evaluate(self, parts: list[Part], loss: Loss | None = None) -> Tensor:
-        """Forward alone, a micro-batch for each part: the sum of the losses, the same on all ranks along pp.
+        """Run only forward, one micro-batch per part; return the sum of the losses, on all ranks along pp.
 
-        loss: what to make of the last stage's logits, if not the loss of training.
+        loss: function of the last stage's logits and the targets, by default the loss of training.
         """
         schedule = forward_only(self.schedule.owner, len(parts))
         return self.make_executor(schedule, loss=loss or self.loss).run(parts, 1.0, lambda m: None)
 
     def finish(self) -> None:
-        """After the backward passes."""
+        """Sum the gradients of tied weights, after the backward passes."""
         sum_tied_gradients(self.model.parameters())
 
 
 class Checkpointed(nn.Module):
-    """A layer that keeps its input alone and computes again what its backward pass needs."""
+    """Layer that keeps only its input, and recomputes the rest for its backward pass."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,21 +1,22 @@
-"""A pipeline's schedule is data: for every rank the list of what it does, in order. One executor runs any of them.
+"""Pipeline schedules as data: for every rank a list of instructions, in order. One executor runs them all.
 
     F s m    forward of stage s for micro-batch m          SX  send the activations that stage s made to stage s+1
     B s m    backward, for the input and for the weights   RX  receive the activations that stage s needs
     I s m    backward for the input alone                  SG  send the gradient that stage s made to stage s-1
     W s m    backward for the weights, later               RG  receive the gradient that stage s needs
 
-A generator (pp_gpipe.py, pp_1f1b.py, ...) yields what one rank computes; `connect` adds the messages, the same way for
-all of them. The checker, the simulator, the picture, the executors in Python and in C++ read the result, and nothing
-else. A schedule as text is one line a rank:
+A generator (pp_gpipe.py, pp_1f1b.py, ...) yields what one rank computes; `connect` adds the messages, the
+same way for all schedules. The checker, the simulator, the picture, the executors in Python and in C++ read
+only the resulting Schedule. A schedule as text is one line per rank:
 
     F 0 0;SX 0 0;RG 0 0;F 0 1;SX 0 1;RG 0 1;B 0 0;B 0 1
     RX 1 0;F 1 0;RX 1 1;B 1 0;SG 1 0;F 1 1;B 1 1;SG 1 1
 
-A message is started, never waited for, where its instruction stands: a computation waits for what it reads. What goes
-from one rank to another arrives in the order in which it was sent, so both must name their messages in the same order.
+An instruction for a message starts it and does not wait; a computation waits for the tensors that it reads.
+Messages from one rank to another arrive in the order in which they were sent, so both ranks must list them in
+the same order.
 
-This file imports nothing but Python: the C++ executors ask it for their lists.
+This file imports only Python's standard library, since the C++ executors get their lists from it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Channel = tuple[int, int]  # from rank, to rank
 
 
 class Instruction(NamedTuple):
-    """What a rank does for one micro-batch in one stage."""
+    """Action of a rank, for one micro-batch in one stage."""
 
     op: Op
     stage: int
@@ -45,7 +46,7 @@ Generator = Callable[[int, int, int], Iterator[Instruction]]  # rank, ranks, mic
 
 @dataclass(frozen=True)
 class Schedule:
-    """owner: the rank of each stage, first to last. lists: what each rank does, in order."""
+    """Schedule of all ranks. owner: the rank of each stage. lists: each rank's instructions, in order."""
 
     name: str
     micro_batches: int
@@ -61,11 +62,11 @@ class Schedule:
         return len(self.owner)
 
     def mine(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, first to last."""
+        """Return the stages of a rank, first to last."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
 
     def channel(self, i: Instruction) -> Channel:
-        """Which channel a message goes along."""
+        """Return the channel of a message: (sending rank, receiving rank)."""
         stage = i.stage
         sender, receiver = {
             "SX": (stage, stage + 1),
@@ -76,7 +77,7 @@ class Schedule:
         return self.owner[sender], self.owner[receiver]
 
     def reads(self, i: Instruction) -> Instruction | None:
-        """The computation whose result this one reads, on whatever rank; None for what reads the batch or the loss."""
+        """Return the computation, on any rank, whose result `i` reads; None for the batch or the loss."""
         if i.op == "F" and i.stage > 0:
             return Instruction("F", i.stage - 1, i.micro)
         if i.op in ("B", "I") and i.stage < self.stages - 1:
@@ -84,7 +85,7 @@ class Schedule:
         return None
 
     def needs(self, i: Instruction) -> Instruction | None:
-        """The message that a computation waits for; None where what it reads was made on the same rank."""
+        """Return the message that a computation waits for; None if its input was made on the same rank."""
         message: Instruction | None = None
         if i.op == "F" and i.stage > 0:
             message = Instruction("RX", i.stage, i.micro)
@@ -93,7 +94,7 @@ class Schedule:
         return message if message and self._travels(message) else None
 
     def makes(self, i: Instruction) -> Instruction | None:
-        """The message that follows from a computation; None where the same rank reads it."""
+        """Return the message that sends a computation's result; None if the same rank reads the result."""
         message: Instruction | None = None
         if i.op == "F" and i.stage < self.stages - 1:
             message = Instruction("SX", i.stage, i.micro)
@@ -102,7 +103,7 @@ class Schedule:
         return message if message and self._travels(message) else None
 
     def backward(self, stage: int, micro: int) -> Instruction:
-        """The instruction that gives the gradient of a stage's input: B, or I where the two halves are apart."""
+        """Return the instruction that computes a stage's input gradient: B, or I where it is split."""
         whole = Instruction("B", stage, micro)
         return whole if whole in self.lists[self.owner[stage]] else Instruction("I", stage, micro)
 
@@ -117,10 +118,11 @@ class Schedule:
 def connect(
     name: str, micro_batches: int, owner: Sequence[int], computed: Sequence[Sequence[Instruction]]
 ) -> Schedule:
-    """The schedule in which ranks compute these lists and every message goes as soon as it can.
+    """Return the schedule in which ranks compute these lists and every message is sent as soon as it can be.
 
-    A send follows the computation that made it. A receive stands before the computation that precedes the one that
-    needs it, so that the message may travel meanwhile, and after all that were sent before it on its channel.
+    A send follows the computation of its tensor. A receive stands before the computation that precedes the
+    one that needs it, so that the message may travel meanwhile, and after the receives of all earlier
+    messages on its channel.
     """
     plan = Schedule(name, micro_batches, tuple(owner), tuple(map(tuple, computed)))
     sent: dict[Channel, list[Instruction]] = {}
@@ -148,7 +150,7 @@ def connect(
 
 
 def forward_only(owner: Sequence[int], micro_batches: int) -> Schedule:
-    """Evaluation: each rank's stages one after the other, each for all micro-batches."""
+    """Return a schedule for evaluation: each rank's stages one after the other, all micro-batches of each."""
     computed = [
         [
             Instruction("F", stage, m)
@@ -162,10 +164,10 @@ def forward_only(owner: Sequence[int], micro_batches: int) -> Schedule:
 
 
 def settled(schedule: Schedule, rank: int) -> dict[Instruction, list[Instruction]]:
-    """For each receive of a rank: the sends that are over when it has come, for their receiver had used them before.
+    """Return, for each receive of a rank, the sends that are proven complete when its message has arrived.
 
-    So a buffer that is being sent can be given back without a wait. The other rank sends something later on, and this
-    shows it; what nothing shows is over at the end.
+    The peer sent that message after it had used the tensors of these sends, so their buffers can be freed
+    without a wait. Sends that no message proves complete are waited for at the end.
     """
     place = [{i: at for at, i in enumerate(instructions)} for instructions in schedule.lists]
     reader = {m: i for row in schedule.lists for i in row if i.op in COMPUTE and (m := schedule.needs(i))}
@@ -185,7 +187,7 @@ def settled(schedule: Schedule, rank: int) -> dict[Instruction, list[Instruction
 
 
 def other_end(message: Instruction) -> Instruction:
-    """The receive of a send, and the send of a receive."""
+    """Return the receive of a send, or the send of a receive."""
     kind = message.op[1]
     step = (1 if kind == "X" else -1) * (1 if message.op[0] == "S" else -1)
     op = ("R" if message.op[0] == "S" else "S") + kind
@@ -194,17 +196,17 @@ def other_end(message: Instruction) -> Instruction:
 
 
 def in_a_line(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Owners of ranks * chunks stages: 0 1 2 3 0 1 2 3."""
+    """Return the owners of ranks * chunks stages: 0 1 2 3 0 1 2 3."""
     return tuple(range(ranks)) * chunks
 
 
 def in_a_v(ranks: int) -> tuple[int, ...]:
-    """Owners of two stages a rank: 0 1 2 3 3 2 1 0. The rank with the first stage has the last, too."""
+    """Return the owners of two stages per rank: 0 1 2 3 3 2 1 0. Rank 0 has the first and the last."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def read(text: str) -> tuple[tuple[Instruction, ...], ...]:
-    """The lists of a schedule that was written as text. Raises ValueError for what is none."""
+    """Return the lists of a schedule that was written as text. Raises ValueError for invalid text."""
     lists = []
     for line in text.strip().splitlines():
         row = []

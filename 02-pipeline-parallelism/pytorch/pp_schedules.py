@@ -1,8 +1,8 @@
-"""All schedules by name: how stages lie on ranks, who generates the lists, the bubble by formula.
+"""All schedules by name: the stages of each rank, the generator of the lists, the bubble by formula.
 
     python pp_schedules.py --schedule 1f1b --ranks 4 --micro-batches 8        prints the lists, one line a rank
 
-p ranks, M micro-batches, v chunks a rank; bubbles where forward, I and W take the same time and messages none.
+p ranks, M micro-batches, v chunks per rank; bubbles if forward, I and W take the same time and messages none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from fractions import Fraction
 from functools import partial
 from typing import Annotated, Literal
 
+from common.errors import UsageError
+from common.launch.command_line import Checked, Ranks, Within, parse
+from common.launch.program import run_program
+
 from pp_1f1b import one_f_one_b
 from pp_checker import check
 from pp_gpipe import gpipe
@@ -20,14 +24,14 @@ from pp_interleaved import interleaved
 from pp_schedule import Generator, Schedule, connect, in_a_line, in_a_v
 from pp_zero_bubble import zb_h1, zb_v
 
-from common.errors import UsageError
-from common.options import Checked, Ranks, Within, parse
-from common.program import run_program
-
 
 @dataclass(frozen=True)
 class Kind:
-    """owner(p, v); generator; bubble(p, M, v) of at least `enough`(p) micro-batches; chunks a rank, 0 for any."""
+    """Kind of schedule.
+
+    owner(p, v): the rank of each stage. generator: yields what one rank computes. bubble(p, M, v): for at
+    least `enough`(p) micro-batches. chunks: per rank; 0 for any number.
+    """
 
     owner: Callable[[int, int], Sequence[int]]
     generator: Generator
@@ -37,7 +41,10 @@ class Kind:
 
 
 def in_order(p: int, M: int, v: int) -> Fraction:
-    """Of the time of v M + p-1 chunks p-1 are waiting (Huang et al., arXiv:1811.06965)."""
+    """Return (p-1) / (v M + p-1): a rank idles for p-1 of v M + p-1 slots (Huang et al., arXiv:1811.06965).
+
+    A slot is the time of a chunk's forward and backward.
+    """
     return Fraction(p - 1, v * M + p - 1)
 
 
@@ -53,9 +60,9 @@ KINDS = {
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """A schedule that is proved right. chunks: of each rank, where the kind leaves it open.
+    """Return a schedule that the checker has proved. chunks: per rank, where the kind leaves the number open.
 
-    Raises ValueError for a name that is none, and for sizes below 1.
+    Raises ValueError for an unknown name, and for sizes below 1.
     """
     if name not in KINDS:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(KINDS)}")
@@ -72,7 +79,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) ->
 
 
 def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Fraction | None:
-    """By formula, where F = I = W and messages take no time; None where there are too few micro-batches for it."""
+    """Return the bubble by formula for F = I = W and instant messages; None for too few micro-batches."""
     kind = KINDS[name]
     return (
         kind.bubble(ranks, micro_batches, kind.chunks or chunks)
@@ -86,7 +93,7 @@ LONGEST = 2**20  # computations; more take minutes to check
 
 @dataclass
 class PrintOptions(Checked):
-    """Which schedule to print."""
+    """Options: the schedule to print."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     ranks: Ranks = 4
@@ -103,7 +110,7 @@ class PrintOptions(Checked):
 
 
 def main() -> int:
-    """Print a schedule."""
+    """Print a schedule; return the exit status."""
     o = parse(PrintOptions, __doc__)
     print(make_schedule(o.schedule, o.ranks, o.micro_batches, o.chunks))
     return 0

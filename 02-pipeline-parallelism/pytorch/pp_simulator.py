@@ -1,9 +1,9 @@
-"""When everything happens, for given times of a forward, of the halves of a backward, and of a message.
+"""Simulation of a schedule, for given times of a forward, of the halves of a backward, and of a message.
 
     simulate(schedule, Times(forward=1, input=1, weights=1), message=0).bubble       # Fraction(3, 11)
 
-A computation starts when its rank is free and what it reads is there. A message arrives `message` after it was made and
-slows nothing down. With integers or fractions all times are exact.
+A computation starts when its rank is free and its inputs are there. A message arrives `message` after its
+tensor was computed, and slows nothing down. With integers or fractions all times are exact.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Time = Fraction | float
 
 @dataclass(frozen=True)
 class Times:
-    """What each kind of computation takes, the same in every stage. B is both halves."""
+    """Time of each kind of computation, the same in every stage. B takes the time of both halves."""
 
     forward: Time = 1
     input: Time = 1
     weights: Time = 1
 
     def __call__(self, i: Instruction) -> Time:
-        """Time of one computation."""
+        """Return the time of one computation."""
         both = self.input + self.weights
         return {"F": self.forward, "B": both, "I": self.input, "W": self.weights}[i.op]
 
 
 class Event(NamedTuple):
-    """A computation, where and when it ran."""
+    """Computation with its rank, start and end."""
 
     rank: int
     instruction: Instruction
@@ -43,19 +43,19 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `ranks` ranks computed, simulated or measured."""
+    """Computations of `ranks` ranks, simulated or measured."""
 
     ranks: int
     events: tuple[Event, ...]
 
     @property
     def length(self) -> Time:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(e.end for e in self.events) - min(e.start for e in self.events)
 
     @property
     def bubble(self) -> Time:
-        """The share of all ranks' time in which they compute nothing."""
+        """Share of all ranks' time in which they compute nothing."""
         return 1 - sum(e.end - e.start for e in self.events) / (self.ranks * self.length)
 
 
@@ -63,7 +63,11 @@ EQUAL = Times(Fraction(1), Fraction(1), Fraction(1))
 
 
 def simulate(schedule: Schedule, takes: Callable[[Instruction], Time] = EQUAL, message: Time = 0) -> Timeline:
-    """takes: the time of a computation. Raises ValueError for a schedule that hangs; `check` says where."""
+    """Return the timeline of a schedule.
+
+    takes(i): the time of a computation. message: the time of a message. Raises ValueError for a schedule that
+    hangs; `check` says where.
+    """
     ends: dict[Instruction, Time] = {}
     free: list[Time] = [Fraction(0)] * schedule.ranks
     waiting = [[i for i in instructions if i.op in COMPUTE][::-1] for instructions in schedule.lists]

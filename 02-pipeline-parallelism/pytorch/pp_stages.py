@@ -2,9 +2,9 @@
 
     rank 0 | embed  layers.0  layers.1 |  x_BSD  ->  rank 1 | layers.2  layers.3  norm  head |  loss
 
-A rank keeps the parts of the model that its stages use, under their names in the whole model, and drops the rest. A
-tied head is the embedding, used twice: where the first and the last stage lie on two ranks, both hold it, both compute
-a part of its gradient, and the parts are summed.
+A rank keeps the parts of the model that its stages use, under their names in the whole model, and drops the
+rest. A tied head is the embedding, used twice: if the first and the last stage are on two ranks, both hold
+the embedding, each computes a part of its gradient, and the parts are summed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from common.comm import sizes_of
+from common.comm.mesh import Mesh
+from common.comm.placement import tie
 from common.errors import UsageError
-from common.mesh import Mesh
 from common.models.configs import CONFIGS
 from common.models.transformer import Transformer
-from common.placement import tie
 
 
 class Stage(nn.Module):
-    """Part of a Transformer: tokens_BS or x_BSD goes in, x_BSD or logits_BSV comes out."""
+    """Part of a Transformer: maps tokens_BS or x_BSD to x_BSD or logits_BSV."""
 
     def __init__(self, model: Transformer, layers: range, stages: int, number: int) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class Stage(nn.Module):
         embeddings = [model.embed_tokens, model.embed_positions] if self.first else []
         head = [model.norm, model.lm_head or model.embed_tokens] if self.last else []
         self.beside = nn.ModuleList(module for module in (*embeddings, *head) if module is not None)
-        self._model = [model]  # in a list, so that it is no submodule: the other stages are not this one's
+        self._model = [model]  # in a list, so that it is no submodule, which would add all stages
 
     def forward(self, x: Tensor, positions_S: Tensor) -> Tensor:
-        """One micro-batch through these layers."""
+        """Run one micro-batch through these layers."""
         (model,) = self._model
         if self.first:
             x = model.embed(x, positions_S)
@@ -51,7 +51,7 @@ class Stage(nn.Module):
 def cut_model(
     model: Transformer, owner: Sequence[int], mesh: Mesh, cuts: Sequence[range]
 ) -> dict[int, Stage]:
-    """This rank's stages, by number. `model` keeps what they use and nothing else, under the same names.
+    """Return this rank's stages, by number. `model` keeps only their parts, under the same names.
 
     owner: the pp rank of each stage. cuts: the layers of each stage.
     """
@@ -74,7 +74,7 @@ def cut_model(
 
 
 def evenly(layers: int, stages: int) -> list[range]:
-    """Layers of each stage, in numbers that differ by one at the most. Raises UsageError where a stage gets none."""
+    """Return the layers of each stage, evenly up to one layer. Raises UsageError if a stage gets none."""
     if layers < stages:
         deep = [name for name, c in CONFIGS.items() if c.layers >= stages]
         raise UsageError(
@@ -88,7 +88,10 @@ def evenly(layers: int, stages: int) -> list[range]:
 def measured_costs(
     model: Transformer, tokens_BS: Tensor, targets_BS: Tensor
 ) -> tuple[list[float], float, float]:
-    """Seconds that each layer takes forward and backward, then the embeddings, then norm, head and loss."""
+    """Return the seconds, forward and backward, of (each layer, the embeddings, the rest).
+
+    The rest is norm, head and loss.
+    """
     positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
 
     def seconds(compute: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -111,9 +114,10 @@ def measured_costs(
 
 
 def by_cost(layers: Sequence[float], stages: int, before: float = 0, after: float = 0) -> list[range]:
-    """Layers of each stage such that the slowest stage is as fast as may be; every stage gets one.
+    """Return the layers of each stage, at least one, such that the slowest stage is as fast as possible.
 
-    layers: what each costs. before, after: what the first stage and the last have to do beside: embeddings and head.
+    layers: the cost of each. before, after: additional costs of the first and the last stage: embeddings and
+    head.
     """
     L = len(layers)
     evenly(L, stages)

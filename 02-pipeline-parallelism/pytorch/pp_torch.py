@@ -1,13 +1,14 @@
-"""The same stages under torch.distributed.pipelining: its schedules beside ours, equal numbers, bytes and times.
+"""Our stages under torch.distributed.pipelining: its schedules beside ours, equal results, bytes and times.
 
     stage = PipelineStage(module, number, stages, device, input_args, output_args, group)
     schedule = Schedule1F1B(stage, micro_batches, loss_fn, scale_grads=False)
     schedule.step(tokens_BS, target=targets_BS)
 
-Its stage is any module; what passes between stages has one shape, so the batch must divide into micro-batches. With
-scale_grads=True, the default, it divides gradients by the number of micro-batches, for a loss that is a mean: ours is a
-sum divided once by the tokens of the whole batch, so it must be False. Its backward in two halves walks autograd's
-graph; ours puts the products off (pp_deferred.py).
+A stage of torch is any module; all activations between stages have one shape, so the batch must divide into
+equal micro-batches. With scale_grads=True, the default, torch divides gradients by the number of
+micro-batches, for a loss that is a mean. Our loss is a sum divided once by the tokens of the whole batch, so
+scale_grads must be False. To split the backward pass, torch walks autograd's graph; we defer the products
+(pp_deferred.py).
 
     python pp_torch.py --nproc 4      torchrun --nproc_per_node=4 pp_torch.py      mpirun -np 4 python pp_torch.py
     mpirun -np 2 --bind-to core python pp_torch.py --benchmark --model gpt2-10m --dtype float32 --batch 8 --sequence 128
@@ -21,26 +22,27 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from common import comm
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_tied_gradients
+from common.errors import UsageError
+from common.launch.command_line import Size
+from common.launch.runtime import Runtime
+from common.lesson import comparison
+from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.runner import DTYPES, run
+from common.lesson.training import Version
+from common.models.transformer import Transformer
+
 from pp_schedule import in_a_line, in_a_v
 from pp_stages import Stage, cut_model, evenly
 from pp_training import PipelineOptions, check, make_batches
 from pp_training import make_version as make_ours
-from pp_training import run_bytes as our_run_bytes
 from pp_training import step_bytes as our_step_bytes
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
-
-from common import comm, comparison
-from common.comm import Group
-from common.comparison import benchmark, prove, report
-from common.errors import UsageError
-from common.lesson import DTYPES, run
-from common.mesh import Mesh
-from common.models.transformer import Transformer
-from common.options import Size
-from common.placement import sum_tied_gradients
-from common.runtime import Runtime
-from common.training import Version
 
 THEIRS: dict[str, Any] = {
     "torch-gpipe": schedules.ScheduleGPipe,
@@ -62,14 +64,14 @@ VERSIONS = (
 
 @dataclass
 class TorchOptions(PipelineOptions, without=("balance", "checkpointing")):
-    """Model and batch; the micro-batches are equal."""
+    """Options: model and batch, with equal micro-batches."""
 
     batch: Size = 16
-    """Samples of the batch, a multiple of --micro-batches."""
+    """Number of samples in the batch, a multiple of --micro-batches."""
 
 
 class Sizes(Protocol):
-    """What of the options a schedule is made of."""
+    """Options from which a schedule is made."""
 
     dtype: Any
     sequence: int
@@ -78,22 +80,22 @@ class Sizes(Protocol):
 
 
 class WithPositions(nn.Module):
-    """A stage that makes its positions itself."""
+    """Stage that makes its positions itself."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self.stage = stage
 
     def forward(self, x: Tensor) -> Tensor:
-        """tokens_BS or x_BSD."""
+        """Run the stage on tokens_BS or x_BSD."""
         y: Tensor = self.stage(x, torch.arange(x.shape[1], device=x.device))
         return y
 
 
 class InTorch:
-    """Our stages, torch's schedule.
+    """Our stages under torch's schedule.
 
-    B: samples of a micro-batch. wrap: what each stage passes before it is scheduled.
+    B: samples of a micro-batch. wrap: function applied to each stage before it is scheduled.
     """
 
     def __init__(
@@ -132,11 +134,11 @@ class InTorch:
         )
 
     def loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """Of a micro-batch: its part of the loss of the whole batch."""
+        """Return a micro-batch's part of the loss of the whole batch."""
         return self.model.loss(logits_BSV, targets_BS)[0] * self.scale
 
     def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses."""
+        """Run forward and backward of all micro-batches; return the sum of their losses."""
         self.scale = scale
         tokens_BS, targets_BS = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         losses: list[Tensor] = []
@@ -149,12 +151,12 @@ class InTorch:
         return total
 
     def finish(self) -> None:
-        """torch knows nothing of tied weights."""
+        """Sum the gradients of tied weights, which torch does not do."""
         sum_tied_gradients(self.model.parameters())
 
 
 def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
-    """Ours or torch's."""
+    """Return the version `name`, ours or torch's."""
     if name not in THEIRS:
         return make_ours(name, model, rt, o)
     mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
@@ -163,17 +165,17 @@ def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions)
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
-    """The same."""
+    """Return the bytes this rank sends in a step, the same for our schedule and torch's."""
     return our_step_bytes(name.removeprefix("torch-"), model, group, o)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
-    """The same."""
-    return our_run_bytes(name.removeprefix("torch-"), model, group, o)
+LESSON = Lesson(
+    "pp", dict.fromkeys(VERSIONS, by_version(make_version, make_batches)), step_bytes, unseen=tuple(THEIRS)
+)
 
 
 def main(rt: Runtime, o: TorchOptions) -> bool:
-    """Each schedule of ours beside torch's."""
+    """Prove our schedules and torch's equal to one device, or with --benchmark time them."""
     o = replace(o, versions=o.versions or VERSIONS)
     comparison.check(rt, VERSIONS, o)
     check(rt, replace(o, versions=tuple(name.removeprefix("torch-") for name in o.versions)))
@@ -192,11 +194,7 @@ def main(rt: Runtime, o: TorchOptions) -> bool:
         raise UsageError(f"--model {o.model}: torch's schedules are shown without dropout")
     if rt.world_size == 1:
         raise UsageError("torch.distributed.pipelining needs a process group: start at least 2 ranks")
-    theirs = tuple(THEIRS)
-    if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes, theirs, make_batches, axis="pp"))
-        return True
-    return prove(rt, o, make_version, run_bytes, step_bytes, theirs, make_batches=make_batches, axis="pp")
+    return (time_in_turn if o.benchmark else prove)(rt, o, LESSON)
 
 
 if __name__ == "__main__":

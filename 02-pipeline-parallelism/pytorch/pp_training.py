@@ -1,4 +1,4 @@
-"""What the lessons of chapter 02 share: options, the model under a schedule, its bytes."""
+"""Shared parts of the lessons of chapter 02: options, the model under a schedule, its bytes."""
 
 from __future__ import annotations
 
@@ -9,49 +9,51 @@ from functools import partial
 from typing import Annotated, Literal
 
 import torch
+from torch import nn
+
+from common import comm
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.launch.command_line import Size, Within
+from common.launch.runtime import Runtime
+from common.lesson import comparison
+from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.runner import DTYPES
+from common.lesson.training import Batches, TrainingOptions, Version
+from common.models.transformer import Transformer
+
 from pp_bubble import waits
 from pp_pipeline import Pipeline
 from pp_schedules import KINDS, make_schedule
 from pp_stages import by_cost, evenly, measured_costs
-from torch import nn
-
-from common import comm, comparison
-from common.comm import Group
-from common.comparison import benchmark, prove, report
-from common.errors import UsageError
-from common.lesson import DTYPES
-from common.mesh import Mesh
-from common.models.transformer import Transformer
-from common.options import Size, Within
-from common.runtime import Runtime
-from common.training import Batches, TrainingOptions, Version
 
 
 @dataclass
 class PipelineOptions(TrainingOptions):
-    """Model, batch and schedule of the lessons of chapter 02."""
+    """Options of the lessons of chapter 02: model, batch and schedule."""
 
     model: str = "gpt2-deep"
     """A name of common/models/configs.py."""
     batch: Size = 11
-    """Samples of the batch; all pass every stage."""
+    """Number of samples in the batch; all pass through every stage."""
     micro_batches: Size = 8
-    """Parts into which the batch is cut; they differ by one sample at the most."""
+    """Number of parts into which the batch is cut; they differ by at most one sample."""
     chunks: Annotated[int, Within(1, 1000)] = 2
-    """Stages of each rank in the interleaved schedule."""
+    """Number of stages per rank in the interleaved schedule."""
     balance: Literal["layers", "cost"] = "layers"
-    """Stages of equally many layers, or of equal time, as rank 0 measures it for layers, embeddings and head."""
+    """Stages of equally many layers, or of equal time by rank 0's measurement of layers, embeddings, head."""
     checkpointing: bool = False
-    """Keep the input of each layer alone, and compute the layer again for its backward pass."""
+    """Keep only the input of each layer, and recompute the layer for its backward pass."""
 
 
 @dataclass
 class InOrderOptions(PipelineOptions, without=("chunks",)):
-    """Options of the schedules that fix the number of stages of a rank."""
+    """Options of the schedules that fix the number of stages per rank."""
 
 
 def make_pipeline(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Pipeline:
-    """The model in stages on all ranks of the world."""
+    """Return the model in stages on all ranks of the world."""
     mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
     schedule = make_schedule(name, rt.world_size, o.micro_batches, o.chunks)
     cuts = None
@@ -63,18 +65,18 @@ def make_pipeline(name: str, model: Transformer, rt: Runtime, o: PipelineOptions
 
 
 def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
-    """The training step's view of it."""
+    """Return the version of the schedule `name`, in the form that the training step needs."""
     pipe = make_pipeline(name, model, rt, o)
     return Version(model, run=pipe.run, finish=pipe.finish)
 
 
 def make_batches(o: PipelineOptions, group: Group, device: torch.device) -> Batches:
-    """Every sample on every rank: the first stage reads the tokens, the last one the targets."""
-    return Batches(o, Group("one", 0, 1, (0,)), device)
+    """Return batches with every sample on every rank: the first stage reads tokens, the last one targets."""
+    return Batches(o, Group.alone(), device)
 
 
 def check(rt: Runtime, o: PipelineOptions) -> None:
-    """Refuse what cannot run, before any rank waits for another."""
+    """Raise UsageError for options that cannot run, before any rank waits for another."""
     c = o.model_config()
     if c.positions == "learned" and o.sequence > c.sequence:
         raise UsageError(
@@ -89,9 +91,10 @@ def check(rt: Runtime, o: PipelineOptions) -> None:
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
-    """Bytes this rank sends in a step: B S D for each side on which a stage has a neighbour elsewhere.
+    """Return the bytes this rank sends in a step.
 
-    Beside that the loss (one number, all-reduced), and the gradient of a tied head on the two ranks that have it.
+    They are B S D numbers for each side on which a stage has a neighbour on another rank; the loss (one
+    number, all-reduced); and the gradient of a tied head on the two ranks that have it.
     """
     assert isinstance(model, Transformer)
     c, size, kind = model.config, DTYPES[o.dtype].itemsize, KINDS[name]
@@ -104,23 +107,17 @@ def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) ->
     return sent + Fraction(2 * (group.size - 1) * size, group.size)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
-    """Bytes this rank sends in `o.steps` steps, each with the 8 bytes of its gradient norm, all-reduced."""
-    return o.steps * (step_bytes(name, model, group, o) + Fraction(2 * (group.size - 1) * 8, group.size))
-
-
 def lesson(rt: Runtime, o: PipelineOptions, *names: str) -> bool:
-    """Proof, bytes and times of some schedules; then what they wait, by formula, simulated and measured."""
+    """Prove and time some schedules; then print their bubbles, by formula, simulated and measured."""
     o = replace(o, versions=o.versions or names)
     comparison.check(rt, names, o)
     check(rt, o)
-    right, beside = True, replace(o, plot=None)  # the picture is of the waits
+    proved = Lesson("pp", dict.fromkeys(names, by_version(make_version, make_batches)), step_bytes)
+    right, beside = True, replace(o, plot=None)  # --plot draws the timelines of `waits`
     if o.benchmark:
-        report(rt, beside, benchmark(rt, o, make_version, step_bytes, (), make_batches, axis="pp"))
+        time_in_turn(rt, beside, proved)
     else:
-        right = prove(
-            rt, beside, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="pp"
-        )
+        right = prove(rt, beside, proved)
     schedules = [make_schedule(name, rt.world_size, o.micro_batches, o.chunks) for name in o.versions]
     waits(rt, o, schedules, partial(make_pipeline, rt=rt, o=o), make_batches(o, rt.world, rt.device))
     return right

@@ -1,16 +1,17 @@
-"""Zero bubble: the backward pass in two, so that half of it can fill the waits (Qi et al., arXiv:2401.10241).
+"""Zero bubble: a backward pass in two halves, one of which fills the bubble (Qi et al., arXiv:2401.10241).
 
-y = x w^T      I:  dx = dy w    the stage before waits for it      W:  dw = dy^T x    nobody waits before the step
+y = x w^T      I:  dx = dy w    the stage before waits for it      W:  dw = dy^T x    the optimizer needs it
 
 zb-h1, p = 3    rank 0   0 1 2 . . a A 3 b B c C d D      a small letter is I, a capital one W
                 rank 1   . 0 1 . a 2 b A 3 c B d C D
                 rank 2   . . 0 a 1 b 2 c A 3 d B C D
 
-zb-h1   1F1B in which rank r puts W off by r micro-batches: all ranks hold p of them, as 1F1B's first does.
-        Waits (p-1)(F + I - W) of time, where W <= I: a third of 1F1B's (p-1)(F + I + W) where the three are equal.
-zb-v    two chunks a rank, in a V: rank 0 has the first stage and the last, so that backward begins where forward
-        ends. Holds 2p chunks of half the size, as much as 1F1B's first rank. Waits p-1 forwards of a chunk, while
-        the pipeline fills, where F = I = W and M >= 2p - 1.
+zb-h1   1F1B in which rank r defers W by r micro-batches: every rank holds p, as 1F1B's first rank does.
+        Each rank idles (p-1)(F + I - W), if W <= I: a third of 1F1B's (p-1)(F + I + W) if the three are
+        equal.
+zb-v    two chunks per rank, in a V: rank 0 has the first stage and the last, so that backward begins where
+        forward ends. Each rank holds 2p chunks of half the size, as much as 1F1B's first rank, and idles p-1
+        forwards of a chunk, while the pipeline fills, if F = I = W and M >= 2p - 1.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import TYPE_CHECKING, cast
 from pp_schedule import Instruction, Op
 
 if TYPE_CHECKING:
-    from pp_training import PipelineOptions
+    from common.launch.runtime import Runtime
 
-    from common.runtime import Runtime
+    from pp_training import PipelineOptions
 
 
 def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """What `rank` computes."""
+    """Yield the compute instructions of `rank`, in order."""
     ahead = min(ranks - 1 - rank, micro_batches)
     late = ahead + min(rank, micro_batches)
     for m in range(micro_batches + late):
@@ -41,9 +42,9 @@ def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
 
 
 def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """What `rank` computes: 0 is its stage on the way down the V, 1 the one on the way up."""
+    """Yield the compute instructions of `rank`, in order. 0 is its stage down the V, 1 its stage up the V."""
     stages, after = (rank, 2 * ranks - 1 - rank), ranks - rank
-    enough = max(micro_batches, 2 * ranks - 1)  # where there are fewer, the others leave gaps
+    enough = max(micro_batches, 2 * ranks - 1)  # with fewer, the missing ones leave gaps
     phases = [
         (2 * after - 1, "F0"),
         (rank, "F1 F0"),
@@ -62,15 +63,15 @@ def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:
-    """Equal to one device; what both wait and hold, beside 1F1B."""
+    """Prove zb-h1 and zb-v equal to one device; print bubble and memory beside 1F1B's."""
     from pp_training import lesson  # with it comes torch, which the schedule does not need
 
     return lesson(rt, o, "zb-h1", "zb-v", "1f1b")
 
 
 if __name__ == "__main__":
-    from pp_training import InOrderOptions
+    from common.lesson.runner import run
 
-    from common.lesson import run
+    from pp_training import InOrderOptions
 
     run(main, InOrderOptions)

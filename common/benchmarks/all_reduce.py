@@ -1,13 +1,14 @@
-"""What an all-reduce costs: MPI's own, our ring of messages, our process group on MPI, gloo; by size, in turn.
+"""Cost of an all-reduce by size: MPI's own, our ring of messages, our process group on MPI, gloo; in turn.
 
     mpirun -np 2 --bind-to core python common/benchmarks/all_reduce.py
     mpirun -np 2 --bind-to core python common/benchmarks/all_reduce.py --collectives reduce-scatter all-gather
 
 `MPI`'s all-reduce is called in a loop of C++, so that Python's part is not in its time. `copy` is the limit: every rank
-copies as many bytes once, and nobody waits for anybody.
+copies as many bytes once, without waiting for another rank.
 
-A machine that others use too has slow moments. 200 barriers before and after each sample tell: where they take more
-than 1.5 times their shortest, the sample does not count (unless fewer than 5 would be left).
+A machine that others use too has slow moments. They are detected by 200 barriers before and after each
+sample: if these take more than 1.5 times the shortest ones, the sample does not count (unless fewer than 5
+would be left).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from fived import collectives, mpi
 from mpi4py import MPI
 from rich.table import Table
 
-from common import mpi_backend
+from common.benchmarks.bandwidth import Row
 from common.errors import UsageError
-from common.lesson import write_records
-from common.options import Checked, Within, parse
-from common.terminal import terminal
-from common.utils.bandwidth import Row
+from common.launch import mpi_backend
+from common.launch.command_line import Checked, Within, parse
+from common.launch.terminal import terminal
+from common.lesson.runner import write_records
 
 Array = npt.NDArray[np.float32]
 Calls = dict[str, Callable[[int], object]]
@@ -46,19 +47,19 @@ WORLD = MPI.COMM_WORLD
 
 @dataclass
 class Options(Checked):
-    """Sizes and repeats."""
+    """Options: collectives, sizes and repeats."""
 
     collectives: tuple[Name, ...] = ("all-reduce",)
-    """What to measure, a table each."""
+    """Collectives to measure, one table each."""
     sizes: tuple[Annotated[int, Within(4, 2**40)], ...] = (4, 4096, 65536, 2**20, 2**22, 2**24, 2**26)
-    """Bytes of the buffer, float32: the larger of what a rank holds before and after."""
+    """Bytes of the buffer, float32: the larger of a rank's input and output."""
     repeats: Annotated[int, Within(5, 10**9)] = 21
-    """Timed calls of each, in turn, after three to warm up."""
+    """Timed calls of each implementation, in turn, after three to warm up."""
     json: Path | None = None
     """File to which a record for each size and implementation is appended."""
 
     def check(self) -> None:
-        """Raises UsageError for what cannot be measured."""
+        """Check that there is something to measure. Raises UsageError."""
         if not self.sizes:
             raise UsageError("--sizes is empty; give bytes of float32, such as 4 65536")
         if not self.collectives:
@@ -69,7 +70,7 @@ class Options(Checked):
 
 @contextmanager
 def groups() -> Iterator[dict[str, dist.ProcessGroup]]:
-    """The process groups to compare: ours, gloo's."""
+    """Yield the process groups to compare by name: ours and gloo's."""
     mpi_backend.register()
     folder = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
     store = dist.FileStore(str(Path(folder, "store")), WORLD.size)
@@ -83,7 +84,10 @@ def groups() -> Iterator[dict[str, dist.ProcessGroup]]:
 def implementations(
     name: Name, comm: mpi.Communicator, by: dict[str, dist.ProcessGroup], x: Array, y: Array
 ) -> Calls:
-    """Who -> a collective from x to y, as often as asked; all-reduce and broadcast change x, and y is x."""
+    """Return, by implementation, a function that runs the collective from x to y a given number of times.
+
+    All-reduce and broadcast work in place: they change x, and y is x.
+    """
     tx, ty, spare = torch.from_numpy(x), torch.from_numpy(y), np.zeros(max(x.size, y.size), np.float32)
 
     def loop(call: Callable[[], object]) -> Callable[[int], object]:
@@ -112,7 +116,7 @@ def implementations(
 
 
 def buffers(name: Name, numbers: int) -> tuple[Array, Array, Array]:
-    """What this rank gives, room for what it gets, and what it must get: whole numbers, which float32 adds exactly."""
+    """Return this rank's input, output buffer and expected output: integers, which float32 adds exactly."""
     n, rank, piece = WORLD.size, WORLD.rank, max(1, numbers // WORLD.size)
     start = np.arange(numbers if name in ("all-reduce", "broadcast") else n * piece, dtype=np.float32) % 1000
     mine, total = slice(rank * piece, (rank + 1) * piece), np.float32(n * (n + 1) // 2)
@@ -142,7 +146,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 def is_right(call: Callable[[int], object], x: Array, y: Array, given: Array, expected: Array) -> bool:
-    """Whether every rank gets what it must."""
+    """Return True if every rank gets the expected output."""
     y[:] = 0
     x[:] = given
     call(1)
@@ -150,7 +154,7 @@ def is_right(call: Callable[[int], object], x: Array, y: Array, given: Array, ex
 
 
 def barriers() -> float:
-    """Seconds of 200 barriers: how quick the ranks are to meet just now."""
+    """Return the seconds of 200 barriers, a measure of how busy the machine is."""
     start = time.perf_counter()
     for _ in range(200):
         WORLD.Barrier()
@@ -210,7 +214,7 @@ def shown(size: float) -> str:
 def compare(
     name: Name, comm: mpi.Communicator, by: dict[str, dist.ProcessGroup], options: Options
 ) -> tuple[Table, list[Row]]:
-    """One collective: a row a size."""
+    """Return the table of one collective, a row per size, and its records."""
     table = Table(title=f"{name}, float32, {WORLD.size} ranks, median µs", title_justify="left")
     rows: list[Row] = []
     for size in options.sizes:
@@ -232,7 +236,7 @@ def compare(
 
 
 def main(options: Options) -> bool:
-    """Print a table a collective, write the records; whether all results were right."""
+    """Print a table per collective and write the records; return True if all results were right."""
     options.check()
     torch.set_num_threads(1)
     comm, out = mpi.Communicator(WORLD), terminal(quiet=WORLD.rank != 0, plain=True)

@@ -1,11 +1,11 @@
-"""Runs every chapter's implementations, languages and rank counts in turn, and writes a report of them.
+"""Run every chapter's implementations, languages and rank counts in turn, and write a report of them.
 
     python common/benchmarks/benchmark_all.py                      make benchmark does the same
     python common/benchmarks/benchmark_all.py --only 'dp_mpi*' --ranks 1 2 4
     python common/benchmarks/benchmark_all.py --resume             goes on where an earlier run ended
     scripts/benchmark_cluster.sh hosts                             the same over several hosts, or under Slurm
 
-Writes into --output: records.jsonl (one record a line: what, where, when, by which command, how fast), plots/,
+Writes into --output: records.jsonl (one record per line: case, machine, date, command, times), plots/,
 logs/ and report.html. Chapters list what to run in their benchmark.toml: see common/benchmarks/cases.py.
 Exit code 0: all ran; 1: a case failed, the report says which, or --output is full; 2: bad input.
 """
@@ -38,18 +38,18 @@ from rich.progress import Task as BarTask
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from common import spawn
-from common.benchmarks import forked, peaks, plots, report, runner, tables
+from common.benchmarks import peaks, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
 from common.benchmarks.measures import timings
 from common.errors import UsageError
-from common.options import Checked, Count, Ranks, Within, parse
-from common.program import run_program, show_on_stderr
-from common.terminal import terminal
+from common.launch import forked, spawn
+from common.launch.command_line import Checked, Count, Ranks, Within, parse
+from common.launch.program import run_program, show_on_stderr
+from common.launch.terminal import terminal
 from common.utils.environment import describe
 
-# what lessons import, and torch on their behalf
-PRELOAD = [*spawn.PRELOAD, "torch.fx.experimental.symbolic_shapes", "common.comparison"]
+# modules that lessons import, and those that torch imports for them
+PRELOAD = [*spawn.PRELOAD, "torch.fx.experimental.symbolic_shapes", "common.lesson.comparison"]
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
 IMPORTANT = (
@@ -65,7 +65,7 @@ IMPORTANT = (
 
 @dataclass
 class Options(Checked):
-    """What to run and where to write."""
+    """Options: the cases to run, and the output folder."""
 
     output: Path = Path("results")
     """Folder for records, plots, logs and report.html."""
@@ -76,13 +76,13 @@ class Options(Checked):
     cores: Count | None = None
     """Cores of all hosts together; left out: those of this machine."""
     launch: str = ""
-    """What starts the ranks in place of mpirun and torchrun, such as 'mpirun --hostfile hosts -np {ranks}'."""
+    """Command in place of mpirun and torchrun, such as 'mpirun --hostfile hosts -np {ranks}'."""
     quick: bool = False
-    """One short run of each case, with a small model: to see that all works."""
+    """One short run of each case, with a small model, as a check that everything works."""
     fresh: bool = False
-    """Start every script in a new Python; left out: in a fork of one that has imported torch."""
+    """Start every script in a new Python; default: in a fork of one that has imported torch."""
     resume: bool = False
-    """Keep the records that are there, and run what is missing or failed."""
+    """Keep the stored records, and run the cases that are missing or failed."""
     timeout: Annotated[float, Within(1e-3, 1e6)] = 180.0
     """Seconds that a case may take."""
     picture: Path | None = None
@@ -90,7 +90,7 @@ class Options(Checked):
 
 
 def main(options: Options, root: Path = ROOT) -> int:
-    """Run the cases and write the report; the exit code. Raises UsageError."""
+    """Run the cases and write the report; return the exit code. Raises UsageError."""
     os.environ["PATH"] = runner.environment()["PATH"]
     cores = options.cores or plots.cores()
     tasks = select(load(root), options.only, options.ranks, options.quick, cores, options.launch)
@@ -141,7 +141,7 @@ def main(options: Options, root: Path = ROOT) -> int:
 
 
 def command_line(task: Task, root: Path) -> str:
-    """What to type in the repository's root to see this task's numbers."""
+    """Return the command to type in the repository's root that shows this task's numbers."""
     folder = task.folder
     shown = folder.relative_to(root) if folder.is_relative_to(root) else folder
     threads = f"OMP_NUM_THREADS=1 {task.command}"
@@ -153,7 +153,7 @@ def _outcomes(outcome: runner.Outcome) -> list[Record]:
 
 
 def _record(task: Task, outcome: runner.Outcome, one: Record, where: Record, root: Path) -> Record:
-    """A record as it is kept: what the program said, and what only we know."""
+    """Return a record as it is stored: the program's fields and those that the benchmark adds."""
     return {
         "chapter": task.case.title,
         "case": task.name,
@@ -169,14 +169,14 @@ def _record(task: Task, outcome: runner.Outcome, one: Record, where: Record, roo
 
 
 def machine() -> dict[str, str]:
-    """Processor, cores and versions."""
+    """Return processor, cores and versions by name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {"processor": (names or [platform.processor() or platform.machine()])[0], **describe()}
 
 
 def commit(root: Path) -> str:
-    """The repository's commit, and whether files differ from it; "unknown" in a copy without git."""
+    """Return the commit, and whether files differ from it; "unknown" in a copy without git."""
 
     def git(*words: str) -> str:
         command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *words]
@@ -189,10 +189,10 @@ def commit(root: Path) -> str:
 
 
 class Remaining(ProgressColumn):
-    """Time that the cases left will take when they are like those done."""
+    """Progress column: estimated time of the remaining cases, if they are like those done."""
 
     def render(self, task: BarTask) -> Text:
-        """Unknown until the first case is done."""
+        """Return the remaining time, unknown until the first case is done."""
         if not task.completed or task.total is None:
             return Text("-:--:-- left")
         spent, now = task.fields["spent"], task.elapsed or 0.0
@@ -202,7 +202,7 @@ class Remaining(ProgressColumn):
 
 @contextmanager
 def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Outcome | None], None]]:
-    """show(name, outcome): a bar with the time that remains on a terminal, elsewhere a line a case."""
+    """Yield show(name, outcome): on a terminal a bar with the remaining time, elsewhere a line per case."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -230,7 +230,7 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Out
 
 
 def show(records: Sequence[Record], output: Path, picture: Path | None, console: Console) -> int:
-    """Show what the records say in the terminal, then in `output`; 1 when a case failed."""
+    """Show the records in the terminal and write the report to `output`; return 1 if a case failed."""
     timed = [t for t in timings(records) if t.purpose == "time"]
     for work in dict.fromkeys(t.work for t in timed):
         same = report.in_order([t for t in timed if t.work == work and t.scaling == "strong"])
@@ -251,7 +251,7 @@ def show(records: Sequence[Record], output: Path, picture: Path | None, console:
 
 
 def show_table(table: tables.Table, console: Console, columns: Sequence[str] = IMPORTANT) -> None:
-    """A table of the report in the terminal, its most important columns."""
+    """Print a table of the report with its most important columns."""
     table = table.without_empty_columns()
     shown = RichTable(title=escape(table.title), title_justify="left")
     chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in columns]

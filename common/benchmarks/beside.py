@@ -1,4 +1,4 @@
-"""Two stored runs side by side: which cases took longer, and whether the difference is more than their spread."""
+"""Two stored runs side by side: the cases that took longer, and if the difference exceeds their spread."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Second over first, of the medians."""
+        """Ratio of the medians, second over first."""
         return self.second.seconds / self.first.seconds
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest ratio that two of their steps have."""
+        """The least and the largest ratio between a step of the second run and a step of the first."""
         a, b = self.first.step_seconds, self.second.step_seconds
         return min(b) / max(a), max(b) / min(a)
 
     @property
     def verdict(self) -> str:
-        """Empty where some step of one took as long as some of the other: that tells nothing apart."""
+        """`slower` or `faster`; empty if the step times of the two runs overlap."""
         low, high = self.bounds
         return "slower" if low > 1 else "faster" if high < 1 else ""
 
@@ -43,14 +43,14 @@ def _by_case(records: Iterable[Record]) -> dict[Key, Timing]:
 
 
 def pairs(first: Sequence[Record], second: Sequence[Record]) -> tuple[list[Pair], list[str]]:
-    """What both runs timed, in the first one's order; the names of what only one of them did."""
+    """Return the cases that both runs timed, in the first one's order, and the names of all others."""
     a, b = _by_case(first), _by_case(second)
     alone = sorted({f"{case} ({who[0]})" for case, who, _ in a.keys() ^ b.keys()})
     return [Pair(a[key], b[key]) for key in a if key in b], alone
 
 
 def table(both: Sequence[Pair], title: str, alone: Sequence[str] = ()) -> Table:
-    """A row for each case and implementation; marked where the second run is slower beyond the spread."""
+    """Return a row per case and implementation, marked if the second run is slower beyond the spread."""
     heads = (
         "implementation",
         ">ranks",

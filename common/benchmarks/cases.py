@@ -1,4 +1,4 @@
-"""Which commands the benchmark runs: the cases that each chapter lists in its benchmark.toml.
+"""Commands that the benchmark runs: the cases that each chapter lists in its benchmark.toml.
 
     title = "Data parallelism"                  # the heading in the report
 
@@ -6,7 +6,7 @@
     name = "dp_mpi"                             # unique; --only selects by it
     launcher = "mpirun"                         # or "torchrun", or "python" (the command starts its ranks itself)
     command = "build/bin/dp_mpi --benchmark --scaling {scaling}"     # may also hold {ranks} and {variant}
-    folder = ".."                               # where it runs, seen from the file; default: beside the file
+    folder = ".."                               # working folder, relative to the file; default: the file's
     ranks = [1, 2, 4]                           # rank counts it can run with
     scalings = ["strong", "weak"]               # default: ["strong"]
     quick = "--model gpt2-tiny --steps 2"       # added with --quick
@@ -49,7 +49,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One command line of a chapter; the module's docstring says what each field means."""
+    """One command line of a chapter; the module's docstring explains each field."""
 
     title: str
     file: Path
@@ -77,18 +77,18 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Unique among all tasks; also the name of its logs."""
+        """Name that is unique among all tasks; also the name of the logs."""
         variant = re.sub(r"[^\w.]+", "-", self.variant).strip("-")
         return "-".join(filter(None, (self.case.name, variant, self.scaling, str(self.ranks))))
 
     @property
     def folder(self) -> Path:
-        """Where the command runs."""
+        """Folder in which the command runs."""
         return (self.case.file.parent / self.case.folder).resolve()
 
     @property
     def command(self) -> str:
-        """What a person types in that folder. `launch` takes the place of mpirun and torchrun."""
+        """Command to type in that folder. `launch` replaces mpirun and torchrun."""
         starts = LAUNCHERS[self.case.launcher]
         if self.launch and self.case.launcher != "python":
             starts = f"{self.launch} {'python ' if self.case.launcher == 'torchrun' else ''}"
@@ -98,7 +98,7 @@ class Task:
 
 
 def load(root: Path) -> list[Case]:
-    """The cases of every chapter in order, then those of common/. Raises UsageError for a file that is wrong."""
+    """Return the cases of all chapters in order, then of common/. Raises UsageError for an invalid file."""
     files = [*sorted(root.glob("[0-9][0-9]-*/benchmark.toml")), root / "common/benchmarks/benchmark.toml"]
     cases = [case for file in files if file.exists() for case in _read(file, str(file.relative_to(root)))]
     names = [case.name for case in cases]
@@ -125,7 +125,7 @@ def _read(file: Path, shown: str) -> list[Case]:
 
 
 def _case(table: dict[str, Any], title: str, file: Path, shown: str) -> Case:
-    """A case from its table, each value checked. Raises UsageError."""
+    """Return a case from its table, each value checked. Raises UsageError."""
     keys = {field.name: field for field in fields(Case) if field.name not in ("title", "file")}
     if isinstance(table.get("name"), str):
         shown += f" ({table['name']})"
@@ -171,13 +171,13 @@ def select(
     cores: int = 1,
     launch: str = "",
 ) -> list[Task]:
-    """The tasks to run, in order.
+    """Return the tasks to run, in order.
 
-    `only` are patterns of case or task names; `ranks` are counts to run; without them a timed case runs with as many
-    ranks as there are cores at most (beyond, ranks wait for one another's core), and at least with its smallest count.
-    `quick` takes one run of each case, with most of these ranks, and none that measures memory alone.
-    `launch` is what starts {ranks} ranks, such as "srun --ntasks={ranks}", for cases that mpirun or torchrun starts.
-    Raises UsageError when that leaves nothing.
+    `only` are patterns of case or task names; `ranks` are counts to run. Without `ranks`, timed cases run
+    with at most as many ranks as there are cores (more ranks would share cores), but at least with the
+    smallest count of the case. `quick` takes one run of each case, with the most of these ranks, and no case
+    that only measures memory. `launch` is the command that starts {ranks} ranks, such as "srun
+    --ntasks={ranks}", in place of mpirun or torchrun. Raises UsageError if no task is left.
     """
     if launch and "{ranks}" not in launch:
         raise UsageError(
@@ -205,7 +205,7 @@ def _matching(tasks: Sequence[Task], only: Sequence[str]) -> list[Task]:
 
 
 def _counts(cases: Sequence[Case], only: Sequence[str], quick: bool) -> list[int]:
-    """All rank counts with which something that `only` matches could run."""
+    """Return all rank counts with which a case or task that `only` matches could run."""
     each = [task for case in cases for n in case.ranks for task in _tasks(case, [n], quick, n)]
     return sorted({task.ranks for task in _matching(each, only)})
 

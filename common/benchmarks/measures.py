@@ -1,4 +1,4 @@
-"""What the report computes from the records, and nothing else does."""
+"""Computations of the report from the records; no other module computes any."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BANDWIDTH = (
 )
 SCHEDULE = ("schedule", "model", "dtype", "backend", "ranks", "micro_batches", "bubble", "timelines")
 TIMED = (*TEXTS, "ranks", "step_seconds")
-KINDS = {  # a field that only one kind of record has -> all that this kind needs
+KINDS = {  # field that only one kind of record has -> all fields that this kind needs
     "step_seconds": TIMED,
     "bus_bandwidth": BANDWIDTH,
     "timelines": SCHEDULE,
@@ -46,7 +46,7 @@ SHARES = ("formula", "simulated", "with measured times", "measured")  # of a bub
 
 @dataclass(frozen=True)
 class Timing:
-    """The steps that one implementation took on one number of ranks. None: not measured."""
+    """The steps of one implementation on one number of ranks. None: not measured."""
 
     strategy: str
     implementation: str
@@ -57,11 +57,11 @@ class Timing:
     ranks: int
     step_seconds: tuple[float, ...]  # of each step, the slowest rank's
     scaling: str = "strong"
-    tokens_per_step: float | None = None  # all ranks together, as the next one
+    tokens_per_step: float | None = None  # of all ranks together, like flop_per_step
     flop_per_step: float | None = None
-    communication_seconds: float | None = None  # a step, exposed
-    seconds_by_axis: Mapping[str, float] | None = None  # of that, the mean of the ranks
-    bytes_counted: float | None = None  # a rank and step
+    communication_seconds: float | None = None  # exposed, per step
+    seconds_by_axis: Mapping[str, float] | None = None  # the same by axis, mean of the ranks
+    bytes_counted: float | None = None  # per rank and step
     bytes_formula: float | None = None
     peak_memory_bytes: float | None = None  # the largest rank's
     equal: bool | None = None  # to one device
@@ -85,17 +85,17 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return None if self.tokens_per_step is None else self.tokens_per_step / self.seconds
 
     @property
     def gflops(self) -> float | None:
-        """10^9 operations a second, of all ranks together."""
+        """10^9 operations per second of all ranks together."""
         return None if self.flop_per_step is None else self.flop_per_step / self.seconds / 1e9
 
     @property
     def peak(self) -> float | None:
-        """10^9 operations a second of one core with the BLAS that this implementation computes with."""
+        """10^9 operations per second of one core with the BLAS of this implementation; None if unknown."""
         if self.backend == "nccl":
             return None  # peaks are of processors
         blas = "C++" if self.language == "cpp-mpi" else "torch"
@@ -104,36 +104,36 @@ class Timing:
 
     @property
     def peak_share(self) -> float | None:
-        """Part of the peak of as many cores as the ranks can use at once."""
+        """Share of the peak of as many cores as the ranks can use at once."""
         if self.gflops is None or self.peak is None:
             return None
         return self.gflops / self.peak / min(self.ranks, self.cores or self.ranks)
 
     @property
     def communication_share(self) -> float | None:
-        """Part of a step in which a rank does nothing but wait for messages."""
+        """Share of a step in which a rank only waits for messages."""
         return None if self.communication_seconds is None else self.communication_seconds / self.seconds
 
     @property
     def who(self) -> tuple[str, str, str]:
-        """Whose time it is."""
+        """Key of the implementation: (implementation, language, backend)."""
         return self.implementation, self.language, self.backend
 
     @property
     def one_rank_tokens(self) -> float | None:
-        """The tokens in a step of the one-rank run that this one scales up from."""
+        """Tokens per step of the one-rank run with which this run is compared."""
         if self.tokens_per_step is None or self.scaling == "strong":
             return self.tokens_per_step
         return self.tokens_per_step / self.ranks
 
     @property
     def work(self) -> tuple[str, str, float | None]:
-        """Timings of equal work can be compared."""
+        """Key of the work: (model, dtype, one_rank_tokens); timings with equal keys can be compared."""
         return self.model, self.dtype, self.one_rank_tokens
 
 
 def read(file: Path, added: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
-    """The good records of a file, which have the fields `added` too, and what is wrong with each other line."""
+    """Return the good records of a file, which also have the fields `added`, and a message per other line."""
     good, wrong = [], []
     for number, line in enumerate(file.read_text(errors="replace").splitlines() if file.exists() else [], 1):
         try:
@@ -149,7 +149,7 @@ def read(file: Path, added: Sequence[str] = ()) -> tuple[list[dict[str, Any]], l
 
 
 def problem(record: Any, added: Sequence[str] = ()) -> str:
-    """What keeps a record from being a Timing, a bandwidth, a schedule or a failure; empty when nothing does."""
+    """Return why a record is no Timing, bandwidth, schedule or failure; empty if it is one."""
     if not isinstance(record, dict):
         return "is not an object"
     kinds = [needed for mark, needed in KINDS.items() if mark in record] or [TIMED]
@@ -163,12 +163,12 @@ def problem(record: Any, added: Sequence[str] = ()) -> str:
 
 
 def _text(value: Any) -> bool:
-    """A text that can be written: without half of a surrogate pair."""
+    """Return True for a text that can be encoded: without half of a surrogate pair."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def _number(value: Any) -> bool:
-    """Not NaN, nor more than a float holds."""
+    """Return True for a number that is not NaN and fits a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -191,7 +191,7 @@ def _map(check: Check) -> Check:
 
 
 def _interval(value: Any) -> bool:
-    """A visualizer.Interval."""
+    """Return True for the fields of a visualizer.Interval."""
     checks = (_number, _number, _text, _text)
     return (
         isinstance(value, list)
@@ -220,7 +220,7 @@ CHECKS: dict[str, Check] = {
 
 
 def timings(records: Iterable[Mapping[str, Any]]) -> list[Timing]:
-    """The records that time steps."""
+    """Return the Timings of the records that time steps."""
     timed = [record for record in records if "step_seconds" in record]
     return [Timing(**_fields(record)) for record in timed]
 
@@ -231,7 +231,7 @@ def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:
-    """Throughput over that of one rank, of the same implementation on the same work; None without one.
+    """Return the throughput over that of one rank, of the same implementation and work; None without one.
 
     Meshes of one model are compared with "one rank", which is an implementation of its own.
     Strong scaling: T(1) / T(n) for the same tokens. Weak: n T(1) / T(n), n times the tokens.
@@ -251,7 +251,7 @@ def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:
 
 
 def alone(timing: Timing, among: Sequence[Timing]) -> Timing | None:
-    """The run of this implementation alone, whose peak memory is its own; None when others always ran with it."""
+    """Return a run of this implementation alone, whose peak memory is its own; None if there is none."""
     alike = [t for t in among if t.purpose == "memory" and _kind(t) == _kind(timing)]
     for t in (timing, *alike):
         if len({other.who for other in among if other.command == t.command}) == 1:
@@ -264,5 +264,5 @@ def _kind(t: Timing) -> tuple[tuple[str, str, str], int, str, str]:
 
 
 def compared(timing: Timing, among: Sequence[Timing]) -> list[Timing]:
-    """All runs that compared this implementation with one device."""
+    """Return all runs that compared this implementation with one device."""
     return [t for t in among if t.who[:2] == timing.who[:2] and t.equal is not None]

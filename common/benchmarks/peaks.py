@@ -2,9 +2,10 @@
 
     python common/benchmarks/peaks.py
 
-Torch's BLAS is under PyTorch and C++ on LibTorch, the other one under C++ on MPI. Where one uses wider vector
-instructions than the other, as OpenBLAS may where MKL does not, a language is faster for that reason alone; so the
-report compares each implementation with the peak of its own BLAS. The peak is the fastest of five products.
+PyTorch and C++ on LibTorch use torch's BLAS, C++ on MPI uses the other one. If one uses wider vector
+instructions, as OpenBLAS may on a machine where MKL does not, a language is faster for that reason alone; so
+the report compares each implementation with the peak of its own BLAS. The peak is the fastest of five
+products.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Peaks = dict[str, dict[str, float]]  # BLAS -> type -> floating-point operations
 
 
 def products() -> dict[str, Callable[[Any, Any], object]]:
-    """The product of each BLAS on one core; without C++'s where the module is not built."""
+    """Return the product of each BLAS on one core; without C++'s if the module is not built."""
     torch.set_num_threads(1)
     found: dict[str, Callable[[Any, Any], object]] = {
         "torch": lambda a, b: torch.from_numpy(a) @ torch.from_numpy(b)

@@ -1,4 +1,4 @@
-"""The report's plots, made from records; each is kept as PNG and SVG, and stands inside the page as SVG."""
+"""The report's plots, made from records; each is stored as PNG and SVG, and the page holds the SVG."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Series = dict[str, dict[int, float]]
 
 @dataclass(frozen=True)
 class Plot:
-    """What to draw, and what it shows in words; height in inches."""
+    """A plot: name, caption, function that draws it, and layout; height in inches."""
 
     name: str
     caption: str
@@ -33,8 +33,8 @@ class Plot:
     rows: int = 1
 
     def save(self, folder: Path) -> str:
-        """Draw it into `folder`, as PNG and as SVG; the SVG as it stands in a page."""
-        name = re.sub(r"[^\w-]+", "-", self.name)  # of files, and of what a page holds
+        """Draw it into `folder`, as PNG and as SVG; return the SVG for the page."""
+        name = re.sub(r"[^\w-]+", "-", self.name)  # of the files, and prefix of identifiers in the page
         png, svg = folder / f"{name}.png", folder / f"{name}.svg"
         shape = {"columns": self.columns, "rows": self.rows}
         with visualizer.figure(png, svg, **shape, width=5.8 * self.columns, height=self.height) as axes:
@@ -43,7 +43,7 @@ class Plot:
 
 
 def inline(svg: str, name: str, caption: str) -> str:
-    """An SVG file's drawing for a page: no background, the page's text colour, names that are its own."""
+    """Return an SVG's drawing for a page: no background, the page's text colour, prefixed identifiers."""
     svg = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="patch_1">.*?</g>', "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="\S+" height="\S+"', r"\1", svg, count=1)
@@ -58,7 +58,7 @@ def cores() -> int:
 
 
 def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
-    """Throughput, scaling and communication of equal work."""
+    """Return the plots of equal work: throughput, scaling and communication."""
     fixed = [t for t in timings if t.scaling == "strong"] or list(timings)
     work = work_name(timings[0])
     plots = []
@@ -85,7 +85,7 @@ def _height(rates: Series) -> float:
 
 
 def _series(timings: Sequence[Timing], value: Callable[[Timing], float | None]) -> Series:
-    """Name -> ranks -> value, without what was not measured."""
+    """Return name -> ranks -> value, without values that were not measured."""
     called = names(timings)
     series: Series = {}
     for t in timings:
@@ -95,14 +95,14 @@ def _series(timings: Sequence[Timing], value: Callable[[Timing], float | None]) 
 
 
 def _speed_ups(timings: Sequence[Timing], kind: str) -> Series:
-    """Of those that ran with more than one rank."""
+    """Return the speed-ups of the implementations that ran with more than one rank."""
     several = {t.who for t in timings if t.scaling == kind and t.ranks > 1}
     chosen = [t for t in timings if t.who in several and (t.scaling == kind or t.ranks == 1)]
     return {k: v for k, v in _series(chosen, lambda t: speed_up(t, timings)).items() if len(v) > 1}
 
 
 def _parts(timings: Sequence[Timing]) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step: exposed communication, and the rest."""
+    """Return the milliseconds of a step: exposed communication, and the rest."""
     called = names(timings)
     return {
         f"{called[t.who]}, {t.ranks} ranks": {
@@ -131,10 +131,10 @@ def _communication(parts: dict[str, dict[str, float]], axes: tuple[Axes, ...]) -
 
 
 def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
-    """Bus bandwidth over message size, a plot for each backend and rank count.
+    """Return plots of bus bandwidth over message size, one per backend and rank count.
 
-    Where a primitive is named with who did it ("all-reduce, gloo"), it has its own plot, a line for each of them;
-    "copy" is the limit, in bytes copied a second.
+    A primitive named with its implementation ("all-reduce, gloo") has its own plot, with a line per
+    implementation; "copy" is the limit, in bytes copied per second.
     """
     groups: dict[tuple[str, str, int], Series] = {}
     limits: dict[tuple[str, str, int], dict[int, float]] = {}
@@ -161,7 +161,7 @@ def _bandwidth(series: Series, copy: Mapping[int, float] | None, axes: tuple[Axe
 
 
 def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
-    """The simulated and the measured timeline of each pipeline schedule, one above the other."""
+    """Return the simulated and the measured timeline of each pipeline schedule, one above the other."""
     plots = []
     for place, r in enumerate(records, 1):
         lines = {
@@ -181,7 +181,7 @@ def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
 
 
 def picture(timings: Sequence[Timing], path: Path) -> None:
-    """The figure of the README: strong and weak scaling of the work that most languages did."""
+    """Draw the figure of the README: throughput and scaling of the work that most languages did."""
     works = {t.work: {u.language for u in timings if u.work == t.work} for t in timings}
     work = max(works, key=lambda key: len(works[key]))
     same = [t for t in timings if t.work == work and t.purpose == "time"]
@@ -197,7 +197,7 @@ def picture(timings: Sequence[Timing], path: Path) -> None:
 
 
 def _tokens(timing: Timing) -> str:
-    """The work that stays the same when ranks are added."""
+    """Describe the work that stays the same when ranks are added."""
     per = "step" if timing.scaling == "strong" else "rank and step"
     tokens = timing.one_rank_tokens
     return f"{tokens:,.0f} tokens per {per}" if tokens else f"the same work per {per}"

@@ -1,4 +1,4 @@
-"""From the records of a run to one page, report.html, that needs nothing else: no network, no other file."""
+"""Report of a run: one page, report.html, made from the records, that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """One sentence of the summary, whether it is good, and details to fold below."""
+    """One sentence of the summary, whether its news is good, and details to fold below."""
 
     good: bool
     sentence: str
@@ -30,14 +30,14 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Section:
-    """What the page says about a chapter: tables, and groups of figures (drawing, plot)."""
+    """The page's section on a chapter: tables, and groups of figures (drawing, plot)."""
 
     title: str
     blocks: list[Table | list[tuple[Markup, plots.Plot]]] = field(default_factory=list)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The good records of a results folder, none when it has no such file; one line tells which are left out."""
+    """Return the good records of a file, none if it does not exist; print one line about damaged ones."""
     try:
         records, wrong = measures.read(file, measures.KEPT)
     except OSError as error:
@@ -49,14 +49,14 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def write(records: Sequence[Record], output: Path) -> Path:
-    """Draw the plots into output/plots and write output/report.html; the page's path."""
+    """Draw the plots into output/plots and write output/report.html; return the page's path."""
     chapters = list(dict.fromkeys(r["chapter"] for r in records))
     content = [_section(title, [r for r in records if r["chapter"] == title], output) for title in chapters]
     return _page(output / "report.html", content, verdicts(records), _about(records))
 
 
 def write_comparison(first: Sequence[Record], second: Sequence[Record], path: Path) -> Path:
-    """Write a page of two runs side by side, a table for each chapter, to `path`. Raises ValueError without any."""
+    """Write a page of two runs side by side, a table per chapter, to `path`; return `path`."""
     content = []
     for title in dict.fromkeys(r["chapter"] for r in (*first, *second)):
         both, alone = beside.pairs(*([r for r in run if r["chapter"] == title] for run in (first, second)))
@@ -71,7 +71,7 @@ def write_comparison(first: Sequence[Record], second: Sequence[Record], path: Pa
 
 
 def compared(first: Sequence[Record], second: Sequence[Record]) -> list[Verdict]:
-    """What two runs side by side show."""
+    """Return the summary sentences of two runs side by side."""
     both, alone = beside.pairs(first, second)
     found = [Verdict(True, f"{len(both)} timings are in both runs, {len(alone)} in one only.")]
     for verdict in ("slower", "faster"):
@@ -125,7 +125,7 @@ def _draw(drawn: list[plots.Plot], output: Path) -> list[tuple[Markup, plots.Plo
 
 
 def in_order(same: list[Timing]) -> list[Timing]:
-    """Implementations as they came; of each, strong before weak, few ranks before many."""
+    """Keep the order of the implementations; within each sort strong before weak, few ranks before many."""
     order = [t.who for t in same]
     return sorted(same, key=lambda t: (order.index(t.who), t.scaling, t.ranks))
 
@@ -160,7 +160,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _about(records: Sequence[Record]) -> dict[str, str]:
-    """Where and when the records were made; several values when a run was resumed elsewhere or later."""
+    """Return place and date of the records; several values if a run was resumed elsewhere or later."""
     about: dict[str, dict[str, None]] = {}
     for record in records:
         for key, value in {

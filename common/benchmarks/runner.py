@@ -1,4 +1,4 @@
-"""Runs one task: its records when it went well, and why not when it failed."""
+"""Runner of one task: returns its records on success, or the reason of its failure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from common.benchmarks.measures import read
 
 Record = dict[str, Any]
 
-GRACE = 5.0  # seconds between asking a task to end and ending it
+GRACE = 5.0  # seconds between asking a task to end and killing it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task gave. `error` is empty when all went well."""
+    """Result of a task. `error` is empty on success."""
 
     records: list[Record]
     error: str
@@ -33,10 +33,10 @@ class Outcome:
 
 
 def run(task: Task, logs: Path, timeout: float, python: Path | None = None) -> Outcome:
-    """Run the task's command with one thread a rank, at most `timeout` seconds; its output goes to `logs`.
+    """Run the task's command with one thread per rank, at most `timeout` seconds; its output goes to `logs`.
 
-    python: a folder with the program `python` to start scripts with; not those that measure memory, because a fork's
-    resident set has that of its server in it.
+    python: a folder with the program `python` that starts the scripts; scripts that measure memory do not use
+    it, because a fork's resident set includes that of its server.
     """
     logs.mkdir(parents=True, exist_ok=True)
     errors = logs / f"{task.name}.stderr"
@@ -58,7 +58,7 @@ def run(task: Task, logs: Path, timeout: float, python: Path | None = None) -> O
 
 
 def environment(python: Path | None = None) -> dict[str, str]:
-    """One thread a rank; the program `python` of that folder, then this environment's programs, before all others."""
+    """Return the environment: one thread per rank; PATH begins with `python`, then this Python's folder."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     ours = str(Path(sys.executable).parent)
     others = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if folder != ours]
@@ -70,7 +70,7 @@ def environment(python: Path | None = None) -> dict[str, str]:
 def _call(
     command: list[str], folder: Path, env: dict[str, str], timeout: float, out: Any, err: Any
 ) -> int | None:
-    """The exit code, None when it took too long. Nothing it started is left behind."""
+    """Return the exit code, None after a timeout. No process that the command started is left behind."""
     try:
         process = psutil.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     except OSError as error:
@@ -86,7 +86,7 @@ def _call(
 
 
 def _end(process: psutil.Process) -> None:
-    """Ask the process to end, then end it and all that it started."""
+    """Ask the process to end, then kill it and its children."""
     family = [process, *process.children(recursive=True)]
     process.terminate()
     _, alive = psutil.wait_procs(family, timeout=GRACE)
@@ -96,7 +96,7 @@ def _end(process: psutil.Process) -> None:
 
 
 def last_error(text: str) -> str:
-    """The last line that the program itself wrote: without what mpirun and torchrun add around a failure."""
+    """Return the last line of the program itself, without the text that mpirun and torchrun add."""
     ours = re.sub(r"^-{40,}\n.*?^-{40,}$", "", text, flags=re.MULTILINE | re.DOTALL)  # mpirun's boxes
     ours = re.split(r"^E\d{4} .*torch/distributed/elastic", ours, flags=re.MULTILINE)[0]  # torchrun's report
     for part in (ours, text):

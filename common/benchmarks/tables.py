@@ -1,4 +1,4 @@
-"""The report's tables, made from records; the page and the terminal show the same ones."""
+"""The report's tables, made from records; the page and the terminal show the same tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
 
 @dataclass
 class Table:
-    """`heads` are names with their unit; a head that begins with ">" stands over numbers."""
+    """A table. `heads` are names with their unit; a head that begins with ">" stands over numbers."""
 
     title: str
     heads: Sequence[str]
@@ -32,37 +32,37 @@ class Table:
     note: str = ""
 
     def without_empty_columns(self) -> Table:
-        """The table without the columns in which no row has a value."""
+        """Return the table without the columns in which no row has a value."""
         kept = [i for i in range(len(self.heads)) if any(row.cells[i] != NONE for row in self.rows)]
         rows = [replace(row, cells=[row.cells[i] for i in kept]) for row in self.rows]
         return replace(self, heads=[self.heads[i] for i in kept], rows=rows)
 
     @property
     def commands(self) -> list[str]:
-        """Each command once, in the order of the rows; its place is its number in the table."""
+        """Each command once, in the order of the rows; its index is its number in the table."""
         return list(dict.fromkeys(command for row in self.rows for command in row.commands))
 
 
 def text(value: float | None, form: str = "{:,.0f}", scale: float = 1.0) -> str:
-    """A number as text, a dash for none."""
+    """Format a number; a dash for None."""
     return NONE if value is None else form.format(value * scale)
 
 
 def digits(value: float | None, scale: float = 1.0) -> str:
-    """At least three digits, thousands apart."""
+    """Format a number with at least three digits and thousands separators."""
     return text(
         value, "{:,.0f}" if value is not None and abs(value * scale) >= 1000 else "{:#.3g}", scale
     ).rstrip(".")
 
 
 def work_name(timing: Timing) -> str:
-    """What was computed: model, type, tokens in a step."""
+    """Describe the work: model, type, tokens per step."""
     tokens = f", {timing.one_rank_tokens:,.0f} tokens a step" if timing.one_rank_tokens else ""
     return f"{timing.model}, {timing.dtype}{tokens}"
 
 
 def names(timings: Sequence[Timing]) -> dict[tuple[str, str, str], str]:
-    """A short name for each (implementation, language, backend): what tells it apart from the others."""
+    """Return a short name per (implementation, language, backend), different from all other names."""
     every = list(dict.fromkeys(t.who for t in timings))
     result = {}
     for who in every:
@@ -80,7 +80,7 @@ def names(timings: Sequence[Timing]) -> dict[tuple[str, str, str], str]:
 
 
 def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
-    """Speed of equal work on every rank count, and whether the implementation equals one device."""
+    """Return the speed of equal work on every rank count, and the verdict on equality to one device."""
     table = Table(
         f"Throughput: {work_name(timings[0])}",
         (
@@ -121,7 +121,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
 
 
 def two_speeds(timings: Sequence[Timing]) -> str:
-    """One line where the BLASes of these implementations differ by more than 10 %, else nothing."""
+    """Return a note if the BLASes of these implementations differ by more than 10 %, else ""."""
     peaks = {"C++ on MPI" if t.language == "cpp-mpi" else "torch": t.peak for t in timings if t.peak}
     slow, fast = min(peaks, key=peaks.__getitem__, default=""), max(peaks, key=peaks.__getitem__, default="")
     if not peaks or peaks[fast] <= 1.1 * peaks[slow]:
@@ -133,7 +133,7 @@ def two_speeds(timings: Sequence[Timing]) -> str:
 
 
 def equality(proofs: Sequence[Timing]) -> str:
-    """What the runs that compared an implementation with one device found, with the largest difference."""
+    """Return the verdict of the runs that compared with one device, with the largest difference."""
     if not proofs:
         return "not compared"
     largest = max((t.largest_difference for t in proofs if t.largest_difference is not None), default=None)
@@ -141,7 +141,7 @@ def equality(proofs: Sequence[Timing]) -> str:
 
 
 def proofs(timings: Sequence[Timing]) -> Table:
-    """Each run that compared with one device."""
+    """Return a table of the runs that compared with one device."""
     table = Table(
         "Equal to one device",
         ("implementation", "language", "backend", ">ranks", "model", ">largest relative difference", "equal"),
@@ -156,7 +156,7 @@ def proofs(timings: Sequence[Timing]) -> Table:
 
 
 def communication(timings: Sequence[Timing]) -> Table:
-    """Time in which a step only waits for messages, and the bytes that a rank sends."""
+    """Return the time per step in which ranks only wait for messages, and the bytes that a rank sends."""
     table = Table(
         f"Communication: {work_name(timings[0])}",
         (
@@ -191,14 +191,17 @@ def communication(timings: Sequence[Timing]) -> Table:
 
 
 def along(timing: Timing) -> str:
-    """`tp 21%, dp 8%`: shares of a step, the mean of the ranks, the largest first; what is below 0.5 % is left out."""
+    """Return `tp 21%, dp 8%`: shares of a step, the mean of the ranks, the largest first.
+
+    Shares below 0.5 % are left out.
+    """
     shares = {axis: waits / timing.seconds for axis, waits in (timing.seconds_by_axis or {}).items()}
     largest = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{axis} {share:.0%}" for axis, share in largest if share >= 0.005) or NONE
 
 
 def scaling(timings: Sequence[Timing]) -> Table:
-    """Speed-up and efficiency (speed-up / ranks) over rank counts, strong and weak."""
+    """Return speed-up and efficiency (speed-up / ranks) over rank counts, strong and weak."""
     counts = sorted({t.ranks for t in timings})
     heads = ["implementation", "scaling", *(f">{n} rank{'s' * (n > 1)}" for n in counts)]
     table = Table(f"Scaling: {work_name(timings[0])}", heads)
@@ -217,7 +220,7 @@ def scaling(timings: Sequence[Timing]) -> Table:
 
 
 def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Time and bandwidth of the primitives over message sizes."""
+    """Return time and bandwidth of the primitives over message sizes."""
     table = Table(
         "Bandwidth",
         (
@@ -251,7 +254,7 @@ def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def bubbles(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The share of all ranks' time in which they compute nothing, of each pipeline schedule."""
+    """Return, per pipeline schedule, the share of all ranks' time without computation."""
     heads = ("schedule", "model", ">ranks", ">micro-batches", *(f">{share}" for share in SHARES))
     table = Table("Bubble", heads)
     table.note = (
@@ -266,7 +269,7 @@ def bubbles(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def failures(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Each case that failed, with the last line that it wrote."""
+    """Return each failed case, with its last line of output."""
     table = Table("Failed", ("case", ">ranks", "scaling", ">after (s)", "last error line"))
     for r in records:
         cells = [r["case"], str(r["ranks"]), r["scaling"], text(r.get("elapsed"), "{:.1f}"), r["error"]]

@@ -8,11 +8,11 @@
     mine = samples_at(seed, samples, step * batch + lo, step * batch + hi)
 
 A batch is a range of positions, and a rank's part is a range of the batch. So there is no end of an epoch to pad or to
-drop: a batch may begin in one epoch and end in the next. Nothing is a state: a run resumes at any step, on any
+drop: a batch may begin in one epoch and end in the next. There is no state: a run resumes at any step, on any
 number of ranks, by naming that step.
 
 The order of an epoch sorts the samples by their random bits. Samples have different bits, because mixing is a
-bijection, so the order is one and the same for every method of sorting. It takes 8 bytes and about 0.1 µs a sample.
+bijection, so every method of sorting gives the same order. It takes 8 bytes and about 0.1 µs a sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real text with no download: bytes are tokens, and a batch is a pure function of (seed, step, slice).
+"""Real text without a download: bytes are tokens, and a batch is a pure function of (seed, step, slice).
 
     text = load_text(None)                       # Python's own standard library; or any file or folder
     lo, hi = rank_slice(batch, rank, size)
@@ -7,9 +7,10 @@
 Sample b of step t starts at bits(seed, t, b) % (len(text) - length), wherever it is computed: every mesh sees
 the same global batch, a resumed run continues at the very next one, and the C++ cuts the same samples.
 
-Sample 0 of each language-model batch differs in two ways. Its last quarter is padding, targets of -100
-that do not count, so the ranks and the micro-batches have different numbers of targets, whatever divides evenly. And
-the highest bit of its bytes is flipped: text is nearly all ASCII, and half of the vocabulary would never occur.
+Sample 0 of each language-model batch differs in two ways. Its last quarter is padding, targets of -100 that
+do not count, so the ranks and the micro-batches have different numbers of targets in every configuration. And
+the highest bit of its bytes is flipped: text is nearly all ASCII, and half of the vocabulary would never
+occur.
 
     B samples of this slice  S sequence  K bytes of context  I = 8 K inputs
 """
@@ -34,12 +35,12 @@ from common.errors import UsageError
 Bytes = NDArray[np.uint8]
 Tokens = NDArray[Any]  # uint8, uint16 or uint32
 SMALLEST = 1024
-PADDING = -100  # a target that does not count
+PADDING = -100  # a target that the loss ignores
 
 
 @dataclass(frozen=True)
 class Text:
-    """The first nine tenths of the tokens are for training, the rest for validation."""
+    """Tokens of a text: the first nine tenths are for training, the rest for validation."""
 
     train: Tokens
     validation: Tokens
@@ -47,7 +48,7 @@ class Text:
 
 
 def _files(data: Path | None) -> list[Path]:
-    """The files of the text in their order: the same on every machine that has the same files."""
+    """Return the files of the text in an order that is the same on every machine with the same files."""
     if data is None:
         return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if data.is_file():
@@ -88,12 +89,12 @@ def load_text(data: Path | None = None) -> Text:
 
 
 def rank_slice(batch: int, rank: int, size: int) -> tuple[int, int]:
-    """Samples [lo, hi) of a global batch that rank `rank` of `size` takes; lengths differ by at most one."""
+    """Return samples [lo, hi) of a global batch for rank `rank` of `size`; lengths differ by at most one."""
     return batch * rank // size, batch * (rank + 1) // size
 
 
 def _windows(text: Bytes, seed: int, step: int, batch: int, length: int, lo: int, hi: int) -> Bytes:
-    """Samples [lo, hi) of the step's batch: `length` bytes and the one that follows, [hi - lo, length + 1]."""
+    """Return samples [lo, hi) of the step's batch: `length` bytes and the next one, [hi - lo, length + 1]."""
     if not 0 <= lo <= hi <= batch:
         raise UsageError(f"samples {lo} to {hi} are not a part of a batch of {batch}")
     if not 1 <= length < len(text):
@@ -107,7 +108,7 @@ def _windows(text: Bytes, seed: int, step: int, batch: int, length: int, lo: int
 def lm_batch(
     text: Bytes, seed: int, step: int, batch: int, sequence: int, lo: int, hi: int
 ) -> tuple[Tensor, Tensor]:
-    """Samples [lo, hi) of a global batch for a language model: (tokens_BS, targets_BS), int64, B = hi - lo.
+    """Return samples [lo, hi) of a global batch: (tokens_BS, targets_BS), int64, B = hi - lo.
 
     Raises UsageError when the text is too short or the slice lies outside the batch.
     """
@@ -117,14 +118,14 @@ def lm_batch(
     tokens_BS, targets_BS = (
         windows[:, :-1].contiguous(),
         windows[:, 1:].clone(),
-    )  # of one window views would overlap
+    )  # views of one window would overlap
     if lo == 0 < hi:
         targets_BS[0, sequence - sequence // 4 :] = PADDING
     return tokens_BS, targets_BS
 
 
 def lm_samples(text: Tokens, samples: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
-    """Samples of the text cut into pieces, by number: (tokens_BS, targets_BS), int64, B = len(samples).
+    """Return samples of the text by number: (tokens_BS, targets_BS), int64, B = len(samples).
 
     Sample i predicts tokens i * S + 1 to (i + 1) * S, so every token but the first is a target in one sample.
     There are (len(text) - 1) // S of them. Raises UsageError for a sample that the text does not have.
@@ -135,7 +136,7 @@ def lm_samples(text: Tokens, samples: NDArray[np.int64], sequence: int) -> tuple
             f"a text of {len(text)} tokens has samples 0 to {count - 1} of {sequence} tokens, not {samples.max()}"
         )
     pieces = torch.from_numpy(text[samples[:, None] * sequence + np.arange(sequence + 1)].astype(np.int64))
-    return pieces[:, :-1].contiguous(), pieces[:, 1:].clone()  # of one piece views would overlap
+    return pieces[:, :-1].contiguous(), pieces[:, 1:].clone()  # views of one piece would overlap
 
 
 def mlp_batch(
@@ -148,7 +149,7 @@ def mlp_batch(
     hi: int,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Samples [lo, hi) of a global batch for the MLP: (x_BI of ±1, targets_B int64), B = hi - lo.
+    """Return samples [lo, hi) of a global batch for the MLP: (x_BI of ±1, targets_B int64), B = hi - lo.
 
     Input 8 i + j is bit j (0 the least significant) of context byte i (0 the oldest): +1 if set, else -1.
     Raises UsageError as `lm_batch` does.

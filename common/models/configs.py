@@ -1,8 +1,9 @@
-"""The shapes of Transformers, by name: GPT-2, LLaMA, and with experts Switch and Mixtral, from tiny to real.
+"""Shapes of Transformers, by name: GPT-2, LLaMA, and with experts Switch and Mixtral, from tiny to real.
 
     config("gpt2-10m"), gpt2(layers=6, width=384, heads=6, sequence=256)
 
-BERT is `causal=False`; `experts` above 0 makes every MLP a mixture of as many, each `mlp_width` wide.
+BERT is `causal=False`; `experts` above 0 makes every MLP a mixture of that many experts, each `mlp_width`
+wide.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from common.errors import UsageError
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a model. Raises UsageError when the heads do not divide the width or one another."""
+    """Shape of a model. Raises UsageError if the heads do not divide the width or one another."""
 
     layers: int
     width: int
@@ -23,7 +24,7 @@ class TransformerConfig:
     kv_heads: int
     mlp_width: int
     sequence: int
-    """The longest sequence, in tokens."""
+    """Longest sequence, in tokens."""
     vocabulary: int = 256
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     epsilon: float = 1e-5
@@ -32,20 +33,20 @@ class TransformerConfig:
     mlp: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     tied: bool = True
-    """The head is the embedding."""
+    """True if the head's matrix is the embedding."""
     causal: bool = True
     dropout: float = 0.0
-    """Share of numbers that training sets to zero: of the embeddings, of the attention weights, and of what a
-    layer's two halves add. GPT-2 trained with 0.1, LLaMA with none."""
+    """Share of numbers that training sets to zero: of the embeddings, of the attention weights, and of the
+    output of each half of a layer. GPT-2 trained with 0.1, LLaMA with none."""
     experts: int = 0
-    """MLPs of which each token passes some; 0 is one MLP for all tokens."""
+    """Number of experts; 0 means a dense MLP."""
     experts_per_token: int = 2
     shared_experts: int = 0
-    """MLPs that every token passes beside those; as one, so many times as wide."""
+    """Number of experts that process every token; they form one MLP, as many times as wide."""
     router: Literal["softmax", "renormalised", "sigmoid"] = "renormalised"
-    """How scores become choices and weights: the table in moe.py."""
+    """Formula of the expert choices and weights from the scores: see the table in moe.py."""
     capacity_factor: float | None = None
-    """Tokens an expert takes of a sequence, as a multiple of an even share; None takes all."""
+    """Tokens that an expert takes per sequence, as a multiple of an even share; None means no limit."""
 
     def __post_init__(self) -> None:
         for size in ("layers", "width", "heads", "kv_heads", "mlp_width", "sequence", "vocabulary"):
@@ -80,14 +81,14 @@ class TransformerConfig:
 
 
 def gpt2(layers: int, width: int, heads: int, sequence: int, vocabulary: int = 256) -> TransformerConfig:
-    """Radford et al., "Language models are unsupervised multitask learners" (2019)."""
+    """GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019)."""
     return TransformerConfig(layers, width, heads, heads, 4 * width, sequence, vocabulary)
 
 
 def llama(
     layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, sequence: int, vocabulary: int = 256
 ) -> TransformerConfig:
-    """Touvron et al., "LLaMA" (2023), with the grouped-query attention of LLaMA 2."""
+    """LLaMA (Touvron et al., 2023), with the grouped-query attention of LLaMA 2."""
     sizes = (layers, width, heads, kv_heads, mlp_width, sequence, vocabulary)
     return TransformerConfig(*sizes, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False)
 
@@ -95,7 +96,7 @@ def llama(
 def switch(
     layers: int, width: int, heads: int, sequence: int, experts: int, vocabulary: int = 256
 ) -> TransformerConfig:
-    """The experts of Fedus et al., "Switch Transformers" (arXiv:2101.03961), one a token, in every layer of a GPT-2."""
+    """GPT-2 with experts in every layer, one per token (Fedus et al., Switch, arXiv:2101.03961)."""
     plain = gpt2(layers, width, heads, sequence, vocabulary)
     return replace(plain, experts=experts, experts_per_token=1, router="softmax", capacity_factor=1.25)
 
@@ -110,7 +111,7 @@ def mixtral(
     experts: int,
     vocabulary: int = 256,
 ) -> TransformerConfig:
-    """Jiang et al., "Mixtral of experts" (arXiv:2401.04088), table 1: LLaMA with two of its experts a token."""
+    """LLaMA with two experts per token (Jiang et al., "Mixtral of experts", arXiv:2401.04088, table 1)."""
     plain = llama(layers, width, heads, kv_heads, mlp_width, sequence, vocabulary)
     return replace(plain, experts=experts, rotary_base=1e6)
 
@@ -135,7 +136,7 @@ CONFIGS = {
 
 
 def config(name: str) -> TransformerConfig:
-    """The configuration of that name. Raises UsageError when there is none."""
+    """Return the configuration of that name. Raises UsageError if there is none."""
     if name not in CONFIGS:
         raise UsageError(f"model {name!r} is unknown; choose one of {', '.join(CONFIGS)}")
     return CONFIGS[name]

@@ -1,12 +1,12 @@
-"""Dropout that asks where a number is, not when it is drawn.
+"""Dropout as a function of an element's position, without a generator's state.
 
     keep(sample b, position s, feature d)  =  bits(seed, step, name of the layer; b, s, d)  >=  p 2^64
 
-A generator's state says how many numbers were drawn before, and that differs from rank to rank. A function of the place
-does not: whoever holds an element draws the same bit for it. What is replicated is dropped alike on all ranks, what is
-split is dropped as one device would, and a checkpointed layer that runs again drops the same, as long as it does so
-before the next micro-batch. Megatron-LM keeps two
-generators for the first two (Narayanan et al., "Efficient large-scale language model training", 2021, section 3).
+A generator's state depends on the count of earlier draws, which differs from rank to rank. A function of the
+position does not: every rank that holds an element draws the same bit for it. Replicated tensors are dropped
+alike on all ranks, split tensors as on one device, and a checkpointed layer drops the same elements again in
+its recomputation, if that precedes the next micro-batch. Megatron-LM keeps two generators for the first two
+cases (Narayanan et al., "Efficient large-scale language model training", 2021, section 3).
 
 The bits are those of random.py's splitmix64, folded over the coordinates one dimension after the other, so that only
 the last fold is as large as the tensor.
@@ -23,13 +23,13 @@ from common import random
 
 
 def _signed(number: int) -> int:
-    """The 64-bit pattern as torch's int64."""
+    """Return the 64-bit pattern as torch's int64."""
     number %= 2**64
     return number - 2**64 if number >= 2**63 else number
 
 
 def _mix(z: Tensor) -> Tensor:
-    """`random.mix` on int64 tensors; torch shifts the sign in from the left, the masks take it away."""
+    """`random.mix` on int64 tensors. torch shifts in copies of the sign bit, which the masks remove."""
     z = z ^ ((z >> 30) & (2**34 - 1))
     z = z * _signed(0xBF58476D1CE4E5B9)
     z = z ^ ((z >> 27) & (2**37 - 1))
@@ -38,7 +38,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def kept(p: float, key: int, places: list[Tensor]) -> Tensor:
-    """Which elements stay: a bool tensor with one dimension for each of `places`, the indices along it.
+    """Return a bool tensor, True for elements that stay; one dimension per tensor of indices in `places`.
 
     Each index keeps its element with probability 1 - p, independently of all others.
     """
@@ -49,11 +49,11 @@ def kept(p: float, key: int, places: list[Tensor]) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """x with a share p of its elements set to zero and the rest divided by 1 - p, in training.
+    """Dropout: in training sets a share p of the elements of x to zero and divides the rest by 1 - p.
 
-    The model names its dropouts; the training step says which `step` it is and which sample of the global batch is the
-    first one here. A strategy that splits a dimension says where this rank's part lies: `first_head`, or `slice` of
-    the positions.
+    The model sets `name`; the training step sets `step` and `first_sample`, the number of this rank's first
+    sample in the global batch. A strategy that splits a dimension sets the place of this rank's part:
+    `first_head`, or `slice` of the positions.
     """
 
     def __init__(self, p: float, seed: int = 0) -> None:
@@ -64,11 +64,11 @@ class Dropout(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Does it drop anything?"""
+        """True in training, if p is above 0."""
         return self.training and self.p > 0
 
     def forward(self, x: Tensor, positions_S: Tensor) -> Tensor:
-        """x_BSD, or attention weights x_BHST, whose rows and columns are positions."""
+        """Drop elements of x_BSD, or of attention weights x_BHST, whose rows and columns are positions."""
         if not self.active:
             return x
         samples = self.first_sample + torch.arange(x.shape[0], device=x.device)

@@ -3,7 +3,7 @@
     model = read_huggingface(Path("gpt2"))
     write_huggingface(model, Path("out"))             # transformers' from_pretrained(out) gives the same logits
 
-The tables below are the whole difference. LLaMA's weights only have other names. GPT-2 keeps query, key and value
+The tables below hold all differences. LLaMA's weights only have other names. GPT-2 keeps query, key and value
 in one matrix and stores its four matrices [in, out] (`Conv1D`); here all are [out, in]. Mixtral's files have a matrix
 for each expert; here they are stacked.
 """
@@ -28,8 +28,8 @@ from common.models.transformer import Transformer
 
 Json = dict[str, Any]
 
-# Hugging Face's module: ours; * is the layer's number, # the expert's, which is a place in ours. Several of ours are
-# one of theirs, stacked on `out`.
+# Hugging Face's module: ours; * is the layer's number, # the expert's, which is an index in ours. If several
+# of ours correspond to one of theirs, theirs is their stack on `out`.
 GPT2 = {
     "transformer.wte": ["embed_tokens"],
     "transformer.wpe": ["embed_positions"],
@@ -95,7 +95,7 @@ STYLE: dict[str, Json] = {
     "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu", "bias": False, "causal": True},
 }
 STYLE["mixtral"] = STYLE["llama"] | {"router": "renormalised", "shared_experts": 0, "capacity_factor": None}
-# What config.json may ask for and this Transformer does not do: any other value is refused.
+# Allowed values of fields of config.json that this Transformer implements in part: other values are refused.
 ONLY: dict[str, dict[str, tuple[object, ...]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -117,7 +117,7 @@ IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.w
 
 
 def model_type(config: TransformerConfig) -> str:
-    """The architecture of Hugging Face's that this is. Raises UsageError when it is none."""
+    """Return Hugging Face's name of this architecture. Raises UsageError if there is none."""
     for kind, style in STYLE.items():
         same = all(getattr(config, field) == value for field, value in style.items())
         same &= ("experts" in FIELDS[kind]) == (config.experts > 0)
@@ -147,7 +147,7 @@ def _of(expert: int | None, x: Tensor) -> Tensor:
 
 
 def to_huggingface(config: TransformerConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights, or their gradients, under Hugging Face's names and in its shapes."""
+    """Return weights, or their gradients, under Hugging Face's names and in its shapes."""
     out = {}
     for theirs, names, transposed, expert in _pairs(config):
         x = torch.cat([_of(expert, ours[name].detach()) for name in names])
@@ -156,15 +156,15 @@ def to_huggingface(config: TransformerConfig, ours: Mapping[str, Tensor]) -> dic
 
 
 def write_huggingface(model: Transformer, folder: Path) -> None:
-    """Writes config.json and model.safetensors; a failure leaves neither file half-written.
+    """Write config.json and model.safetensors; a failure leaves neither file half-written.
 
-    Raises UsageError when the folder cannot be written or the model is none of theirs.
+    Raises UsageError if the folder cannot be written or Hugging Face has no such model.
     """
     write_weights(model.config, dict(model.named_parameters()), folder)
 
 
 def write_weights(shape: TransformerConfig, ours: Mapping[str, Tensor], folder: Path) -> None:
-    """`write_huggingface` of a model whose parameters come by name, from wherever they lie."""
+    """`write_huggingface` for parameters given by name."""
     weights = to_huggingface(shape, ours)
     dtype = str(ours["embed_tokens.weight"].dtype).removeprefix("torch.")
     config = json.dumps({**_write_config(shape), "dtype": dtype}, indent=2) + "\n"
@@ -183,9 +183,9 @@ def write_weights(shape: TransformerConfig, ours: Mapping[str, Tensor], folder: 
 
 @torch.no_grad()
 def read_huggingface(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a folder, on the CPU. Of the files, one matrix at a time is in memory.
+    """Return the model of a folder, on the CPU. Beside it one matrix of the files at a time is in memory.
 
-    Raises UsageError for a missing, truncated or unknown file, and for what this Transformer does not do.
+    Raises UsageError for a missing, truncated or unknown file, and for features that this Transformer lacks.
     """
     config = read_config(folder)
     with torch.device("meta"):
@@ -198,7 +198,7 @@ def read_huggingface(folder: Path, dtype: torch.dtype = torch.float32) -> Transf
 
 
 def read_weights(folder: Path, config: TransformerConfig) -> Callable[[str, torch.Size], Tensor]:
-    """whole(name, shape): a parameter of ours, read when it is asked for; nothing else is in memory.
+    """Return whole(name, shape), which reads one parameter of ours per call and keeps nothing in memory.
 
     All names and shapes are compared before. Raises UsageError as `read_huggingface` does.
     """
@@ -248,7 +248,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _stored(folder: Path, kind: str) -> dict[str, tuple[Path, str]]:
-    """Where each weight is: its file and its name there. Large models are in several files with an index."""
+    """Return the file of each weight and its name there. Large models are in several files with an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.exists() and not single.exists():
         files = {name: folder / file for name, file in _read_json(index).get("weight_map", {}).items()}
@@ -270,7 +270,7 @@ def _read_json(file: Path) -> Json:
 
 
 def read_config(folder: Path) -> TransformerConfig:
-    """The shape of a folder's model. Raises UsageError for one that this Transformer is not."""
+    """Return the shape of a folder's model. Raises UsageError if this Transformer cannot represent it."""
     file = folder / "config.json"
     theirs = _read_json(file)
     kind = theirs.get("model_type")

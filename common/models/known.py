@@ -1,4 +1,4 @@
-"""Hugging Face's numbers for a step of three small models: every lesson holds its own step on one device against them.
+"""Hugging Face's numbers for a step of three small models, with which every lesson compares its own step.
 
 A lesson compares a mesh with one device, and both run the same data, model and training step. Without the causal mask,
 say, they would still agree. `make_model` therefore calls `check` first: one step of GPT-2, LLaMA or Mixtral, whichever
@@ -35,27 +35,27 @@ NUMBERS = {  # loss, projection of the gradients
 }
 TOLERANCE = 1e-9
 Step = Callable[[Transformer, torch.device], Tensor]
-"""Forward and backward of a model: it returns the loss and leaves gradients."""
+"""Function that runs forward and backward of a model, returns the loss and leaves gradients."""
 
 
 def text() -> Text:
-    """Bytes by formula."""
+    """Return a text of bytes by formula."""
     content = (random.bits(0, 0, np.arange(200)) % np.uint64(256)).astype(np.uint8)
     return Text(content, content, "bytes by formula")
 
 
 def direction(name: str, shape: torch.Size, seed: int = 2) -> Tensor:
-    """Normal numbers of that name, float64: their product with a tensor shows a change of any of its numbers."""
+    """Return normal numbers of that name, float64; their product with a tensor depends on each of its elements."""
     return torch.from_numpy(random.normals(seed, random.stream_of(name), shape.numel())).view(shape)
 
 
 def projection(tensors: Mapping[str, Tensor]) -> float:
-    """The sum over the tensors of each one's product with the direction of its name."""
+    """Return the sum over the tensors of each tensor's product with the direction of its name."""
     return sum(float((x.cpu() * direction(name, x.shape)).sum()) for name, x in tensors.items())
 
 
 def model_of(c: TransformerConfig, device: torch.device) -> Transformer:
-    """The model whose numbers are known: no weight is 0 or 1, which would hide what it does."""
+    """Return the model whose numbers are known; no weight is 0 or 1, which would hide its effect."""
     with torch.device(device):
         model = Transformer(c, dtype=torch.float64)
     for name, p in model.named_parameters():
@@ -64,7 +64,7 @@ def model_of(c: TransformerConfig, device: torch.device) -> Transformer:
 
 
 def resembling(c: TransformerConfig) -> tuple[str, TransformerConfig]:
-    """The family of a model, and the small model of that family whose step is known.
+    """Return the family of a model, and the small model of that family whose step is known.
 
     Where the model drops numbers, so does the small one, but with so small a share that nothing is dropped: attention
     then goes the way that keeps its weights, as the model's does.
@@ -74,13 +74,13 @@ def resembling(c: TransformerConfig) -> tuple[str, TransformerConfig]:
 
 
 def check(step: Step, c: TransformerConfig, device: torch.device) -> None:
-    """Raises RuntimeError where `step` on a model like that of `c` is not the step of transformers."""
+    """Check `step` on a model like that of `c`. Raises RuntimeError if it is not the step of transformers."""
     check_family(step, *resembling(c), device)
 
 
 @functools.cache
 def check_family(step: Step, family: str, c: TransformerConfig, device: torch.device) -> None:
-    """Raises RuntimeError where `step` on the family's small model is not that of transformers."""
+    """Check `step` on the family's small model. Raises RuntimeError if it is not the step of transformers."""
     model = model_of(c, device)
     loss = step(model, device).item()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

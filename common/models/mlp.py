@@ -1,9 +1,9 @@
-"""The reference MLP: linear layers with GELU between. It knows nothing of ranks.
+"""Reference MLP for one device: linear layers with GELU between them.
 
     model = MLP(sizes(context=16, hidden=256, layers=3))
     loss = cross_entropy_sum(model(x_BI), y_B)[0] / B_global
 
-cpp/include/fived/mlp.hpp is the same model with the same weights for the same seed.
+cpp/include/fived/math/mlp.hpp is the same model with the same weights for the same seed.
 
     B batch  I inputs of a layer  O outputs  C classes (the 256 values of a byte)
 """
@@ -24,15 +24,15 @@ from common.errors import UsageError
 
 
 def sizes(context: int, hidden: int, layers: int) -> list[int]:
-    """[8 * context, hidden, ..., hidden, 256] for `layers` linear layers: inputs are bits, classes bytes."""
+    """Return [8 * context, hidden, ..., hidden, 256], sizes of `layers` layers from bits to a byte."""
     return [8 * context] + [hidden] * (layers - 1) + [256]
 
 
 class MLP(nn.Module):
     """x_BI -> logits_BC, with `sizes` = [inputs, hidden, ..., classes].
 
-    Weights are uniform in ±sqrt(3 / I), so that outputs vary as inputs do, biases in ±1 / sqrt(I).
-    Raises UsageError for fewer than two sizes or one below 1.
+    Weights are uniform in ±sqrt(3 / I), so that outputs have the variance of the inputs; biases in ±1 /
+    sqrt(I). Raises UsageError for fewer than two sizes or one below 1.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
@@ -56,9 +56,9 @@ class MLP(nn.Module):
         return logits_BC
 
     def flops_per_sample(self) -> int:
-        """Operations of a sample's forward and backward pass: 6 a weight, 4 in the first layer.
+        """Return the operations of a sample's forward and backward pass: 6 per weight, 4 in the first layer.
 
-        Two a multiply-add; the first layer needs no gradient of its input.
+        A multiply-add counts as two; the first layer needs no gradient of its input.
         """
         weights = [p.numel() for p in self.parameters() if p.dim() == 2]
         return 6 * sum(weights) - 2 * weights[0]

@@ -1,4 +1,4 @@
-"""A mixture of experts: for each token a router chooses k of E MLPs and weighs what they return.
+"""A mixture of experts: for each token a router chooses k of E MLPs and weighs their outputs.
 
     y_t = sum over the k chosen experts e of  w_te expert_e(x_t)  +  shared(x_t)
 
@@ -12,12 +12,14 @@
     renormalised   softmax              k largest s         s / sum of the k  Mixtral (arXiv:2401.04088, section 2.1)
     sigmoid        sigmoid              k largest s + b     s / sum of the k  DeepSeek-V3 (arXiv:2412.19437, eq. 12-16)
 
-Every choice is a function of its token alone, so it is the same whatever batch the token is in. With a capacity factor
-c an expert takes C = ceil(c k S / E) tokens of each sequence, in the order of their positions; what comes after them is
-dropped: that choice adds nothing, and x + mlp(x) is x for a token that lost all. A sequence is the "group" of GShard
-(arXiv:2006.16668, section 3.2), and how the batch is cut does not change what is dropped.
+Every choice is a function of its token alone, so it is the same whatever batch the token is in. With a
+capacity factor c an expert takes C = ceil(c k S / E) tokens of each sequence, in the order of their
+positions; later choices are dropped: they add nothing, and x + mlp(x) is x for a token whose choices are all
+dropped. A sequence is the "group" of GShard (arXiv:2006.16668, section 3.2), so the split of the batch does
+not change the dropped choices.
 
-A strategy replaces `moe.compute`, the map from sorted rows to sorted rows. It knows the counts, and no router.
+A strategy replaces `moe.compute`, the map from sorted rows to sorted rows, which gets the counts and no
+router.
 
     B batch  S sequence  T = B S tokens  D width  F width of an expert  E experts  K chosen  R rows, C capacity
 """
@@ -40,7 +42,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]  # rows_RD sorted by expert, counts
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router says of each token."""
+    """The router's result for each token."""
 
     logits_BSE: Tensor
     scores_BSE: Tensor
@@ -49,7 +51,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Scores, choices and weights, in float32 at least: a choice is as sharp as its scores."""
+    """Router: scores, choices and weights, in float32 at least, since rounding could change a choice."""
 
     choice_bias: Tensor | None
 
@@ -57,7 +59,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.kind, self.k = config.router, config.experts_per_token
-        # added to the scores for choosing alone; no gradient moves it
+        # added to the scores only for the choice; it has no gradient
         self.register_buffer("choice_bias", torch.zeros(config.experts) if self.kind == "sigmoid" else None)
 
     def forward(self, x_BSD: Tensor) -> Routing:
@@ -75,23 +77,27 @@ class Router(nn.Module):
 
 
 class Linears(nn.Module):
-    """One linear map an expert: weight_EOI, bias_EO."""
+    """One linear map per expert: weight_EOI, bias_EO."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
-        self.bias_share = 1.0  # below 1 where a strategy sums what several ranks return
+        self.bias_share = 1.0  # below 1 if a strategy sums the outputs of several ranks
 
     def maps(self) -> list[Callable[[Tensor], Tensor]]:
-        """Each expert's map. The backward of unbind stacks E gradients; those of weight[e] would be E times whole."""
+        """Return each expert's map.
+
+        unbind stacks the E gradients in one backward; indexing weight[e] would make E gradients as large as
+        the whole.
+        """
         weights = self.weight.unbind()
         biases = [None] * len(weights) if self.bias is None else (self.bias * self.bias_share).unbind()
         return [partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
 
 
 class Experts(nn.Module):
-    """E MLPs with the weights stacked on dimension 0; each gets the rows that are its own."""
+    """E MLPs with the weights stacked on dimension 0; each processes its own rows."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -101,7 +107,7 @@ class Experts(nn.Module):
         self.down_proj = Linears(E, inner, outer, bias)
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """rows_RD sorted by expert, counts_E of them for each."""
+        """Apply the experts to rows_RD sorted by expert, counts_E rows for each; return rows_RD."""
         pieces = zip(
             rows_RD.split(counts_E.tolist()), self.up_proj.maps(), self.down_proj.maps(), strict=True
         )
@@ -115,19 +121,19 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the tokens' choices stand among the rows, sorted by expert."""
+    """Positions of the tokens' choices among the rows, which are sorted by expert."""
 
     counts_E: Tensor
     token_R: Tensor
-    """The token in each row; T where there is none."""
+    """Token in each row; T for an empty row."""
     row_TK: Tensor
-    """The row of each choice; R where it was dropped."""
+    """Row of each choice; R if it was dropped."""
     full: bool
-    """No row is empty and no choice dropped."""
+    """True if no row is empty and no choice is dropped."""
 
 
 def plan_all(experts_BSK: Tensor, E: int) -> Plan:
-    """Every choice has its row: a permutation of the T K choices."""
+    """Give every choice a row: a permutation of the T K choices."""
     K, chosen_N = experts_BSK.shape[-1], experts_BSK.flatten()
     order_N = chosen_N.argsort(stable=True)
     row_N = torch.empty_like(order_N)
@@ -136,7 +142,7 @@ def plan_all(experts_BSK: Tensor, E: int) -> Plan:
 
 
 def plan_capacity(experts_BSK: Tensor, E: int, capacity_factor: float) -> Plan:
-    """The same number of rows for every expert and sequence, B C; some stay empty, some choices get none."""
+    """Give every expert and sequence C rows; some rows stay empty, and some choices are dropped."""
     B, S, K = experts_BSK.shape
     C = math.ceil(capacity_factor * K * S / E)
     chosen_BN = experts_BSK.flatten(1)
@@ -150,19 +156,19 @@ def plan_capacity(experts_BSK: Tensor, E: int, capacity_factor: float) -> Plan:
 
 
 def pick(x_ND: Tensor, index: Tensor, full: bool) -> Tensor:
-    """Rows of x by number; number N is a row of zeros, which is there unless `full`."""
+    """Return rows of x by number; number N is a row of zeros, which exists unless `full`."""
     x_ND = x_ND if full else torch.cat([x_ND, x_ND.new_zeros(1, x_ND.shape[1])])
     return x_ND.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
 def combine(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-    """The weighted sum over a token's choices, in the weights' precision; rounded once, to the type of y."""
+    """Return the weighted sum over a token's choices, in the weights' precision, rounded once to y's type."""
     total_TD = (y_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
     return total_TD.to(y_TKD.dtype)
 
 
 class MoE(nn.Module):
-    """Stands where an MLP stands: x_BSD -> [B, S, D]."""
+    """Mixture of experts in place of an MLP: x_BSD -> [B, S, D]."""
 
     def __init__(self, config: TransformerConfig, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -172,7 +178,7 @@ class MoE(nn.Module):
         self.observe: Callable[[Routing], object] = lambda routing: None  # for losses and load statistics
 
     def plan(self, experts_BSK: Tensor) -> Plan:
-        """Rows for the choices, with or without a capacity."""
+        """Return the rows of the choices, with or without a capacity."""
         E = len(self.router.weight)
         if self.capacity_factor is None:
             return plan_all(experts_BSK, E)
@@ -189,6 +195,6 @@ class MoE(nn.Module):
         return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
 
     def active_weights(self) -> int:
-        """Numbers of the matrices that one token meets, the router's and its experts'."""
+        """Return the number of matrix weights that one token uses: the router's and those of its experts."""
         matrices = (m.weight for m in self.experts.modules() if isinstance(m, Linears))
         return self.router.weight.numel() + sum(self.router.k * w[0].numel() for w in matrices)

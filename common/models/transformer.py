@@ -1,4 +1,4 @@
-"""One plain Transformer. It knows nothing of ranks: strategies come to it, never the other way.
+"""One plain Transformer for one device. Strategies import and change it; it imports no strategy.
 
     model = Transformer(config("gpt2-10m"))          # or "llama-tiny"; configs.py has the sizes
     logits_BSV = model(tokens_BS)
@@ -11,8 +11,8 @@ and `loss`. The queries, keys and values of GPT-2 are three matrices here, where
 three split by heads and one does not. Linear weights are [out, in]. `huggingface.py` holds the table between these
 names and Hugging Face's; the numbers are equal.
 
-Initial values are a function of (seed, parameter name, position): whatever part of the model a rank builds,
-it is the same part. A tied head is not a parameter: it is the embedding, used twice.
+Initial values are a function of (seed, parameter name, position): any part of the model has the same values
+on whichever rank builds it. A tied head is not a parameter: it is the embedding, used twice.
 
     B batch  S sequence  D width  V vocabulary  H query heads  G key-value heads  K width of a head
 """
@@ -60,7 +60,7 @@ def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tens
 def attend_and_drop(
     q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """`attend` with `drop` on the weights, which therefore exist: B H S S numbers."""
+    """`attend` with `drop` on the weights, which are therefore materialised: B H S S numbers."""
     times = q_BHSK.shape[1] // k_BGSK.shape[1]
     k_BHSK, v_BHSK = k_BGSK.repeat_interleave(times, 1), v_BGSK.repeat_interleave(times, 1)
     scores_BHST = q_BHSK @ k_BHSK.transpose(-1, -2) / math.sqrt(q_BHSK.shape[-1])
@@ -71,7 +71,7 @@ def attend_and_drop(
 
 
 class Attention(nn.Module):
-    """Projections around `attend`; strategies replace the ones or the other."""
+    """Projections around `attend`; strategies replace the projections or `attend`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.weights_dropout, self.dropout = Dropout(config.dropout), Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
-        def heads(x: Tensor) -> Tensor:  # as many as the projection gives: all, or a rank's share
+        def heads(x: Tensor) -> Tensor:  # as many heads as the projection gives: all, or a rank's share
             per_head: Tensor = x.unflatten(-1, (-1, self.head_width))
             return per_head.transpose(1, 2)
 
@@ -133,14 +133,14 @@ class SwiGLU(nn.Module):
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:
-    """LayerNorm or RMSNorm, as the configuration says."""
+    """Return LayerNorm or RMSNorm, as the configuration says."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, config.epsilon)
     return nn.LayerNorm(config.width, config.epsilon)
 
 
 def make_mlp(config: TransformerConfig) -> nn.Module:
-    """Any map of x_BSD to [B, S, D] can stand here; a mixture of experts is one."""
+    """Return a layer's MLP or mixture of experts. Any map of x_BSD to [B, S, D] can take its place."""
     dense = SwiGLU if config.mlp == "swiglu" else GeluMLP
     if not config.experts:
         return dense(config)
@@ -166,9 +166,9 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens_BS -> logits_BSV. Under `with torch.device("meta")` it has shapes and no numbers.
+    """Transformer: tokens_BS -> logits_BSV. Under `with torch.device("meta")` it has shapes and no values.
 
-    A part of it gets the numbers that the whole would have by
+    A part of the model gets the values that it has in the whole model by
     `initialise(model.layers[3], config, seed, prefix="layers.3.")`.
     """
 
@@ -195,9 +195,9 @@ class Transformer(nn.Module):
             initialise(self, config, seed)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
-        """`positions_S` are the tokens' places in the sequence when they are not 0 to S - 1.
+        """Return logits_BSV. `positions_S`: the tokens' positions in the sequence; default: 0 to S - 1.
 
-        Raises UsageError when the sequence is longer than the learned positions.
+        Raises UsageError if the sequence is longer than the learned positions.
         """
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -227,12 +227,12 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, sequence: int) -> int:
-        """Operations of a token's forward and backward pass: 6 * weights + 12 * layers * sequence * width.
+        """Return a token's operations, forward and backward: 6 * weights + 12 * layers * sequence * width.
 
-        Two a multiply-add, the backward twice the forward. The weights are those that multiply: the head, not
-        the embeddings, norms and biases (Kaplan et al., "Scaling laws", 2020, section 2.1), and of the experts
-        those that a token chose. The second term is attention, its masked half counted as if computed (Chowdhery
-        et al., "PaLM", 2022, appendix B).
+        A multiply-add counts as two, the backward as twice the forward. The weights are those of matrix
+        products: with the head, without embeddings, norms and biases (Kaplan et al., "Scaling laws", 2020,
+        section 2.1), and of the experts only those that a token chose. The second term is attention, its
+        masked half counted as if computed (Chowdhery et al., "PaLM", 2022, appendix B).
         """
         c = self.config
         matrices = sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
@@ -241,7 +241,7 @@ class Transformer(nn.Module):
 
 
 def initial_value(name: str, shape: torch.Size, config: TransformerConfig, seed: int) -> Tensor:
-    """What `initialise` gives the parameter of that name in the whole model, float64."""
+    """Return the value that `initialise` gives the parameter of that name in the whole model, float64."""
     if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float64)
     if "norm" in name:
@@ -253,7 +253,7 @@ def initial_value(name: str, shape: torch.Size, config: TransformerConfig, seed:
 
 @torch.no_grad()
 def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: str = "") -> None:
-    """GPT-2's initial values: weights N(0, 0.02²), smaller into the residual stream; biases 0; norms 1.
+    """Set GPT-2's initial values: weights N(0, 0.02²), smaller into the residual stream; biases 0; norms 1.
 
     `prefix` is the module's place in the model, such as "layers.3.". The 2 * layers projections that add to
     the residual stream are scaled by 1 / sqrt(2 * layers) (Radford et al., 2019, section 2.3).
@@ -267,10 +267,10 @@ def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: 
 def cross_entropy_sum(
     logits_BSV: Tensor, targets_BS: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """(sum of the cross-entropies in nats, number of targets), both scalars.
+    """Return (sum of the cross-entropies in nats, number of targets), both scalars.
 
     The loss of a step is the first, summed over all ranks and micro-batches, divided by the second, summed
-    likewise: never a mean of means, which is another number as soon as parts differ in size.
+    likewise: never a mean of means, which differs if the parts have different sizes.
     """
     precise = torch.promote_types(logits_BSV.dtype, torch.float32)
     logits_NV, targets_N = logits_BSV.flatten(0, -2).to(precise), targets_BS.flatten()

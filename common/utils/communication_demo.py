@@ -1,9 +1,9 @@
-"""The primitives of `common.utils.primitives` on small integers: what each rank holds before and after.
+"""Demonstration of the primitives of `common.benchmarks.primitives` on small integers, before and after, by rank.
 
 python communication_demo.py --nproc 4      torchrun --nproc_per_node=4 communication_demo.py
 mpirun -np 4 python communication_demo.py
 
---benchmark   time and bandwidth by size (`common.utils.bandwidth`)
+--benchmark   time and bandwidth by size (`common.benchmarks.bandwidth`)
 --deadlock    two ranks that both send first, how the runtime names them, and two cures; as plain python
 """
 
@@ -16,18 +16,18 @@ from rich.console import Console
 from torch import Tensor
 
 from common import comm
+from common.benchmarks.bandwidth import BandwidthOptions, benchmark
+from common.benchmarks.primitives import PRIMITIVES, Primitive, rounds, start_of
+from common.comm.ledger import Ledger, show_bytes
 from common.errors import RankError, UsageError
-from common.ledger import Ledger, show_bytes
-from common.lesson import console, run
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.utils.bandwidth import BandwidthOptions, benchmark
-from common.utils.primitives import PRIMITIVES, Primitive, rounds, start_of
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.runner import console, run
 
 
 @dataclass
 class Options(BandwidthOptions):
-    """The primitives on small integers, their speed, and a deadlock."""
+    """Options: the primitives on small integers, their speed, or a deadlock."""
 
     benchmark: bool = False
     """Measure time and bandwidth instead."""
@@ -39,12 +39,12 @@ PATIENCE = 3.0  # seconds until the deadlock is called one
 
 
 def numbers(x: Tensor | None) -> str:
-    """A row of the picture."""
+    """Return a row of the picture."""
     return "(spoiled)" if x is None else " ".join(f"{v:2d}" for v in x.tolist())
 
 
 def show(primitive: Primitive, rt: Runtime, out: Console) -> bool:
-    """Print one primitive rank by rank; whether results and bytes are as expected, on all ranks."""
+    """Print one primitive rank by rank; return True if results and bytes are right on all ranks."""
     n = rt.world_size
     start = start_of(n, torch.int64, rt.device)
     with Ledger() as ledger:
@@ -69,7 +69,7 @@ def show(primitive: Primitive, rt: Runtime, out: Console) -> bool:
 
 
 def demonstrate(rt: Runtime, out: Console) -> bool:
-    """Every primitive on small integers; whether all are right."""
+    """Show every primitive on small integers; return True if all are right."""
     right = [show(primitive, rt, out) for primitive in PRIMITIVES]
     in_rounds = rounds(rt.world_size)
     out.print(f"messages of one to many, in turn: {rt.world_size - 1}; rounds of the tree: {len(in_rounds)}")
@@ -80,7 +80,7 @@ def demonstrate(rt: Runtime, out: Console) -> bool:
 
 
 def both_send_first(rt: Runtime) -> None:
-    """Each waits until the other receives, and neither does."""
+    """Deadlock: each rank waits until the other receives, and neither does."""
     x = torch.tensor([rt.rank])
     if rt.rank == 0:
         comm.send(x, rt.world, dst=1)
@@ -91,7 +91,7 @@ def both_send_first(rt: Runtime) -> None:
 
 
 def one_receives_first(rt: Runtime) -> int:
-    """Cure 1: an order in which somebody always receives."""
+    """Cure 1: an order in which one rank always receives."""
     x, y = torch.tensor([rt.rank]), torch.tensor([-1])
     if rt.rank == 0:
         comm.send(x, rt.world, dst=1)
@@ -108,7 +108,7 @@ def send_and_receive_at_once(rt: Runtime) -> int:
 
 
 def deadlock(out: Console) -> bool:
-    """Two ranks of their own run into the deadlock; whether the report names both, and the cures work."""
+    """Run two ranks into the deadlock; return True if the report names both and the cures work."""
     out.print(f"two ranks that both send first; a wait may last {PATIENCE:g} s", style="bold")
     try:
         spawn(both_send_first, 2, timeout=PATIENCE, limit=None)
@@ -127,7 +127,7 @@ def deadlock(out: Console) -> bool:
 
 
 def main(rt: Runtime, options: Options) -> bool:
-    """Show every primitive, or measure them, or deadlock."""
+    """Show every primitive, or measure them, or show the deadlock."""
     out = console(rt)
     if options.deadlock:
         if rt.world_size > 1:

@@ -1,4 +1,4 @@
-"""What this machine offers and what the course was built with, as a table: python -m common.utils.environment"""
+"""Table of this machine and of the course's software: python -m common.utils.environment"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from common.program import run_program
+from common.launch.program import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _package(name: str) -> str:
-    """An installed package's version; empty when it is not there."""
+    """Return an installed package's version; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -27,7 +27,7 @@ def _package(name: str) -> str:
 
 
 def _cmake(variable: str) -> str:
-    """A variable of the C++ build's cache; empty before the first build."""
+    """Return a variable of the C++ build's cache; empty before the first build."""
     cache = ROOT / "build" / "CMakeCache.txt"
     text = cache.read_text() if cache.exists() else ""
     found = re.search(rf"^{variable}:\w+=(.*)$", text, re.MULTILINE)
@@ -35,7 +35,7 @@ def _cmake(variable: str) -> str:
 
 
 def _first_line(*command: str) -> str:
-    """The first line that a program prints; empty when it does not run."""
+    """Return the first line that a program prints; empty if it does not run."""
     try:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -44,7 +44,7 @@ def _first_line(*command: str) -> str:
 
 
 def _cuda() -> tuple[str, str]:
-    """CUDA and NCCL as torch sees them."""
+    """Return the versions of CUDA and NCCL that torch reports."""
     if torch.version.cuda is None:
         return "none: a CPU build of torch", "none"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -55,7 +55,7 @@ def _cuda() -> tuple[str, str]:
 
 
 def _mpi() -> str:
-    """The MPI library that Python loads, whose it is, and where mpirun lies."""
+    """Return the MPI library that Python loads, its origin, and the path of mpirun."""
     try:
         import mpi4py
 
@@ -69,7 +69,7 @@ def _mpi() -> str:
 
 
 def _blas() -> str:
-    """The BLAS under torch and the one under our C++."""
+    """Return the BLAS of torch and the BLAS of our C++."""
     torchs = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     ours = (
         "of the system"
@@ -80,7 +80,7 @@ def _blas() -> str:
 
 
 def describe() -> dict[str, str]:
-    """What was found, by name, each on one line."""
+    """Return the facts by name, one line each."""
     cuda, nccl = _cuda()
     compiler = _cmake("CMAKE_CXX_COMPILER") or os.environ.get("CXX", "c++")
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {psutil.cpu_count()} hardware threads"

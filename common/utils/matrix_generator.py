@@ -1,4 +1,4 @@
-"""Test matrices of which every rank makes its own block alone, bit for bit the block of the whole.
+"""Test matrices whose blocks each rank makes alone, bit for bit equal to those of the whole matrix.
 
     a = Matrix("spd", rows=4096, columns=4096, condition=1e6)
     mine = a.block(rows=slice(0, 1024), columns=slice(2048, 4096))
@@ -6,7 +6,7 @@
     python common/utils/matrix_generator.py --kind orthogonal --rows 300 --columns 200
 
 Entries come from numbers by position (`common.random`), and every sum is either over the same few terms in the
-same order for each entry, or correctly rounded (`math.fsum`): how the matrix is cut cannot change a bit.
+same order for each entry, or correctly rounded (`math.fsum`): the cut of the matrix cannot change a bit.
 Orthogonal matrices are products of k Householder reflections, kept as Q = I - Z V^T with k columns (Schreiber and
 Van Loan, "A storage-efficient WY representation", 1989), so an entry takes k products and no other entry.
 
@@ -29,9 +29,9 @@ from rich.table import Table
 
 from common import random
 from common.errors import UsageError
-from common.options import Checked, Count, Within, parse
-from common.program import run_program
-from common.terminal import terminal
+from common.launch.command_line import Checked, Count, Within, parse
+from common.launch.program import run_program
+from common.launch.terminal import terminal
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -50,13 +50,14 @@ class Matrix(Checked):
     columns: Count = 64
     seed: Annotated[int, Within(0, 2**64 - 1)] = 0
     rank: Count = 4
-    """Of low-rank."""
+    """Rank of a low-rank matrix."""
     bandwidth: Annotated[int, Within(0, 10**9)] = 2
-    """Of banded."""
+    """Nonzero diagonals on each side of the main diagonal of a banded matrix."""
     condition: Annotated[float, Within(1, 1e12)] = 100.0
-    """Of spd: largest eigenvalue 1, smallest 1 / condition, the others evenly between on a logarithmic scale."""
+    """Condition number of an spd matrix: largest eigenvalue 1, smallest 1 / condition, the others evenly
+    between on a logarithmic scale."""
     reflectors: Annotated[int, Within(1, 1000)] = 8
-    """Of orthogonal and spd: more of them mix more."""
+    """Number of reflections whose product is Q of an orthogonal or spd matrix: more of them mix more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,17 +73,17 @@ class Matrix(Checked):
             raise UsageError(f"an spd matrix is square, not {self.rows} x {self.columns}; {near} would be")
 
     def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
-        """The block [rows, columns], made alone; by default the whole."""
+        """Return the block [rows, columns], made alone; by default the whole."""
         places = np.arange(*rows.indices(self.rows)), np.arange(*columns.indices(self.columns))
         return KINDS[self.kind](self, *places)
 
     def numbers(self, stream: int, index: Index) -> Array:
-        """Uniform in [-1, 1), one for each index."""
+        """Return uniform numbers in [-1, 1), one per index."""
         return 2 * random.uniform(self.seed, stream, index) - 1
 
 
 def outer_sum(left_Mk: Array, right_Nk: Array) -> Array:
-    """left right^T, [M, N], each entry summed in the same order; a BLAS orders its sums by the size."""
+    """Return left right^T, [M, N], each entry summed in one order; a BLAS orders its sums by the size."""
     out = np.zeros((len(left_Mk), len(right_Nk)))
     for left_M, right_N in zip(left_Mk.T, right_Nk.T, strict=True):
         out += left_M[:, None] * right_N
@@ -90,7 +91,7 @@ def outer_sum(left_Mk: Array, right_Nk: Array) -> Array:
 
 
 def outer_sum_of_both(z_Mk: Array, y_Mk: Array, z_Nk: Array, y_Nk: Array) -> Array:
-    """z y^T + y z^T, the two products of each k added first, so that (i, j) and (j, i) round alike."""
+    """Return z y^T + y z^T, the two products of each k added first, so that (i, j) and (j, i) round alike."""
     out = np.zeros((len(z_Mk), len(z_Nk)))
     for k in range(z_Mk.shape[1]):
         out += z_Mk[:, k, None] * y_Nk[:, k] + y_Mk[:, k, None] * z_Nk[:, k]
@@ -98,30 +99,30 @@ def outer_sum_of_both(z_Mk: Array, y_Mk: Array, z_Nk: Array, y_Nk: Array) -> Arr
 
 
 def dot(x: Array, y: Array) -> float:
-    """Sum of x * y, rounded once at the end, so that no order matters."""
+    """Return the sum of x * y, rounded once at the end, so that its order does not matter."""
     return math.fsum((x * y).tolist())
 
 
 def random_block(a: Matrix, i: Index, j: Index) -> Array:
-    """Independent entries: cost of the block alone."""
+    """Return independent entries, at the cost of the block alone."""
     return a.numbers(0, i[:, None] * a.columns + j)
 
 
 def banded_block(a: Matrix, i: Index, j: Index) -> Array:
-    """Entries near the diagonal: cost of the block alone."""
+    """Return entries near the diagonal, at the cost of the block alone."""
     block = random_block(a, i, j)
     block[abs(i[:, None] - j) > a.bandwidth] = 0
     return block
 
 
 def low_rank_block(a: Matrix, i: Index, j: Index) -> Array:
-    """Left times right factor, both of `rank` columns: cost of the block times the rank."""
+    """Return left times right factor, both of `rank` columns: cost of the block times the rank."""
     k = np.arange(a.rank)
     return outer_sum(a.numbers(1, i[:, None] * a.rank + k), a.numbers(2, j[:, None] * a.rank + k))
 
 
 def reflections(a: Matrix) -> tuple[Array, Array]:
-    """(Z, V), both [N, k], with Q = (I - tau_1 v_1 v_1^T) ... (I - tau_k v_k v_k^T) = I - Z V^T orthogonal.
+    """Return (Z, V), both [N, k]: Q = (I - tau_1 v_1 v_1^T) ... (I - tau_k v_k v_k^T) = I - Z V^T.
 
     tau = 2 / v^T v, and one more factor adds the column z = tau Q v to Z.
     """
@@ -138,14 +139,14 @@ def reflections(a: Matrix) -> tuple[Array, Array]:
 
 
 def orthogonal_block(a: Matrix, i: Index, j: Index) -> Array:
-    """A product of reflections: cost of the block, and of the reflections' vectors."""
+    """Return a product of reflections: cost of the block, and of the reflections' vectors."""
     z_Nk, v_Nk = reflections(a)
     block: Array = (i[:, None] == j) - outer_sum(z_Nk[i], v_Nk[j])
     return block
 
 
 def spd_block(a: Matrix, i: Index, j: Index) -> Array:
-    """Q D Q^T = D - Z Y^T - Y Z^T with Y = D V - Z (V^T D V) / 2: symmetric to the last bit."""
+    """Return Q D Q^T = D - Z Y^T - Y Z^T with Y = D V - Z (V^T D V) / 2: symmetric to the last bit."""
     z_Nk, v_Nk = reflections(a)
     d_N = a.condition ** -np.linspace(0, 1, a.rows)
     dv_Nk = d_N[:, None] * v_Nk
@@ -165,7 +166,7 @@ KINDS: dict[str, Callable[[Matrix, Index, Index], Array]] = {
 
 
 def properties(a: Matrix) -> dict[str, str]:
-    """What the whole matrix is, measured. Takes a singular value decomposition."""
+    """Return measured properties of the whole matrix by name. Takes a singular value decomposition."""
     whole = a.block()
     singular = np.linalg.svd(whole, compute_uv=False)
     rank = int((singular > singular[0] * max(whole.shape) * np.finfo(float).eps).sum())
@@ -192,7 +193,7 @@ def properties(a: Matrix) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print what a matrix measures."""
+    """Print the properties of a matrix."""
     a = parse(Matrix, "Measures a test matrix.")
     if a.rows * a.columns > LARGEST:
         raise UsageError(

@@ -1,10 +1,10 @@
-"""What a piece of code holds in memory, counted in tensors: no sampling, the same number on every run.
+"""Memory held by a piece of code, counted in tensors: no sampling, the same number on every run.
 
-saved_bytes(lambda: loss(model(x)), model)        # what autograd keeps from the forward for the backward pass
-with LiveBytes() as live:                         # what exists at once, gradients and temporaries included
+saved_bytes(lambda: loss(model(x)), model)        # kept by autograd from the forward for the backward pass
+with LiveBytes() as live:                         # alive at once, gradients and temporaries included
     loss(model(x)).backward()
 live.peak
-peak_allocated(step)                              # the same with what kernels and libraries take, by torch's profiler
+peak_allocated(step)                              # with kernels' and libraries' memory, by torch's profiler
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes that autograd saves in `forward()`: each storage once, the model's own parameters left out.
+    """Return the bytes that autograd saves in `forward()`: each storage once, without the model's parameters.
 
-    Tensors are counted by their whole storage, as memory is. `forward` must return what holds the graph.
+    Tensors are counted by their whole storage, as memory is. `forward` must return an object that holds the
+    graph.
     """
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -42,10 +43,10 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations inside the `with` block make, until they are freed.
+    """Count of the storages that operations inside the `with` block make, until they are freed.
 
-    `now` and `peak` are in bytes. What a kernel needs inside is not seen, nor are the threads of a GPU's backward
-    pass: there `torch.cuda.max_memory_allocated` is the tool.
+    `now` and `peak` are in bytes. The internal memory of kernels is not counted, nor that of a backward pass
+    on a GPU, which runs in other threads: for these use `torch.cuda.max_memory_allocated`.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_allocated(call: Callable[[], object], device: str = "cpu") -> int:
-    """The most bytes at once of the tensors that a call makes, on this rank.
+    """Return the most bytes at once of the tensors that a call makes, on this rank.
 
     On the CPU torch's profiler notes every allocation, so the call is slow; do not time it.
     """

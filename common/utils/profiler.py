@@ -1,4 +1,4 @@
-"""Where does a rank's time go: computing, waiting for communication, hiding it, idle? For all ranks at once.
+"""Profile of each rank's time: compute, exposed and hidden communication, idle; for all ranks at once.
 
     with profile(rt, trace=Path("out")) as report:
         step()
@@ -7,10 +7,10 @@
     python common/utils/profiler.py --script your_script.py [its arguments]
     torchrun --nproc_per_node=2 common/utils/profiler.py --trace out --script your_script.py [its arguments]
 
-torch.profiler (Kineto) records, `common.utils.timeline` says what is counted as what. A script runs unchanged, as
+torch.profiler (Kineto) records, `common.utils.timeline` defines the classes. A script runs unchanged, as
 `__main__`, with its own arguments and exit code, and may destroy its process group: ranks meet in the trace's folder,
 which all hosts must share. Each leaves its part there; rank 0 waits `--timeout` seconds for the others and merges.
-A script that raises shows its traceback and leaves no trace. Ranks that a script starts by `common.spawn` are
+A script that raises shows its traceback and leaves no trace. Ranks that a script starts by `common.launch.spawn` are
 profiled in place of the process that waits for them.
 """
 
@@ -36,14 +36,15 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as kineto
 
-from common import comm, spawn
+from common import comm
 from common.comm import Group
 from common.errors import UsageError
-from common.launch import resolve
-from common.options import Checked, Within, parse
-from common.program import run_program
-from common.runtime import Runtime
-from common.terminal import terminal
+from common.launch import spawn
+from common.launch.command_line import Checked, Within, parse
+from common.launch.launcher import resolve
+from common.launch.program import run_program
+from common.launch.runtime import Runtime
+from common.launch.terminal import terminal
 from common.utils import timeline
 from common.utils.timeline import Event, Shares
 
@@ -61,7 +62,7 @@ class Report:
     ranks: dict[int, Shares] = field(default_factory=dict)
 
     def table(self) -> Table:
-        """One line for each rank: seconds and share of its total by class, peak memory in MB (10^6 bytes)."""
+        """Return a line per rank: seconds and share of its total by class, peak memory in MB (10^6 bytes)."""
         table = Table(
             title="seconds by rank: compute + exposed communication + idle = total", title_justify="left"
         )
@@ -76,7 +77,7 @@ class Report:
 
 
 def peak_resident() -> int:
-    """Most bytes this process ever held in memory. Not `ru_maxrss`: a new process starts with its parent's."""
+    """Return this process's peak memory in bytes. Not `ru_maxrss`, which starts with the parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
@@ -88,7 +89,7 @@ def peak_resident() -> int:
 
 
 def _prepare(folder: Path | None) -> None:
-    """Raises UsageError for what would only show at the end, after all the work."""
+    """Check up front that a profile can be made and its folder written. Raises UsageError."""
     if torch._C._autograd._profiler_enabled():
         raise UsageError(
             "a profiler is already running in this process; use one of --script, --trace, profile()"
@@ -104,7 +105,7 @@ def _prepare(folder: Path | None) -> None:
 
 @contextmanager
 def _recorded() -> Iterator[Callable[[], tuple[Shares, list[Event]]]]:
-    """Record this process. The function it gives, called after the block, returns shares and events."""
+    """Record this process. The yielded function, called after the block, returns shares and events."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and stop on stderr
     activities = [ProfilerActivity.CPU]
     gpu = torch.cuda.is_available()
@@ -125,10 +126,10 @@ def _recorded() -> Iterator[Callable[[], tuple[Shares, list[Event]]]]:
 
 @contextmanager
 def profile(where: Runtime | Group, trace: Path | None = None) -> Iterator[Report]:
-    """Profile a block on every rank of a world or a group; the report is complete, on all of them, after it.
+    """Profile a block on every rank of a world or a group; all ranks have the complete report after it.
 
     trace: folder for the merged Chrome trace `trace.json`, one block a folder. After the block the ranks exchange
-    seven numbers each (an all-gather, which an open ledger counts). When the block raises nothing is written.
+    seven numbers each (an all-gather, which an open ledger counts). If the block raises, nothing is written.
     Raises UsageError when the folder cannot be written or a profiler is already running.
     """
     group = where.world if isinstance(where, Runtime) else where
@@ -147,7 +148,7 @@ def profile(where: Runtime | Group, trace: Path | None = None) -> Iterator[Repor
 
 
 def profiled(trace: Path, fn: Callable[..., T], rt: Runtime, *args: Any) -> T:
-    """fn(rt, *args) under `profile`; rank 0 prints the table."""
+    """Return fn(rt, *args), run under `profile`; rank 0 prints the table."""
     with profile(rt, trace) as report:
         result = fn(rt, *args)
     if rt.rank == 0:
@@ -166,10 +167,10 @@ def _show(report: Report, trace: Path) -> None:
 
 @dataclass
 class Options(Checked):
-    """Profile a script on all its ranks."""
+    """Options: a script to profile on all its ranks."""
 
     script: Path
-    """Python script; all that follows are its own arguments."""
+    """Python script; all words after it are its own arguments."""
     trace: Path = Path("profile")
     """Folder for trace.json, shared by all hosts."""
     timeout: Annotated[float, Within(1e-3, 1e6)] = 60.0
@@ -177,7 +178,7 @@ class Options(Checked):
 
 
 def _run(script: Path, arguments: list[str]) -> object:
-    """Run a script as `python script arguments` would; its exit code, or what it gave to sys.exit."""
+    """Run a script as `python script arguments` would; return its exit code, or its argument of sys.exit."""
     sys.argv = [str(script), *arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
@@ -189,7 +190,7 @@ def _run(script: Path, arguments: list[str]) -> object:
 
 
 def _wait(folder: Path, size: int, started: float, timeout: float) -> list[int]:
-    """Ranks whose parts of this run have come; older files are another run's."""
+    """Return the ranks whose parts of this run have come; older files are another run's."""
     end = time.monotonic() + timeout
     while True:
         paths = {rank: timeline.part(folder, rank) for rank in range(size)}
@@ -200,7 +201,7 @@ def _wait(folder: Path, size: int, started: float, timeout: float) -> list[int]:
 
 
 def _profile_script(options: Options, arguments: list[str]) -> object:
-    """Run and report; returns the script's exit code."""
+    """Run the script and report; return its exit code."""
     launch, started, trace = resolve(), time.time(), options.trace.resolve()  # the script may change folder
     if not options.script.is_file():
         raise UsageError(f"--script {options.script} is not a file; give the path of a Python script")
@@ -226,7 +227,7 @@ def _profile_script(options: Options, arguments: list[str]) -> object:
 
 
 def main() -> None:
-    """The command line above."""
+    """Run the command line above."""
     given = sys.argv[1:]
     cut = given.index("--script") + 2 if "--script" in given else len(given)
     run_program(lambda: _profile_script(parse(Options, args=given[:cut]), given[cut:]))  # type: ignore[arg-type,return-value]

@@ -1,4 +1,4 @@
-"""What each rank holds, side by side: for examples small enough to print."""
+"""Table of each rank's tensors, side by side: for examples small enough to print."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from common import comm, ledger
-from common.comm import Group
+from common import comm
+from common.comm import Group, ledger
 
 
 def table_of_ranks(title: str, group: Group, tensors: Mapping[str, Tensor]) -> Table:
-    """A row for each rank, a column for each tensor: matrices of at most two dimensions, shapes may differ.
+    """Return a row per rank, a column per tensor: matrices of at most two dimensions, shapes may differ.
 
     All ranks call it; the table is right on rank 0.
     """

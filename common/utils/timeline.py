@@ -1,4 +1,4 @@
-"""Where a rank's time went, read from its Kineto trace; the traces of all ranks as one.
+"""Classes of a rank's time, read from its Kineto trace; and the traces of all ranks merged into one.
 
     |----- compute -----|-- exposed --|- idle -|     compute + exposed + idle = total
                |--- communication in flight ---|     hidden: the part of it that lies under compute
@@ -32,7 +32,7 @@ from typing import Any
 Interval = tuple[float, float]
 Event = dict[str, Any]
 
-WINDOW = "profile"  # the annotation around what is profiled
+WINDOW = "profile"  # the annotation around the profiled block
 GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 OPERATOR = re.compile(r"(?!autograd|torch|c10d|_c10d)\w+::\w")
 IN_FLIGHT = re.compile(r"(?!nccl)\w+:(all|reduce|broadcast|gather|scatter|send|recv|barrier)")
@@ -40,7 +40,7 @@ IN_FLIGHT = re.compile(r"(?!nccl)\w+:(all|reduce|broadcast|gather|scatter|send|r
 
 @dataclass(frozen=True)
 class Shares:
-    """Seconds of one rank by class, as defined above, and its peak memory in bytes since the process started."""
+    """Seconds of one rank by class, as defined above, and its peak memory in bytes since its start."""
 
     total: float
     compute: float
@@ -52,9 +52,10 @@ class Shares:
 
 
 def sweep(*sets: Iterable[Interval]) -> Iterator[tuple[float, float, tuple[bool, ...]]]:
-    """The stretches between neighbouring ends, and whether each set covers them: (start, end, (a, b, ...)).
+    """Yield the stretches between neighbouring ends: (start, end, (a, b, ...)), one flag per set.
 
-    Intervals may come in any order and overlap. Their union is where any flag is set, intersection where all are.
+    A flag is True if its set covers the stretch. Intervals may come in any order and overlap. Their union is where
+    any flag is set, their intersection where all are.
     """
     edges = sorted(
         (t, step, k) for k, s in enumerate(sets) for a, b in s for t, step in ((a, 1), (b, -1)) if b > a
@@ -71,7 +72,7 @@ def _span(event: Event) -> Interval:
 
 
 def _lanes(spans: Sequence[Event], main: int) -> tuple[list[Interval], list[Interval], list[Interval]]:
-    """Computing, inside a c10d call, communication in flight."""
+    """Return the intervals of computing, inside a c10d call, and of communication in flight."""
     flying = [e for e in spans if e["cat"] == "user_annotation" and IN_FLIGHT.match(e["name"])]
     if on_gpu := [e for e in spans if e["cat"] in GPU]:
         nccl = [e for e in on_gpu if e["name"].startswith("nccl")]
@@ -85,9 +86,9 @@ def _lanes(spans: Sequence[Event], main: int) -> tuple[list[Interval], list[Inte
 
 
 def read(trace: dict[str, Any], resident: float = 0, cuda: float = 0) -> tuple[Shares, list[Event]]:
-    """The shares of one rank, and its events with times in microseconds since 1970.
+    """Return the shares of one rank, and its events with times in microseconds since 1970.
 
-    trace: what `export_chrome_trace` wrote, with one annotation WINDOW around what counts.
+    trace: output of `export_chrome_trace`, with one annotation WINDOW around the part that counts.
     """
     base = trace["baseTimeNanoseconds"] / 1e3
     events = [
@@ -113,7 +114,7 @@ def read(trace: dict[str, Any], resident: float = 0, cuda: float = 0) -> tuple[S
 
 
 def _named(events: list[Event], window: Event, waits: list[Interval]) -> list[Event]:
-    """Events with threads named, and the exposed communication, which Kineto does not show, in a lane of its own."""
+    """Return events with named threads, and a lane of exposed communication, which Kineto does not show."""
     events = [
         e for e in events if e["ph"] != "M" or (e["name"] == "thread_name" and e["tid"] != window["tid"])
     ]
@@ -127,24 +128,24 @@ def _named(events: list[Event], window: Event, waits: list[Interval]) -> list[Ev
 
 
 def part(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its trace for the merge."""
+    """Return the path of a rank's trace before the merge."""
     return folder / f"rank{rank}.part.json"
 
 
 def write(path: Path, content: object) -> None:
-    """Write JSON so that the file is there whole or not at all."""
+    """Write JSON so that the file exists whole or not at all."""
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(content, separators=(",", ":")))
     os.replace(partial, path)
 
 
 def write_part(folder: Path, rank: int, host: str, shares: Shares, events: list[Event]) -> None:
-    """Leave this rank's trace in `folder`."""
+    """Write this rank's trace into `folder`."""
     write(part(folder, rank), {"host": host, "shares": asdict(shares), "events": events})
 
 
 def merge(folder: Path, ranks: Iterable[int]) -> dict[int, Shares]:
-    """Join the parts of `ranks` into folder/trace.json and remove them; returns each rank's shares.
+    """Join the parts of `ranks` into folder/trace.json and remove them; return each rank's shares.
 
     A process of the trace is a rank. Time 0 is the earliest event. Ranks of one host share its clock; those of
     different hosts are as far apart as the hosts' clocks (with NTP about a millisecond).

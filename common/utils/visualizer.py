@@ -6,7 +6,7 @@
         throughput_bars(left, {"ddp": {1: 900.0, 2: 1700.0}}, unit="tokens/s")
         scaling_lines(right, {"ddp": {1: 1.0, 2: 1.9}})
 
-A series keeps the colour of its place in the mapping it comes in.
+The colour of a series is that of its place in its mapping.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Later:
-    """A module that loads when it is first used: matplotlib takes 0.3 s a rank, and most runs draw nothing."""
+    """Module that loads on its first use: matplotlib takes 0.3 s per rank, and most runs draw nothing."""
 
     module: str
 
@@ -41,7 +41,7 @@ mpl, ticker = Later("matplotlib"), Later("matplotlib.ticker")
 INK, FAINT = "#333333", "#8C8C8C"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", INK)
 MARKERS = "osD^vPX"
-PARTS = 4  # parts of a whole begin here, so that they do not look like implementations
+PARTS = 4  # first colour of parts of a whole, so that they do not look like implementations
 STYLE: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -67,7 +67,7 @@ STYLE: dict[str, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """What is drawn and saved inside it follows the course's style."""
+    """Apply the course's style to all plots drawn and saved inside the block."""
     with mpl.rc_context(STYLE):
         yield
 
@@ -76,7 +76,7 @@ def style() -> Iterator[None]:
 def figure(
     *paths: Path, columns: int = 1, rows: int = 1, width: float = 6.4, height: float = 3.4
 ) -> Iterator[tuple[Axes, ...]]:
-    """Axes, row by row, saved at the end to each path (.png, .svg, .pdf). Sizes in inches.
+    """Yield axes, row by row; at the end save them to each path (.png, .svg, .pdf). Sizes in inches.
 
     Raises UsageError when a path cannot be written.
     """
@@ -93,7 +93,7 @@ def figure(
 
 
 def colour(place: int) -> str:
-    """The colour of the series at this place; after seven they begin again."""
+    """Return the colour of the series at this place; after seven the colours begin again."""
     return COLOURS[place % len(COLOURS)]
 
 
@@ -105,7 +105,7 @@ def _line(place: int) -> dict[str, Any]:
 def throughput_bars(
     axes: Axes, rates: Mapping[str, Mapping[int, float]], *, unit: str, title: str = ""
 ) -> None:
-    """One bar a rank count, in a block for each implementation: name -> ranks -> rate in `unit`."""
+    """Draw one bar per rank count, in a block per implementation: name -> ranks -> rate in `unit`."""
     ticks: dict[float, str] = {}
     largest = max((rate for by_ranks in rates.values() for rate in by_ranks.values()), default=1.0)
     row = 0.0
@@ -131,7 +131,7 @@ def scaling_lines(
     cores: int | None = None,
     title: str = "",
 ) -> None:
-    """Speed-up over one rank: name -> ranks -> times faster; ideal is one for each rank, up to `cores`."""
+    """Draw speed-up over one rank: name -> ranks -> times faster; ideal is one per rank, up to `cores`."""
     most = max((ranks for by_ranks in speed_ups.values() for ranks in by_ranks), default=1)
     counts = sorted({ranks for by_ranks in speed_ups.values() for ranks in by_ranks} | {1, most})
     cores = min(cores or most, most)
@@ -165,7 +165,7 @@ def share_bars(
     title: str = "",
     of: str = "share of the step's time",
 ) -> None:
-    """Time by what it went into, as shares of each row's sum: row -> part -> time; the sum stands behind."""
+    """Draw times as shares of each row's sum, which is written after its bar: row -> part -> time."""
     kinds = list(dict.fromkeys(kind for row in parts.values() for kind in row))
     for y, row in enumerate(parts.values()):
         total, left = sum(row.values()), 0.0
@@ -194,7 +194,7 @@ def bandwidth_lines(
     title: str = "",
     quantity: str = "bus bandwidth",
 ) -> None:
-    """Bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit by size to compare it with."""
+    """Draw bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit by size to compare with."""
     for place, (name, by_size) in enumerate(bandwidths.items()):
         x, y = zip(*sorted(by_size.items()), strict=True)
         axes.plot(x, y, **_line(place), label=name)
@@ -217,7 +217,7 @@ def bandwidth_lines(
 def memory_lines(
     axes: Axes, sizes: Mapping[str, Mapping[int, float]], *, against: str, title: str = ""
 ) -> None:
-    """Bytes against a length, both axes logarithmic: name -> length -> bytes; `against` names the length."""
+    """Draw bytes over a length, on logarithmic axes: name -> length -> bytes; `against` names the length."""
     for place, (name, by_length) in enumerate(sizes.items()):
         x, y = zip(*sorted(by_length.items()), strict=True)
         axes.plot(x, y, **_line(place), label=name)
@@ -239,7 +239,7 @@ def loss_curves(
     title: str = "",
     mean: int = 0,
 ) -> None:
-    """Loss over steps: name -> loss of each step. Curves that coincide stay visible: dashes over lines.
+    """Draw loss over steps: name -> loss of each step. Coinciding curves stay visible as dashes over lines.
 
     mean: for curves that differ, plain lines of the mean over so many steps.
     """
@@ -267,7 +267,7 @@ def run_curves(
     unit: str = "nats a token",
     title: str = "",
 ) -> None:
-    """Runs that continue one another: name -> step -> loss. Rings are `evaluated`; a limit is a line across."""
+    """Draw runs that continue one another: name -> step -> loss. Rings: `evaluated`; lines across: limits."""
     for place, (name, of_step) in enumerate(losses.items()):
         axes.plot(list(of_step), list(of_step.values()), linewidth=1.2, color=colour(place), label=name)
         rings = evaluated.get(name, {})
@@ -293,7 +293,7 @@ def load_map(
     by: str = "expert",
     most: float | None = None,
 ) -> None:
-    """What fell on each expert: row -> load of each; the darker the more, up to `most`. Few rows also get numbers."""
+    """Draw each expert's load: row -> loads, darker for more, up to `most`. Few rows also get numbers."""
     most = most or max((value for row in loads.values() for value in row), default=1.0) or 1.0
     axes.imshow(list(loads.values()), cmap="Blues", vmin=0, vmax=most, aspect="auto")
     if len(loads) <= 16:
@@ -310,7 +310,7 @@ def load_map(
 
 @dataclass(frozen=True)
 class Interval:
-    """What a rank did from `start` to `end` (seconds); the label, such as a micro-batch, stands inside."""
+    """Work of a rank from `start` to `end` (seconds); the label, such as a micro-batch, stands inside."""
 
     start: float
     end: float
@@ -327,9 +327,9 @@ def timeline(
     kinds: Sequence[str] = (),
     title: str = "",
 ) -> None:
-    """One row a rank, coloured by kind: row -> intervals. Times are shown times `scale`, in `unit`.
+    """Draw one row per rank, coloured by kind: row -> intervals. Times are shown times `scale`, in `unit`.
 
-    `kinds` fixes the order of the colours, so that two timelines agree; what is left blank is idle.
+    `kinds` fixes the order of the colours, so that two timelines agree; blank time is idle.
     """
     kinds = list(dict.fromkeys([*kinds, *(i.kind for row in rows.values() for i in row)]))
     end = max((i.end for row in rows.values() for i in row), default=1.0) * scale
@@ -356,7 +356,7 @@ def timelines(
     scale: float = 1.0,
     kinds: Sequence[str] = (),
 ) -> None:
-    """Several of them in the same colours: title -> row -> intervals. Of `kinds` those that occur in one of them."""
+    """Draw several timelines in the same colours: title -> row -> intervals. Unused `kinds` are left out."""
     occur = {i.kind for rows in lines.values() for row in rows.values() for i in row}
     for one, (title, rows) in zip(axes, lines.items(), strict=True):
         used = [kind for kind in kinds if kind in occur]
@@ -364,19 +364,19 @@ def timelines(
 
 
 def bytes_text(size: float) -> str:
-    """A size in binary units, as short as can be: 4 KiB."""
+    """Format a size in binary units, as short as possible: 4 KiB."""
     power = min(4, int(math.log2(size) // 10)) if size >= 1 else 0
     return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def si_text(value: float) -> str:
-    """Three digits and a prefix: 5.15k."""
+    """Format a number with three digits and a prefix: 5.15k."""
     power = min(4, max(0, int(math.log10(abs(value)) // 3))) if value else 0
     return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def _legend(axes: Axes) -> None:
-    """Where it hides nothing: beside the plot when there are many names."""
+    """Add a legend that hides nothing: beside the plot if there are many names."""
     many = len(axes.get_legend_handles_labels()[1]) > 6
     if many:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -385,7 +385,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
-    """Text on a coloured bar, white where the colour is dark."""
+    """Write text on a coloured bar, white if the colour is dark."""
     r, g, b = mpl.colors.to_rgb(fill)
     dark = 0.299 * r + 0.587 * g + 0.114 * b < 0.5
     axes.text(
@@ -394,7 +394,7 @@ def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
 
 
 def _legend_above(axes: Axes, kinds: Sequence[str], title: str, first: int = 0) -> None:
-    """Colours and their names in one line over the plot, the title over it."""
+    """Add colours and their names in one line over the plot, and the title over them."""
     patch = Later("matplotlib.patches").Patch
     handles = [patch(color=colour(place), label=kind) for place, kind in enumerate(kinds, first)]
     axes.legend(

@@ -1,7 +1,7 @@
-"""The primitives that everything else is made of: what each does, must give and sends.
+"""The primitives of communication: the action of each, its expected result and the bytes it sends.
 
     one to many      rank 0 sends to each in turn        n-1 messages, one after another
-    the same, tree   who has it sends it on              round 1: 0->1   round 2: 0->2 1->3   ... log2(n) rounds
+    the same, tree   holders send it on                  round 1: 0->1   round 2: 0->2 1->3   ... log2(n) rounds
     broadcast        the library's one to many
     reduce           many to one, summed                 all-reduce      reduce, and all get the sum
     all-gather       all get all pieces                  reduce-scatter  reduce, and each gets a piece of the sum
@@ -25,7 +25,7 @@ from common.comm import Group
 
 
 def one_to_many(x: Tensor, group: Group) -> Tensor:
-    """Rank 0 sends to each of the others in turn: the last waits for n-1 messages."""
+    """Send from rank 0 to each of the others in turn: the last one waits for n-1 messages."""
     if group.rank == 0:
         for other in range(1, group.size):
             comm.send(x, group, other)
@@ -35,7 +35,7 @@ def one_to_many(x: Tensor, group: Group) -> Tensor:
 
 
 def rounds(n: int) -> list[list[tuple[int, int]]]:
-    """A binomial tree from rank 0: (source, destination) by round. Those who have it double each time."""
+    """Return a binomial tree from rank 0: (source, destination) by round. Holders double in each round."""
     return [
         [(source, source + have) for source in range(min(have, n - have))]
         for have in (2**k for k in range((n - 1).bit_length()))
@@ -43,7 +43,7 @@ def rounds(n: int) -> list[list[tuple[int, int]]]:
 
 
 def tree(x: Tensor, group: Group) -> Tensor:
-    """The same in log2(n) rounds, in each of which all messages travel at once."""
+    """Send from rank 0 to all in log2(n) rounds; all messages of a round travel at once."""
     for pairs in rounds(group.size):
         for source, destination in pairs:
             if group.rank == source:
@@ -54,39 +54,39 @@ def tree(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(x: Tensor, group: Group) -> Tensor:
-    """The library's."""
+    """Broadcast from rank 0 with the library."""
     comm.broadcast(x, group, 0)
     return x
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum on rank 0."""
+    """Sum on rank 0."""
     comm.reduce(x, group, 0)
     return x
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum on all ranks."""
+    """Sum on all ranks."""
     comm.all_reduce(x, group)
     return x
 
 
-Start = Callable[[int], Tensor]  # what a rank holds at first
+Start = Callable[[int], Tensor]  # a rank's initial tensor
 
 
 def first(start: Start, rank: int, n: int) -> Tensor:
-    """What rank 0 had."""
+    """Return rank 0's initial tensor."""
     return start(0)
 
 
 def total(start: Start, rank: int, n: int) -> Tensor:
-    """The sum over ranks."""
+    """Return the sum over ranks."""
     return sum((start(r) for r in range(1, n)), start(0))
 
 
 @dataclass(frozen=True)
 class Primitive:
-    """An operation and what it must give: `expected(start, rank, n)`, None where the result is not defined."""
+    """An operation and its expected result, `expected(start, rank, n)`; None if the result is undefined."""
 
     name: str
     idea: str
@@ -97,11 +97,11 @@ class Primitive:
     gathers: bool = False  # starts with a piece of S
 
     def sent(self, size: int, n: int) -> int:
-        """Bytes that n ranks send together; size: S in bytes."""
+        """Return the bytes that n ranks send together; size: S in bytes."""
         return self.passes * (n - 1) * size
 
     def bus_factor(self, n: int) -> Fraction:
-        """Bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md)."""
+        """Return bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md)."""
         return Fraction(1) if self.rooted else Fraction(self.passes * (n - 1), n)
 
 
@@ -140,5 +140,5 @@ PRIMITIVES = (
 
 
 def start_of(length: int, dtype: torch.dtype, device: torch.device) -> Start:
-    """Rank r starts with 10(r+1) + 0, 1, 2 ...: the tens say whose it was, the ones which piece."""
+    """Return start(rank): 10(r+1) + 0, 1, 2 ... on rank r; the tens name the rank, the ones the piece."""
     return lambda rank: torch.arange(length, device=device).remainder(10).add(10 * (rank + 1)).to(dtype)

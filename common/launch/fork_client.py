@@ -2,7 +2,7 @@
 
     fork_client.py <the real Python> <the server's socket> file.py arguments ...
 
-It imports little, because each rank of each run starts with it.
+It imports few modules, because each rank of each run starts with it.
 """
 
 import json

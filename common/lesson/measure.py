@@ -1,7 +1,7 @@
-"""Time steps in turn, so that a machine whose speed drifts is fair to all of them, and write the records.
+"""Timing of steps in turn, so that a drift of the machine's speed affects all alike, and its records.
 
 measured = in_turn({"ours": step_a, "theirs": step_b}, rounds=7, group=rt.world)
-measured["ours"].seconds      # one number a round: the slowest rank's, between barriers
+measured["ours"].seconds      # one number per round: the slowest rank's, between barriers
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import torch
 
 from common import comm
 from common.comm import Group
-from common.ledger import Ledger
+from common.comm.ledger import Ledger
 from common.utils.profiler import peak_resident
 
 
 @dataclass
 class Measured:
-    """Per round: seconds of the slowest rank, the most that one was blocked in communication, bytes this rank sent."""
+    """Results per round: seconds of the slowest rank, most seconds that a rank was blocked, bytes sent.
+
+    The bytes are those of this rank.
+    """
 
     seconds: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
@@ -46,7 +49,7 @@ class Measured:
 def in_turn(
     cases: dict[str, Callable[[], object]], rounds: int, group: Group, warm_up: int = 1, device: str = "cpu"
 ) -> dict[str, Measured]:
-    """Call every case once a round, `rounds` times, after `warm_up` rounds that do not count."""
+    """Call every case once per round, for `rounds` rounds, after `warm_up` rounds that do not count."""
     measured = {name: Measured() for name in cases}
     for round in range(-warm_up, rounds):
         for name, case in cases.items():
@@ -68,7 +71,7 @@ def in_turn(
 
 
 def peak_memory(group: Group) -> int:
-    """Largest resident set of this process so far in bytes, or of its GPU memory; the maximum over ranks."""
+    """Return the peak resident set in bytes, or the peak GPU memory; the maximum over ranks."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
     else:
@@ -79,9 +82,9 @@ def peak_memory(group: Group) -> int:
 
 @dataclass
 class BenchmarkRecord:
-    """One line of --json: what ran, how fast, how much it sent; times in seconds, sizes in bytes.
+    """One line of --json: the case, its speed and the bytes it sent; times in seconds, sizes in bytes.
 
-    tokens_per_step and flop_per_step are of all ranks together, bytes of one rank and step.
+    tokens_per_step and flop_per_step are of all ranks together, bytes are per rank and step.
     """
 
     strategy: str
@@ -101,14 +104,14 @@ class BenchmarkRecord:
     peak_memory_bytes: int
     scaling: str
     seconds_by_axis: dict[str, float] | None = None
-    """Blocked in communication along each axis, the mean over the ranks."""
+    """Seconds blocked in communication along each axis, the mean over the ranks."""
     equal: bool | None = None
     largest_difference: float | None = None
     differences: dict[str, float] | None = None
-    """The largest with each optimizer."""
+    """Largest difference with each optimizer."""
 
     def as_json(self) -> dict[str, Any]:
-        """The record with the number of steps and the versions that ran it."""
+        """Return the record with the number of steps and the versions that ran it."""
         versions = {
             "python": sys.version.split()[0],
             "torch": torch.__version__,

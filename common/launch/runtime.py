@@ -1,10 +1,10 @@
-"""Who am I: rank, world size, device and backend, from any launcher.
+"""Runtime of a rank: rank, world size, device and backend, from any launcher.
 
     with runtime() as rt:
         x = torch.ones(3, device=rt.device)
         all_reduce(x, rt.world)
 
-`launch.resolve` reads the environment; here the process group is made, watched and always ended.
+`launch.resolve` reads the environment; this module makes the process group, watches it and always ends it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common import mpi_backend
 from common.comm import Group
 from common.errors import UsageError
-from common.launch import Launch, resolve
-from common.program import check_output, leave_at_once, show_on_stderr
-from common.watchdog import RankFailed, Watchdog
+from common.launch import mpi_backend
+from common.launch.launcher import Launch, resolve
+from common.launch.program import check_output, leave_at_once, show_on_stderr
+from common.launch.watchdog import RankFailed, Watchdog
 
 BACKENDS = ("gloo", "nccl", "mpi")
 MPI_LAUNCHERS = ("openmpi", "mpich")
@@ -36,7 +36,7 @@ MPI_LAUNCHERS = ("openmpi", "mpich")
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank knows of itself. `timeout` is in seconds; `world` is the group of all ranks."""
+    """Facts of one rank. `timeout` is in seconds; `world` is the group of all ranks."""
 
     rank: int
     world_size: int
@@ -50,7 +50,7 @@ class Runtime:
 
 
 def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, str]:
-    """Device and backend: NCCL where each local rank has its own GPU; MPI under mpirun on CPUs; else gloo."""
+    """Return device and backend: NCCL if each local rank has a GPU; MPI under mpirun on CPUs; else gloo."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in ("auto", *BACKENDS):
         raise UsageError(f"backend {backend!r} is unknown; choose one of auto, {', '.join(BACKENDS)}")
@@ -87,7 +87,7 @@ def _choose(launch: Launch, device: str, backend: str) -> tuple[torch.device, st
 
 
 def _address(launch: Launch) -> tuple[str, int]:
-    """Host and port of rank 0's store; port 0 means that rank 0 picks a free one and tells over MPI."""
+    """Return host and port of rank 0's store; port 0: rank 0 picks a free one and sends it over MPI."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if launch.launcher == "slurm":
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "localhost")
@@ -105,11 +105,11 @@ def _address(launch: Launch) -> tuple[str, int]:
 
 
 def _store(launch: Launch, timeout: float) -> dist.Store:
-    """The store in which ranks find one another and say that they failed.
+    """Return the store in which ranks find one another and report failures.
 
-    A file when mpirun started all ranks on one host: it needs no port and outlives any rank. It has no name once all
-    ranks have opened it, so nothing is left of it, however they end. Otherwise TCP, served by torchrun's agent or by
-    rank 0.
+    A file if mpirun started all ranks on one host: it needs no port and outlives any rank. Its name is
+    removed once all ranks have opened it, so that no file is left behind, however they end. Otherwise TCP,
+    served by torchrun's agent or by rank 0.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -150,14 +150,14 @@ def _store(launch: Launch, timeout: float) -> dist.Store:
 
 
 def _addresses() -> list[str]:
-    """This host's name and the addresses of its networks."""
+    """Return this host's name and the addresses of its networks."""
     interfaces = psutil.net_if_addrs().values()
     found = [a.address for all_of_one in interfaces for a in all_of_one if a.family == socket.AF_INET]
     return [socket.gethostname(), *(address for address in found if not address.startswith("127."))]
 
 
 def _that_answers(addresses: list[str], port: int) -> str:
-    """The first of rank 0's addresses at which its store answers: a host's name may lead nowhere on another."""
+    """Return the first of rank 0's addresses at which its store answers: a host name may not resolve here."""
     for address in addresses:
         with suppress(OSError), socket.create_connection((address, port), 2.0):
             return address
@@ -165,11 +165,11 @@ def _that_answers(addresses: list[str], port: int) -> str:
 
 
 def _toward(host: str, port: int) -> None:
-    """Have gloo use the network that leads to rank 0; alone, it takes what this host's own name leads to."""
+    """Make gloo use the network that leads to rank 0; by default it takes that of this host's own name."""
     with suppress(OSError):
         family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as s:
-            s.connect(there)  # finds the way, sends nothing
+            s.connect(there)  # finds the route, sends nothing
             here = s.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if here in {a.address for a in addresses} and not here.startswith("127."):
@@ -177,7 +177,7 @@ def _toward(host: str, port: int) -> None:
 
 
 def _check_interfaces(backend: str) -> None:
-    """Raises UsageError for a network that the user names to gloo and that this host lacks."""
+    """Check that this host has the networks that the user names to gloo. Raises UsageError."""
     given, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
     if backend == "gloo" and (unknown := [name for name in given.split(",") if name and name not in there]):
         raise UsageError(
@@ -200,7 +200,7 @@ def session(
     timeout: float,
     show: Callable[[str], None] = show_on_stderr,
 ) -> Iterator[Runtime]:
-    """A process group over `store` that always ends. Raises RankFailed on every rank once one has failed."""
+    """Yield the Runtime over `store`; always end its process group. If a rank fails, all raise RankFailed."""
     watchdog = Watchdog(store, launch.rank, launch.world_size, show)
     try:
         check_output()
@@ -226,7 +226,7 @@ def session(
         world = Group("world", launch.rank, launch.world_size, tuple(range(launch.world_size)), pg)
         local = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
         yield Runtime(*local, launch.launcher, chosen, backend, timeout, world)
-        sys.stdout.flush()  # fails while there is time to say so
+        sys.stdout.flush()  # a failure here can still be reported
         watchdog.finish(timeout)
     except BaseException as error:
         if launch.world_size > 1:

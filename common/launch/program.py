@@ -1,4 +1,4 @@
-"""How a program of ours ends: bad input, and an output that cannot be written, are one line and exit code 2."""
+"""Start and end of a program: bad input, or an output that cannot be written, is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import NoReturn
 
 from common.errors import RankError, UsageError
 
-WATCHDOG = "watchdog"  # name of the thread that looks into the store
+WATCHDOG = "watchdog"  # name of the thread that polls the store
 
 
 class Output(io.FileIO):
-    """Standard output. Raises UsageError where its pipe is closed or its disk is full, whoever writes."""
+    """Standard output. A write raises UsageError if the pipe is closed or the disk is full."""
 
     def write(self, data: object) -> int:
-        """Write to the file; after a failure to nowhere, so that the interpreter's last flush succeeds."""
+        """Write to the file; after a failure to /dev/null, so that the interpreter's last flush succeeds."""
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
@@ -30,7 +30,7 @@ class Output(io.FileIO):
 
 
 def _unwritable(output: int, error: OSError) -> UsageError:
-    """The error to raise for a failed write. Leads the file descriptor `output` to nowhere."""
+    """Return the error to raise for a failed write; redirect the file descriptor `output` to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, output)
     os.close(nowhere)
@@ -44,7 +44,7 @@ def check_output() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif out is sys.__stdout__ and isinstance(out, io.TextIOWrapper):  # not captured, and not done already
         try:
-            out.flush()  # before what the new buffer will hold
+            out.flush()  # before anything that the new buffer will hold
         except OSError as error:
             raise _unwritable(out.fileno(), error) from None
         file = io.BufferedWriter(Output(out.fileno(), "w", closefd=False))
@@ -53,7 +53,7 @@ def check_output() -> None:
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Exit with what `main` returns. Bad input and ranks that failed are shown on stderr, without a traceback."""
+    """Exit with the code of `main`. Bad input and failed ranks are shown on stderr, without a traceback."""
     try:
         try:
             check_output()
@@ -70,8 +70,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def show_on_stderr(report: str) -> None:
-    """Show a failure; and hand it to torchrun, where that is the launcher, which prints it last."""
-    with suppress(OSError):  # stderr may be closed: the exit code is left to say it
+    """Show a failure; under torchrun also pass it to the launcher, which prints it last."""
+    with suppress(OSError):  # stderr may be closed; the exit code still reports the failure
         print(report, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         last = report.splitlines()[-1] if "\nTraceback (" in report else report
@@ -81,14 +81,14 @@ def show_on_stderr(report: str) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End without exit handlers and thread joins: MPI_Finalize and others wait for ranks that are gone."""
+    """Exit without exit handlers and thread joins: MPI_Finalize and others wait for ranks that have ended."""
     with suppress(OSError, UsageError):
         sys.stdout.flush()
     os._exit(code)
 
 
 def leave(code: int) -> NoReturn:
-    """End like sys.exit, or at once while a watchdog is inside its store.
+    """Exit like sys.exit, or at once while a watchdog is inside its store.
 
     An interpreter that ends stops that thread by unwinding it through the store's C++, which aborts the process.
     """

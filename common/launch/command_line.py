@@ -1,4 +1,4 @@
-"""Command lines: a dataclass names its options, their types say which values they take, and all are checked here.
+"""Command lines: a dataclass names the options, their types state the allowed values; all are checked.
 
     @dataclass
     class Options(Checked):
@@ -8,7 +8,7 @@
     if __name__ == "__main__":
         run_program(lambda: main(parse(Options)))
 
-A class that inherits options of which it has no use names them: `class Memory(Training, without=("steps", "plot"))`.
+A class names inherited options that it does not use: `class Memory(Training, without=("steps", "plot"))`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Within:
-    """Metadata of a number's type, or of a tuple's: the least and the greatest value that it may have."""
+    """Bounds of a number, or of each number in a tuple, as metadata of its type."""
 
     least: float
     most: float
 
 
 Count = Annotated[int, Within(1, 10**9)]
-Size = Annotated[int, Within(1, 2**27)]  # of a batch or a sequence; more tokens do not fit a machine
+Size = Annotated[int, Within(1, 2**27)]  # of a batch or a sequence; more tokens do not fit in memory
 Width = Annotated[int, Within(1, 2**20)]  # of a layer
 Ranks = Annotated[int, Within(1, 4096)]
 Seed = Annotated[int, Within(0, 2**63 - 1)]
 
 
 class Checked:
-    """Base of all options. Constructing them raises UsageError for a number outside of its bounds."""
+    """Base class of all options. Construction raises UsageError for a number outside of its bounds."""
 
     def __init_subclass__(cls, without: Sequence[str] = ()) -> None:
-        """without: inherited options that the command line shall not have; they keep their defaults."""
+        """Hide the inherited options `without` from the command line; they keep their defaults."""
         super().__init_subclass__()
-        cls.__annotations__.update(dict.fromkeys(without, Annotated[Any, tyro.conf.Suppress]))
+        # the option's own type, not Any: tyro takes (Any, 0.0) for (Any, False)
+        hints = get_type_hints(cls.__mro__[1], include_extras=True)
+        cls.__annotations__.update({name: Annotated[hints[name], tyro.conf.Suppress] for name in without})
 
     def __post_init__(self) -> None:
         for name, bounds in _bounds(type(self)).items():
@@ -64,7 +66,7 @@ class Checked:
 
 
 def _bounds(options: type[Any]) -> dict[str, Within]:
-    """The bounds of all options that have them, by name."""
+    """Return the bounds of all options that have them, by name."""
 
     def found(hint: object) -> list[Within]:
         here = [data for data in getattr(hint, "__metadata__", ()) if isinstance(data, Within)]
@@ -80,7 +82,7 @@ def parse(
     args: Sequence[str] | None = None,
     default: T | None = None,
 ) -> T:
-    """The options of the command line, or of `args`. Raises UsageError, one line, for what they cannot be."""
+    """Return the options of the command line, or of `args`. Raises UsageError, one line, for invalid ones."""
     said = io.StringIO()
     known: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -94,7 +96,7 @@ def parse(
 
 
 def _one_line(box: str) -> str:
-    """The reason in the box that tyro draws: its rows up to the first rule; all of the text where it is no such box."""
+    """Return the reason in tyro's box: its rows up to the first rule; all of the text if there is no box."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)  # on a terminal the box has colours
     rows = [row.strip("│| ") for row in plain.splitlines() if row.startswith(("│", "|"))]
     parts = itertools.groupby(rows, lambda row: bool(row.strip("─-")))
@@ -103,7 +105,7 @@ def _one_line(box: str) -> str:
 
 
 def check_folder(option: str, target: Path, folder: Path) -> None:
-    """Make the folder in which `target` will be written. Raises UsageError where that cannot be done."""
+    """Create the folder in which `target` will be written. Raises UsageError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()

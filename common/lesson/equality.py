@@ -2,6 +2,7 @@
 
     reference = follow(model, "adamw", steps, step)                  # on one device
     parallel = follow(model, "adamw", steps, step, mesh)             # on the mesh; gathers what is split
+    parallel = watch(train(job), job, mesh)                          # the same, of a training loop that yields
     compare(reference, parallel)["gradients"]    # Difference(2.2e-16, "layers.0.mlp.up_proj.weight, step 2")
 
 The difference of a tensor is relative, a from the one device and M the largest number of all tensors compared with it
@@ -28,16 +29,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from common import comm, ledger
-from common.mesh import AXES, Mesh
-from common.placement import Run, gradient_norm, placement
+from common import comm
+from common.comm import ledger
+from common.comm.mesh import AXES, Mesh
+from common.comm.placement import Run, gradient_norm, placement
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 KINDS = ("loss", "gradients", "gradient norm", "weights")
@@ -49,7 +51,7 @@ Wrap = Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer]
 
 
 def plain(make: MakeOptimizer, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer as it is."""
+    """Return the optimizer as `make` makes it."""
     return make(tensors)
 
 
@@ -61,21 +63,20 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @dataclass
 class Followed:
-    """All that a training run leaves: per step the loss, every gradient and their norm; the last weights.
+    """Results of a training run: per step the loss, every gradient and their norm; the final weights.
 
-    Tensors are whole and under their canonical names; a gradient that is None is left out. The optimizer is as
-    the last step left it. units: of a run that `with_units` made, by kind and suffix, how far each tensor moves.
+    Tensors are whole and under their canonical names; a gradient that is None is left out. units: of a run that
+    `with_units` made, by kind and suffix, how far each tensor moves.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    optimizer: Any = None
     units: list[dict[str, float]] | None = None
 
     def sets(self) -> list[tuple[str, str, dict[str, Tensor]]]:
-        """(kind, what follows the names, tensors) of all that are compared with one another."""
+        """Return (kind, suffix of the names, tensors) of each set of tensors that is compared as one."""
         losses, norms = (
             {f"{what}, step {t}": torch.tensor(v, dtype=torch.float64) for t, v in enumerate(values)}
             for what, values in (("loss", self.losses), ("norm", self.norms))
@@ -93,12 +94,12 @@ class Difference:
 
 
 def worst(differences: Iterable[Difference]) -> Difference:
-    """The largest of them."""
+    """Return the largest difference; 0 if there is none."""
     return max(differences, key=lambda d: d.value, default=Difference(0.0, ""))
 
 
 def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
-    """The full tensor of which x is this rank's piece, as `parameter` lies on the mesh."""
+    """Return the full tensor of which x is this rank's piece, placed on the mesh like `parameter`."""
     with ledger.uncounted(), torch.no_grad():
         if hasattr(x, "full_tensor"):  # a DTensor
             return cast(Tensor, x.full_tensor())
@@ -113,15 +114,24 @@ def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
 
 
 def of_all_stages(tensors: dict[str, Tensor], mesh: Mesh | None) -> dict[str, Tensor]:
-    """The tensors of all ranks along pp. Of what two ranks hold, both are kept, by two names, where they differ."""
+    """Return the tensors of all ranks along pp. If two copies differ, keep both under distinct names."""
     if mesh is None or mesh.shape["pp"] == 1:
         return tensors
     found: dict[str, Tensor] = {}
-    for rank, theirs in enumerate(comm.everyones(tensors, mesh.group("pp"))):
-        for name, x in theirs.items():
+    # arrays are pickled three times faster than tensors
+    arrays = {name: x.numpy(force=True) for name, x in tensors.items()}
+    for rank, theirs in enumerate(comm.everyones(arrays, mesh.group("pp"))):
+        for name, array in theirs.items():
+            x = torch.from_numpy(array)
             if not torch.equal(found.setdefault(name, x), x):
                 found[f"{name} of pp rank {rank}"] = x
     return found
+
+
+class Trained(Protocol):
+    """A run that has, from its first step on, the owner of the parameters that its optimizer updates."""
+
+    owner: Named | None
 
 
 class Named(Protocol):
@@ -130,46 +140,71 @@ class Named(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
+def note(result: Followed, loss: Tensor, named: Mapping[str, Tensor], mesh: Mesh | None) -> None:
+    """Add a step's loss, gradients and gradient norm to the result."""
+    result.losses.append(loss.item())
+    gradients = {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
+    result.gradients.append(of_all_stages(gradients, mesh))
+    if mesh is None:
+        # the kernel of gradient_norm: in a sum of equal squares, such as those of signs, all roundings
+        # have one direction, and another kernel's result differs by more than 100 units
+        squares = [torch.linalg.vector_norm(g).double().square() for g in result.gradients[-1].values()]
+        result.norms.append(math.sqrt(sum(squares, torch.zeros(())).item()))
+    else:
+        result.norms.append(gradient_norm(named.values(), mesh).item())
+
+
+def end(result: Followed, named: Mapping[str, Tensor], mesh: Mesh | None) -> Followed:
+    """Add the final weights to the result, and return it."""
+    result.weights = of_all_stages({name: whole(p, p, mesh) for name, p in named.items()}, mesh)
+    return result
+
+
+def watch(run: Iterator[Tensor], trained: Trained, mesh: Mesh | None = None) -> Followed:
+    """Run a training loop to its end; return losses, gradients, norms and weights.
+
+    run: yields each step's loss of the global batch, and leaves the summed gradients until it goes on.
+    """
+    result, named = Followed(), dict[str, Tensor]()
+    for loss in run:
+        assert trained.owner is not None, "a training loop makes its optimizer by job.optimizer"
+        named = dict(trained.owner.named_parameters())
+        note(result, loss, named, mesh)
+    return end(result, named, mesh)
+
+
 def follow(
     model: Named,
     optimizer: str,
     steps: int,
     step: Callable[[int], Tensor],
     mesh: Mesh | None = None,
-    wrap: Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer] = lambda make, tensors: make(
-        tensors
-    ),
+    wrap: Wrap = plain,
 ) -> Followed:
-    """Train `steps` steps. `step(t)` leaves synchronised gradients and returns the loss of the global batch.
+    """Train `steps` steps; return losses, gradients, norms and weights.
 
-    wrap: makes the optimizer, where it is more than torch's own.
+    `step(t)` leaves synchronised gradients and returns the loss of the global batch. wrap: makes the
+    optimizer, if it is more than torch's own.
     """
     named = dict(model.named_parameters())
     chosen = wrap(OPTIMIZERS[optimizer], list(named.values()))
-    result = Followed(optimizer=chosen)
+    result = Followed()
     for t in range(steps):
         chosen.zero_grad()
-        result.losses.append(step(t).item())
-        gradients = {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
-        result.gradients.append(of_all_stages(gradients, mesh))
-        if mesh is None:
-            squares = [g.double().square().sum() for g in result.gradients[-1].values()]
-            result.norms.append(math.sqrt(sum(squares, torch.zeros(())).item()))
-        else:
-            result.norms.append(gradient_norm(named.values(), mesh).item())
+        loss = step(t)
+        note(result, loss, named, mesh)  # before the optimizer, which may change gradients: a scaler's does
         chosen.step()
-    result.weights = of_all_stages({name: whole(p, p, mesh) for name, p in named.items()}, mesh)
-    return result
+    return end(result, named, mesh)
 
 
 Model = TypeVar("Model", bound=Named)
 Start = Callable[[Any], Any]
-"""Passes a new model on, with its weights moved or not."""
+"""Function that takes a new model, moves its weights or not, and returns it."""
 
 
 @torch.no_grad()
 def moved(model: Model) -> Model:
-    """The model, each weight moved by one unit in the last place, up or down at random."""
+    """Move each weight of the model by one unit in the last place, up or down at random; return the model."""
     draw = torch.Generator().manual_seed(0)
     for _, p in model.named_parameters():
         up_or_down = (2 * torch.randint(2, p.shape, generator=draw) - 1) * math.inf
@@ -178,7 +213,7 @@ def moved(model: Model) -> Model:
 
 
 def unmoved(model: Model) -> Model:
-    """The model as it is."""
+    """Return the model unchanged."""
     return model
 
 
@@ -196,7 +231,7 @@ def with_units(run: Callable[[Start], Followed]) -> Followed:
 
 
 def _size(x: Tensor) -> float:
-    """max|x|; infinite where anything is no number."""
+    """Return max|x|, infinite if any element is not finite."""
     value = x.abs().max().item() if x.numel() else 0.0
     return value if math.isfinite(value) else math.inf
 
@@ -207,7 +242,11 @@ def _largest(
     suffix: str,
     scale: Callable[[str, Tensor], float],
 ) -> Difference:
-    """The worst tensor, each over its scale; infinite where names, shapes, finiteness or a scale of 0 do not agree."""
+    """Return the largest difference of a tensor over its scale.
+
+    It is infinite if names or shapes differ, if there is no tensor, where a difference is not finite, and
+    for any difference at a scale of 0.
+    """
     if odd := set(reference) ^ set(other):
         return Difference(math.inf, f"{min(odd)} on one side only{suffix}")
     if not reference:
@@ -225,7 +264,7 @@ def _largest(
 
 
 def largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix: str = "") -> Difference:
-    """The worst tensor of two dictionaries."""
+    """Return the largest relative difference between two dictionaries of tensors."""
     model = max((_size(a) for a in reference.values()), default=0.0)
 
     def scale(_: str, a: Tensor) -> float:
@@ -235,12 +274,12 @@ def largest(reference: Mapping[str, Tensor], other: Mapping[str, Tensor], suffix
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """max|a - b| / max|a|, where there is one tensor."""
+    """Return max|a - b| / max|a| of one tensor."""
     return largest({"": a}, {"": b}).value
 
 
 def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
-    """The largest difference of each of KINDS. Different numbers of steps are an infinite difference."""
+    """Return the largest difference of each of KINDS; infinite if the numbers of steps differ."""
     if len(reference.losses) != len(other.losses):
         steps = f"{len(reference.losses)} against {len(other.losses)} steps"
         return dict.fromkeys(KINDS, Difference(math.inf, steps))
@@ -252,9 +291,10 @@ def compare(reference: Followed, other: Followed) -> dict[str, Difference]:
 
 
 def in_ulps(reference: Followed, other: Followed) -> Difference:
-    """The tensor whose difference is the most units, of at least one rounding of its largest number.
+    """Return the largest difference in units; a unit is at least one rounding of the tensor's largest number.
 
-    A tensor that is zero on one device, or that a unit in the last place makes infinite or drop out, has no unit.
+    A tensor has no unit, and is left out, if it is zero on one device, or if moved weights make it infinite
+    or absent.
     """
     if reference.units is None or len(reference.losses) != len(other.losses):
         return Difference(math.inf, "nothing to measure with")
@@ -272,7 +312,7 @@ def in_ulps(reference: Followed, other: Followed) -> Difference:
 
 
 def worst_of_world(found: dict[str, Difference], mesh: Mesh) -> dict[str, Difference]:
-    """The largest values over all ranks; the names are this rank's own."""
+    """Return the largest values over all ranks; the names are this rank's own."""
     values = torch.tensor([d.value for d in found.values()], dtype=torch.float64)
     group = mesh.group(*AXES)
     if group.pg is not None and torch.distributed.get_backend(group.pg) == "nccl":
@@ -282,9 +322,9 @@ def worst_of_world(found: dict[str, Difference], mesh: Mesh) -> dict[str, Differ
 
 
 def unequal_replicas(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> list[str]:
-    """Names of parameters of which two ranks hold the same piece with different bits. All ranks call it.
+    """Return the names of parameters whose replicas differ in any bit. All ranks call it.
 
-    Such replicas drift apart: each takes its own steps from then on, and nothing brings them together.
+    Such replicas drift apart: each takes its own steps, and no message makes them equal again.
     """
     mine = {}
     for name, p in named:

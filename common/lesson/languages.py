@@ -1,9 +1,9 @@
-"""A part of a model in several languages behind one interface, against one device and against one another.
+"""Comparison of one part of a model in several languages, with one device and with one another.
 
-InTorch     what autograd goes through: a module, or functions of C++ on LibTorch
+InTorch     a layer in autograd: a module, or functions of C++ on LibTorch
 InNumpy     a layer of a module in plain C++, on numpy arrays, with its own backward pass
 
-What tp_languages.py and ep_languages.py share; `prove` and `check_modules` also serve pp_languages.py.
+Used by tp_languages.py and ep_languages.py; pp_languages.py also uses `prove` and `check_modules`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from rich.table import Table
 from torch import Tensor
 
 from common.comm import sizes_of
-from common.comparison import report
-from common.equality import (
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.comm.placement import Shard, gradient_norm, place
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.lesson.comparison import report
+from common.lesson.equality import (
     OPTIMIZERS,
     TOLERANCE,
     Followed,
@@ -32,38 +37,33 @@ from common.equality import (
     with_units,
     worst_of_world,
 )
-from common.errors import UsageError
-from common.ledger import Ledger
-from common.lesson import DTYPES, console
-from common.measure import BenchmarkRecord
-from common.mesh import Mesh
-from common.placement import Shard, gradient_norm, place
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import TrainingOptions
+from common.lesson.measure import BenchmarkRecord
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console
+from common.lesson.training import TrainingOptions
 
 
 class Part(Protocol):
-    """A layer of some language. Its pieces have the names of the plain layer's parameters."""
+    """A layer in some language. Its pieces have the names of the plain layer's parameters."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """y_BSD."""
+        """Return y_BSD."""
 
     def backward(self, dy_BSD: Tensor) -> Tensor:
-        """dx_BSD; leaves new gradients."""
+        """Return dx_BSD; store new gradients."""
 
     def update(self) -> None:
-        """A step of the optimizer."""
+        """Take a step of the optimizer."""
 
     def pieces(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Parameter and gradient by name, as they lie on this rank."""
+        """Return this rank's parameters and gradients by name."""
 
     def sent(self) -> Fraction:
-        """Bytes this rank sent since it was asked last."""
+        """Return the bytes this rank sent since the last call."""
 
 
 class InTorch:
-    """A layer that autograd goes through. finish: what follows the backward pass."""
+    """A layer in autograd. finish: called after the backward pass."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class InTorch:
         self.optimizer = OPTIMIZERS[optimizer](list(named.values()))
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """By name."""
+        """Return the parameters by name."""
         return self.named.items()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """y_BSD."""
+        """Return y_BSD."""
         self.x = x_BSD.clone().requires_grad_()
         with Ledger() as ledger:
             self.y = self.call(self.x)
@@ -88,7 +88,7 @@ class InTorch:
         return self.y.detach()
 
     def backward(self, dy_BSD: Tensor) -> Tensor:
-        """dx_BSD."""
+        """Return dx_BSD; store new gradients."""
         self.optimizer.zero_grad()
         with Ledger() as ledger:
             self.y.backward(dy_BSD)
@@ -97,28 +97,28 @@ class InTorch:
         return cast(Tensor, self.x.grad)
 
     def update(self) -> None:
-        """A step."""
+        """Take a step of the optimizer."""
         self.optimizer.step()
 
     def pieces(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By name."""
+        """Return this rank's parameters and gradients by name."""
         return {name: (p.detach(), cast(Tensor, p.grad)) for name, p in self.named.items()}
 
     def sent(self) -> Fraction:
-        """Bytes."""
+        """Return the bytes this rank sent since the last call."""
         counted, self.bytes = self.bytes, Fraction(0)
         return counted
 
 
 class InLibTorch(InTorch):
-    """The same on the `Ranks` of a C++ module, which counts its messages; it counts them times the ranks."""
+    """InTorch on the `Ranks` of a C++ module, which reports this rank's bytes times the number of ranks."""
 
     def __init__(self, ranks: Any, *arguments: Any) -> None:
         self.ranks = ranks
         super().__init__(*arguments)
 
     def sent(self) -> Fraction:
-        """Bytes."""
+        """Return the bytes this rank sent since the last call."""
         return Fraction(sum(n_bytes for _, n_bytes, _ in self.ranks.take_messages()), self.ranks.size)
 
 
@@ -130,31 +130,31 @@ class InNumpy:
         self.layer.set_weights({name: p.detach().numpy() for name, p in whole.items()})
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """y_BSD."""
+        """Return y_BSD."""
         return torch.from_numpy(self.layer.forward(x_BSD.numpy()))
 
     def backward(self, dy_BSD: Tensor) -> Tensor:
-        """dx_BSD."""
+        """Return dx_BSD; store new gradients."""
         dx = torch.from_numpy(self.layer.backward(dy_BSD.numpy()))
         self.bytes += self.layer.bytes_sent
         return dx
 
     def update(self) -> None:
-        """A step, with the numbers of OPTIMIZERS."""
+        """Take a step of the optimizer, with the numbers of OPTIMIZERS."""
         if self.optimizer == "sgd":
             self.layer.sgd(0.1)
         else:
             self.layer.adamw(1e-3, epsilon=1e-5)
 
     def pieces(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By name."""
+        """Return this rank's parameters and gradients by name."""
         weights, gradients = self.layer.weights(), self.layer.gradients()
         return {
             name: (torch.from_numpy(weights[name]), torch.from_numpy(gradients[name])) for name in weights
         }
 
     def sent(self) -> Fraction:
-        """Bytes."""
+        """Return the bytes this rank sent since the last call."""
         counted, self.bytes = self.bytes, 0
         return Fraction(counted)
 
@@ -167,14 +167,15 @@ def follow(
     steps: int,
     step: Callable[[Part], tuple[float, Tensor]],
 ) -> tuple[Followed, Fraction]:
-    """What the steps leave, gathered, and the bytes this rank sent.
+    """Take the steps; return losses, gradients, norms and weights, gathered, and the bytes this rank sent.
 
-    step: (loss, the whole dx) of a forward and backward pass. plain: the parameters of the plain layer.
+    step: returns (loss, the whole dx) of a forward and backward pass. plain: the parameters of the plain
+    layer.
     """
     found, sent = Followed(), Fraction(0)
 
     def lying(name: str, value: Tensor) -> Tensor:
-        """The piece, and how it lies: along the dimension in which it is shorter than the plain parameter."""
+        """Return a copy of the piece, placed along the dimension in which the whole is longer."""
         cut = [dim for dim in range(value.ndim) if value.shape[dim] != plain[name].shape[dim]]
         value = value.clone()
         if cut:
@@ -203,10 +204,10 @@ def prove(
     benchmark: Callable[[TrainingOptions], list[BenchmarkRecord]],
     title: str,
 ) -> bool:
-    """Every version against one device, and against every other.
+    """Compare every version with one device and with every other version; return True if the proof holds.
 
-    train: of a version and an optimizer what the steps left, the bytes sent and those by formula; first it is asked for
-    "one device", whose parameters pass through the third argument.
+    train: of a version and an optimizer returns the results of the steps, the bytes sent and those by
+    formula. Its first version is "one device", whose parameters pass through the third argument.
     """
     proof = Proof(DTYPES[o.dtype])
     table = Table(title="largest relative difference between two versions", title_justify="left")
@@ -236,7 +237,7 @@ def prove(
 
 
 def check_modules(rt: Runtime, lesson: str, modules: Iterable[str]) -> None:
-    """Give every library of this rank one thread. Raises UsageError where these C++ modules cannot run."""
+    """Give every library of this rank one thread. Raises UsageError if these C++ modules cannot run."""
     modules = list(modules)
     mpi = [name for name in modules if name.endswith("_mpi")]
     if mpi and rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):

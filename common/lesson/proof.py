@@ -1,4 +1,4 @@
-"""The tables that a lesson prints of what it proved: differences to one device, bytes counted and by formula."""
+"""Tables of a lesson's proof: differences from one device, bytes counted and by formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from rich.console import Group
 from rich.table import Table
 
 from common import comm
-from common.equality import (
+from common.comm.ledger import show_bytes
+from common.comm.mesh import Mesh
+from common.lesson.equality import (
     KINDS,
     TOLERANCE,
     ULPS,
@@ -22,14 +24,12 @@ from common.equality import (
     worst,
     worst_of_world,
 )
-from common.ledger import show_bytes
-from common.measure import BenchmarkRecord
-from common.mesh import Mesh
+from common.lesson.measure import BenchmarkRecord
 
 
 @dataclass(frozen=True)
 class Row:
-    """A version with an optimizer. counted: bytes this rank sent by the ledger; None where they pass the ledger by."""
+    """A version with an optimizer. counted: bytes this rank sent; None if the ledger does not see them."""
 
     version: str
     optimizer: str
@@ -41,16 +41,16 @@ class Row:
 
     @property
     def largest(self) -> Difference:
-        """The largest relative difference of all kinds."""
+        """Largest relative difference of all kinds."""
         return worst(self.found.values())
 
     @property
     def equal(self) -> bool:
-        """All differences are within the tolerance, and below what is refused in units of their own."""
+        """True if all differences are within the tolerance, and below ULPS in their own units."""
         return self.largest.value <= self.limit and (self.ulps is None or self.ulps.value < ULPS)
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Return the row's cells of the table."""
         values = [f"{self.found[kind].value:.1e}" for kind in KINDS]
         ulps = "-" if self.ulps is None else f"{self.ulps.value:.1f}"
         return [self.version, self.optimizer, *values, ulps, self.largest.where]
@@ -58,16 +58,16 @@ class Row:
 
 @dataclass
 class Proof:
-    """Rows of one lesson: every version with every optimizer."""
+    """Proof of one lesson: a row for every version with every optimizer."""
 
     dtype: torch.dtype
     rows: list[Row] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """One device's, by optimizer, of the first row of each."""
+    """Losses of one device, by optimizer, of the first row of each."""
     elsewhere: bool = True
-    """What other ranks' bytes say, after `gather`."""
+    """After `gather`: True if the bytes agree on all ranks."""
     agree: bool = True
-    """The versions agree with one another, where they were compared."""
+    """True unless versions that were compared with one another differ."""
 
     def add(
         self,
@@ -79,7 +79,7 @@ class Proof:
         counted: Fraction | None,
         formula: Fraction,
     ) -> None:
-        """Compare what a version left with one device. Collective; followed: None where another rank has it."""
+        """Compare a version with one device. Collective; followed: None if another rank has the results."""
         found = compare(reference, followed or reference)
         if reference.units is not None:
             found["ulps"] = in_ulps(reference, followed or reference)
@@ -91,21 +91,21 @@ class Proof:
 
     @property
     def counted(self) -> bool:
-        """Any bytes were."""
+        """True if the bytes of any row were counted."""
         return any(row.counted is not None for row in self.rows)
 
     @property
     def equal(self) -> bool:
-        """All rows are."""
+        """True if all rows are equal."""
         return all(row.equal for row in self.rows)
 
     @property
     def bytes_agree(self) -> bool:
-        """Counted bytes are the formula's, exactly, wherever they were counted."""
+        """True if counted bytes equal the formula's exactly, in every row that counts them."""
         return self.elsewhere and all(row.counted in (None, row.formula) for row in self.rows)
 
     def gather(self, group: comm.Group) -> None:
-        """Let all ranks know of one whose bytes do not agree. Collective."""
+        """Tell all ranks if the bytes of any rank do not agree. Collective."""
         self.elsewhere = all(comm.everyones(self.bytes_agree, group))
 
     @property
@@ -116,9 +116,9 @@ class Proof:
     def recorded(
         self, records: Sequence[BenchmarkRecord], versions: Iterable[str] | None = None
     ) -> list[BenchmarkRecord]:
-        """The records, each with the verdict on its own version and the largest difference by optimizer, if any.
+        """Return the records, each with its version's verdict and largest difference by optimizer, if proved.
 
-        versions: of each record in turn; left out: the implementations.
+        versions: the version of each record; default: its implementation.
         """
         versions = [record.implementation for record in records] if versions is None else versions
         done = []
@@ -136,7 +136,7 @@ class Proof:
         return done
 
     def tables(self, title: str) -> Group:
-        """Largest relative differences by kind, with the place of the largest; losses; bytes sent by this rank."""
+        """Return largest differences by kind, with the place of the largest; losses; bytes sent per rank."""
         equality = Table(title=f"largest relative difference from one device: {title}", title_justify="left")
         for column in ("version", "optimizer"):
             equality.add_column(column)
@@ -157,7 +157,7 @@ class Proof:
         return Group(equality, *losses, *([sent] if self.counted else []))
 
     def sentence(self) -> str:
-        """One line: what was proved, or what differs."""
+        """Return one line: the claim that was proved, or the difference."""
         limit = TOLERANCE[self.dtype]
         if (largest := worst(row.largest for row in self.rows)).value > limit:
             return f"NOT equal to one device: {largest.where} differs by {largest.value:.1e}, {limit:.0e} is allowed"

@@ -1,12 +1,13 @@
 """Time and bandwidth of the primitives by size, as nccl-tests defines them.
 
     algorithm bandwidth = S / time
-    bus bandwidth       = that times what a rank sends for each byte of S, to be compared with a link's speed:
+    bus bandwidth       = algorithm bandwidth times the bytes that a rank sends per byte of S, to be
+                          compared with the speed of a link:
                           2(n-1)/n all-reduce; (n-1)/n all-gather, reduce-scatter, all-to-all; 1 from or to one rank
 
-S is the larger of what a rank holds before and after, GB are 10^9 bytes, MiB 2^20. Time is the slowest rank's between
-barriers, the median of the samples, with the copies that `common.comm` makes. What is timed sends zeros, so that
-sums stay finite; another run checks the values.
+S is the larger of what a rank holds before and after, GB are 10^9 bytes, MiB 2^20. Time is the slowest rank's
+between barriers, the median of the samples, with the copies that `common.comm` makes. The timed runs send
+zeros, so that sums stay finite; another run checks the values.
 
 Source: nccl-tests, doc/PERFORMANCE.md.
 """
@@ -25,12 +26,12 @@ from rich.progress import track
 from rich.table import Table
 
 from common import comm
+from common.benchmarks.primitives import PRIMITIVES, Primitive, start_of
 from common.errors import UsageError
-from common.lesson import DTYPES, LessonOptions, write_records
-from common.measure import in_turn
-from common.options import Within
-from common.runtime import Runtime
-from common.utils.primitives import PRIMITIVES, Primitive, start_of
+from common.launch.command_line import Within
+from common.launch.runtime import Runtime
+from common.lesson.measure import in_turn
+from common.lesson.runner import DTYPES, LessonOptions, write_records
 
 
 @dataclass
@@ -38,14 +39,14 @@ class BandwidthOptions(LessonOptions, without=("steps", "seed", "data")):
     """Options of the benchmark."""
 
     dtype: Literal["float64", "float32"] = "float32"
-    """Type of what the benchmark sends."""
+    """Type of the numbers that the benchmark sends."""
     sizes_mb: tuple[Annotated[float, Within(1e-6, 1e6)], ...] = (1, 4, 16, 64)
     """Sizes to measure, in MiB."""
     repeats: Annotated[int, Within(5, 10**9)] = 7
     """Samples of each size, after 2 that do not count."""
 
     def check(self) -> None:
-        """Raises UsageError where nothing would be measured."""
+        """Check that there is something to measure. Raises UsageError."""
         if not self.sizes_mb:
             raise UsageError("--sizes-mb is empty; give sizes in MiB, such as 1 4 16 64")
 
@@ -71,7 +72,7 @@ class Row:
 
 
 def is_correct(primitive: Primitive, length: int, dtype: torch.dtype, rt: Runtime) -> bool:
-    """Whether every rank gets what it must from `length` numbers a rank."""
+    """Return True if every rank gets the expected result from `length` numbers per rank."""
     start = start_of(length, dtype, rt.device)
     result = primitive.run(start(rt.rank), rt.world)
     expected = primitive.expected(start, rt.rank, rt.world_size)
@@ -83,7 +84,7 @@ def is_correct(primitive: Primitive, length: int, dtype: torch.dtype, rt: Runtim
 def measure(
     rt: Runtime, size: int, dtype: torch.dtype, repeats: int, primitives: Sequence[Primitive] = PRIMITIVES
 ) -> list[Row]:
-    """One row a primitive, at `size` bytes or the next smaller number that divides into n pieces."""
+    """Return one row per primitive, at `size` bytes or the next smaller size that divides into n pieces."""
     n = rt.world_size
     numbers = max(1, size // dtype.itemsize // n) * n
     buffer = torch.full((numbers,), 0.0, dtype=dtype, device=rt.device)
@@ -108,7 +109,7 @@ def measure(
 
 
 def table(rows: list[Row]) -> Table:
-    """Sizes in MiB, times in ms, spread = (max - min) / median, bandwidths in GB/s."""
+    """Return a table: sizes in MiB, times in ms, spread = (max - min) / median, bandwidths in GB/s."""
     table = Table(title=f"{rows[0].ranks} ranks, {rows[0].backend}, {rows[0].dtype}", title_justify="left")
     for name in (
         "primitive",
@@ -131,7 +132,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def benchmark(rt: Runtime, options: BandwidthOptions, out: Console) -> bool:
-    """Sweep the sizes, print and write what was asked for; whether every result was correct."""
+    """Sweep the sizes, print and write the results; return True if every result was correct."""
     options.check()
     rows: list[Row] = []
     for size in track(
@@ -147,7 +148,7 @@ def benchmark(rt: Runtime, options: BandwidthOptions, out: Console) -> bool:
 
 
 def draw(rows: list[Row], options: BandwidthOptions) -> None:
-    """Bus bandwidth over size, a line for each primitive; those from or to one rank on the left."""
+    """Plot bus bandwidth over size, a line per primitive; those from or to one rank on the left."""
     from common.utils.visualizer import bandwidth_lines, figure  # matplotlib takes its time to import
 
     paths = [options.plot] if options.plot else []

@@ -1,13 +1,13 @@
 """torch.distributed on MPI: registers the process group of cpp/c10d as the backend "fived".
 
-    from mpi4py import MPI                       # starts MPI, and ends it once, after everything else
+    from mpi4py import MPI                       # starts MPI, and ends it once, at exit
     register()
     dist.init_process_group("fived", store=store, rank=MPI.COMM_WORLD.rank, world_size=MPI.COMM_WORLD.size)
 
 PyTorch's wheels are built without MPI. Collectives go through memory that the ranks of a host share
-(cpp/include/fived/shared_memory.hpp) and by MPI between hosts (hosts.hpp), messages by MPI.
+(cpp/include/fived/mpi/shared_memory.hpp) and by MPI between hosts (hosts.hpp), messages by MPI.
 
-Three variables make one machine do what others need, for tests:
+Three environment variables let tests on one machine take the code paths of others:
     FIVED_RANKS_PER_HOST=2      take ranks 0 and 1 for one host, 2 and 3 for the next, and so on
     FIVED_LARGEST_MESSAGE=1000  bytes that MPI carries in one message; longer ones travel in pieces
     FIVED_STAGED=1              copy every tensor to other memory and back, as those of GPUs are
@@ -27,12 +27,12 @@ NAME = "fived"
 
 
 def is_built() -> bool:
-    """Whether `register` can succeed."""
+    """Return True if the backend is built, so that `register` can succeed."""
     return importlib.util.find_spec("fived_c10d") is not None
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed. Raises ImportError where it is not built."""
+    """Register the backend with torch.distributed. Raises ImportError if it is not built."""
     import fived_c10d  # noqa: F401
 
     if NAME not in dist.Backend.backend_list:

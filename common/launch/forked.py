@@ -5,7 +5,7 @@
 
 Importing torch and what lessons import takes 3 s of CPU per rank, a fork 30 ms. The program (fork_client.py) sends its
 arguments, working folder, environment, cores and open files to a server without threads, which may therefore fork; the
-fork runs the script. Only where `possible()`.
+fork runs the script. Requires `possible()`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def possible() -> bool:
 
 @contextmanager
 def interpreter(preload: Iterable[str], env: Mapping[str, str]) -> Iterator[Path]:
-    """The folder of the program, which can be used at once: scripts wait until the server has imported `preload`.
+    """Yield the program's folder, usable at once: scripts wait until the server has imported `preload`.
 
     env: the server's environment. Scripts have their own, but OpenMP reads its number of threads when it is loaded.
     """
@@ -94,7 +94,7 @@ def serve(listener: socket.socket) -> None:
             events.register(client, 0)  # the end of the client alone is an event
             continue
         pid, process, client = running[descriptor]
-        if descriptor != process:  # the client has gone: what it started goes, too
+        if descriptor != process:  # the client has ended: end its script, too
             os.killpg(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         for descriptor in (process, client.fileno()):

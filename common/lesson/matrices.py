@@ -1,4 +1,4 @@
-"""What lessons that multiply cut matrices share: blocks made alone, what numpy gets for them, the table of times.
+"""Shared parts of the lessons on split matrix products: blocks, numpy's results, the table of times.
 
 M rows of A and C  K inner dimension  J columns of B and C
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import TOLERANCE, difference
-from common.lesson import DTYPES, console, write_records
-from common.measure import BenchmarkRecord, Measured, peak_memory
-from common.runtime import Runtime
+from common.launch.runtime import Runtime
+from common.lesson.equality import TOLERANCE, difference
+from common.lesson.measure import BenchmarkRecord, Measured, peak_memory
+from common.lesson.runner import DTYPES, console, write_records
 from common.utils.matrix_generator import Matrix
 
 Array = NDArray[np.float64]
@@ -30,7 +30,7 @@ ALONE = " alone"  # the product of a rank's pieces without communication: the ce
 
 
 class Product:
-    """C = A B with gradients: every rank makes any block of A, B and dC, and of what is expected, alone."""
+    """C = A B with gradients: every rank makes any block of A, B, dC and of the expected results alone."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: str, seed: int, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -42,15 +42,15 @@ class Product:
         }
 
     def block(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Array:
-        """A block of A, B or dC in float64, of numbers that the type of the run can hold."""
+        """Return a block of A, B or dC in float64, rounded to the type of the run."""
         return self.made[name].block(rows, columns).astype(self.dtype).astype(np.float64)
 
     def tensor(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """The same block as a tensor of the run's type and device."""
+        """Return the same block as a tensor of the run's type and device."""
         return torch.from_numpy(self.block(name, rows, columns)).to(self.device, DTYPES[self.dtype])
 
     def expected(self, name: str, rows: slice, columns: slice) -> Array:
-        """A block of C, dA or dB, by numpy in float64."""
+        """Return a block of C, dA or dB, by numpy in float64."""
         if name == "C":
             return self.block("A", rows) @ self.block("B", columns=columns)
         if name == "dA":
@@ -60,9 +60,9 @@ class Product:
     def apart(
         self, name: str, found: Tensor, rows: slice, columns: slice, group: Group, at_most: int | None = None
     ) -> float:
-        """The difference (common/equality.py) to numpy of this rank's block, the largest of all ranks of the group.
+        """Return the difference (common/lesson/equality.py) of this rank's block from numpy's, the group's largest.
 
-        at_most: compare this many rows, evenly spread, where all would take too long.
+        at_most: compare at most this many rows, evenly spread, if all would take too long.
         """
         step = max(1, math.ceil(found.shape[0] / at_most)) if at_most else 1
         expected = torch.from_numpy(self.expected(name, slice(rows.start, rows.stop, step), columns))
@@ -75,10 +75,11 @@ class Product:
 def times_table(
     what: str, measured: Mapping[str, Measured], flop: int, ranks: int, seen: Collection[str]
 ) -> Table:
-    """One line for each case but "one rank" and the ceilings, `first word of the case` + ALONE.
+    """Return a line per case except "one rank" and the ceilings, `first word of the case` + ALONE.
 
-    what: begins the title. seen: cases whose communication the ledger sees. ratio: the median over the rounds of
-    time / alone; best: the best time / the best alone; of peak: against the fastest one-rank product times the ranks.
+    what: beginning of the title. seen: cases whose communication the ledger sees. ratio: the median over the
+    rounds of time / alone; best: the best time / the best alone; of peak: against the fastest one-rank
+    product times the ranks.
     """
     one = measured["one rank"]
     peak = flop / min(one.seconds) * ranks
@@ -113,7 +114,7 @@ def times_table(
 def record(
     rt: Runtime, strategy: str, name: str, product: Product, measured: Measured, formula: float, apart: float
 ) -> BenchmarkRecord:
-    """The benchmark's record of one way to multiply. formula: bytes that this rank sends; apart: see Product."""
+    """Return the record of one way to multiply. formula: bytes that this rank sends; apart: see Product."""
     (M, K), (_, J), dtype = product.shapes["A"], product.shapes["B"], product.dtype
     return BenchmarkRecord(
         strategy=strategy,
@@ -140,7 +141,10 @@ def record(
 def proved(
     rt: Runtime, records: Sequence[BenchmarkRecord], file: Path | None, largest: float, agree: bool
 ) -> bool:
-    """Writes the records, says what was proved. largest: difference; agree: this rank's bytes are the formula's."""
+    """Write the records, print the verdict; return True if proved.
+
+    largest: largest difference. agree: True if this rank's bytes equal the formula.
+    """
     limit, out = TOLERANCE[DTYPES[records[0].dtype]], console(rt)
     wrong = torch.tensor(float(not agree), device=rt.device)
     comm.all_reduce(wrong, rt.world, "max")
@@ -159,7 +163,7 @@ def proved(
 
 
 def timed(rt: Runtime, records: Sequence[BenchmarkRecord], file: Path | None) -> bool:
-    """Writes the records of --benchmark, says how right the rows were that were compared."""
+    """Write the records of --benchmark, print the largest difference of the compared rows."""
     if rt.rank == 0:
         write_records(file, [r.as_json() for r in records])
     worst = max(r.largest_difference or 0.0 for r in records)

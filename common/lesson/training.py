@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from common import comm
 from common.comm import Group
 from common.data.text import Text, lm_batch, load_text, rank_slice
-from common.equality import Named, Wrap, plain
 from common.errors import UsageError
-from common.lesson import DTYPES, LessonOptions
+from common.launch.command_line import Size
+from common.lesson.equality import Named, Wrap, plain
+from common.lesson.runner import DTYPES, LessonOptions
 from common.models import known
 from common.models.dropout import Dropout
 from common.models.transformer import Transformer, TransformerConfig, config, cross_entropy_sum
-from common.options import Size
 
 LARGEST_BATCH = 2**27  # tokens; more do not fit a machine that runs this
 
@@ -46,10 +46,10 @@ class TrainingOptions(LessonOptions):
     scaling: Literal["strong", "weak"] = "strong"
     """With --benchmark: is --batch the batch of all ranks together, or of each?"""
     versions: tuple[str, ...] = ()
-    """Which versions to run."""
+    """Versions to run."""
 
     def model_config(self) -> TransformerConfig:
-        """The model's shape. Raises UsageError when no model has that name."""
+        """Return the model's shape. Raises UsageError if no model has that name."""
         return config(self.model)
 
 
@@ -61,7 +61,7 @@ Run = Callable[[list[tuple[Tensor, ...]], float, Callable[[int], None]], Tensor]
 
 @dataclass
 class Version:
-    """What a synchroniser of gradients offers to the training step."""
+    """A model under a strategy, and the functions of the strategy that the training step calls."""
 
     model: nn.Module
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -106,42 +106,42 @@ class Batches:
         self.text = self.load()
 
     def load(self) -> Text:
-        """What is trained on."""
+        """Return the text to train on."""
         return load_text(self.options.data)
 
     def take(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Samples [lo, hi) of the step's global batch."""
+        """Return (tokens_BS, targets_BS) of samples [lo, hi) of the step's global batch."""
         o = self.options
         return lm_batch(self.text.train, o.seed, step, o.batch, o.sequence, lo, hi)
 
     def samples(self) -> list[tuple[int, int]]:
-        """The samples [lo, hi) of the global batch that are in each micro-batch; none of them is empty."""
+        """Return the samples [lo, hi) of the global batch of each micro-batch; none is empty."""
         lo, hi = rank_slice(self.options.batch, self.group.rank, self.group.size)
         cuts = min(self.options.micro_batches, hi - lo)
         slices = [rank_slice(hi - lo, i, cuts) for i in range(cuts)]
         return [(lo + a, lo + b) for a, b in slices]
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """(tokens_BS, targets_BS) of each micro-batch."""
+        """Return (tokens_BS, targets_BS) of each micro-batch."""
         batches = [self.take(step, lo, hi) for lo, hi in self.samples()]
         return [(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
 
 
 def make_model(o: TrainingOptions, device: torch.device) -> Transformer:
-    """The plain model, the same on every rank for the same seed. Raises RuntimeError where known numbers differ."""
+    """Return the plain model, the same on every rank for the same seed. Raises RuntimeError if known numbers differ."""
     c = o.model_config()
     known.check(known_step, c, device)
     return Transformer(c, o.seed, DTYPES[o.dtype]).to(device)
 
 
 def shape_of(o: TrainingOptions) -> Transformer:
-    """The plain model without numbers: for formulas of bytes and operations."""
+    """Return the plain model without values, for formulas of bytes and operations."""
     with torch.device("meta"):
         return Transformer(o.model_config(), o.seed, DTYPES[o.dtype])
 
 
 def training_step(version: Version, batches: Batches, group: Group) -> Callable[[int], Tensor]:
-    """step(t): forward and backward of global step t; leaves summed gradients, returns the global loss.
+    """Return step(t): forward and backward of global step t; it leaves summed gradients and returns the global loss.
 
     group: the ranks that see different tokens.
     """
@@ -165,23 +165,23 @@ def training_step(version: Version, batches: Batches, group: Group) -> Callable[
 
 
 class KnownBatches(Batches):
-    """Batches whose step is known."""
+    """Batches of the step whose numbers are known from transformers."""
 
     def load(self) -> Text:
-        """Bytes by formula."""
+        """Return bytes by formula."""
         return known.text()
 
 
 def known_step(model: Transformer, device: torch.device) -> Tensor:
-    """The step of a lesson on one device, in two micro-batches, of a known model; returns the loss."""
-    o, alone = TrainingOptions(batch=known.BATCH, sequence=known.SEQUENCE), Group("one", 0, 1, (0,))
+    """Run a lesson's step on one device, in two micro-batches, on a known model; return the loss."""
+    o, alone = TrainingOptions(seed=0, batch=known.BATCH, sequence=known.SEQUENCE), Group.alone()
     return training_step(Version(model), KnownBatches(o, alone, device), alone)(0)
 
 
 def accumulate(
     version: Version, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]
 ) -> Tensor:
-    """One micro-batch after the other: the sum of their losses; gradients leave with the last."""
+    """Run one micro-batch after the other; return the sum of their losses. Gradients are sent with the last."""
     loss = parts[0][-1].new_zeros((), dtype=version.parameters[0].dtype)
     for i, (*inputs, targets_BS) in enumerate(parts):
         begin(i)
@@ -192,9 +192,14 @@ def accumulate(
     return loss
 
 
+def timed_adamw(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer of timed steps."""
+    return torch.optim.AdamW(tensors, lr=1e-3)
+
+
 def whole_step(version: Version, batches: Batches, group: Group) -> Callable[[], None]:
-    """step(): zero_grad, forward, backward, AdamW, on the next batch."""
-    optimizer = version.wrap(lambda tensors: torch.optim.AdamW(tensors, lr=1e-3), version.parameters)
+    """Return step(): zero_grad, forward, backward and AdamW on the next batch."""
+    optimizer = version.wrap(timed_adamw, version.parameters)
     step, at = training_step(version, batches, group), itertools.count()
 
     def whole() -> None:

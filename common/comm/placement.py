@@ -1,10 +1,11 @@
-"""How a parameter lies on each axis, and the one rule that synchronisation follows from.
+"""Placement of a parameter on each axis, and the one rule from which synchronisation follows.
 
     A gradient is summed over exactly the axes along which tokens are split and its parameter is replicated.
     A parameter counts once in the gradient norm.
 
-A strategy that splits a parameter says so with `place(parameter, "tp", Shard(0))`; what is not said is
-replicated. Checkpoints, the norm, the equality check and the optimizers read this one description.
+A strategy that splits a parameter declares that with `place(parameter, "tp", Shard(0))`; without a
+declaration the parameter is replicated. Checkpoints, the norm, the equality check and the optimizers read
+this one description.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, sizes_of
+from common.comm.mesh import AXES, Mesh
 from common.errors import UsageError
-from common.mesh import AXES, Mesh
 
 TOKEN_AXES = ("dp", "ep", "sp")  # axes along which each rank sees other tokens
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Split on dimension `dim`, in the order of the ranks; `sizes` are the lengths of the pieces where they differ."""
+    """Split on dimension `dim`, in the order of the ranks; `sizes` are the pieces' lengths if they differ."""
 
     dim: int
     sizes: tuple[int, ...] | None = None
@@ -33,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the flattened tensor on each rank, `sizes` numbers long in the order of the ranks.
+    """Split of the flattened tensor: one run per rank, `sizes` numbers long, in the order of the ranks.
 
     `shape` is that of the tensor before it was cut; a size may be 0.
     """
@@ -46,9 +47,9 @@ Split = Shard | Run
 
 
 def place(parameter: Tensor, axis: str, split: Split) -> None:
-    """Say that `parameter` holds one piece along `axis`. Cuts are undone in the reverse order.
+    """Declare that `parameter` holds one piece along `axis`. Cuts are undone in the reverse order.
 
-    Raises ValueError for an axis that is none.
+    Raises ValueError for an unknown axis.
     """
     if axis not in (*AXES, "world"):
         raise ValueError(f"axis {axis!r} is unknown; the axes are {', '.join(AXES)}")
@@ -56,9 +57,9 @@ def place(parameter: Tensor, axis: str, split: Split) -> None:
 
 
 def placement(parameter: Tensor) -> dict[str, Split]:
-    """The axes along which `parameter` is split, in the order of the cuts; along all others it is replicated.
+    """Return the axes along which `parameter` is split, in the order of the cuts; all others replicate it.
 
-    A DTensor says it itself; the names of its mesh are our axes.
+    A DTensor carries its own placement; the names of its mesh are our axes.
     """
     if mesh := getattr(parameter, "device_mesh", None):
         kinds = zip(mesh.mesh_dim_names, parameter.placements, strict=True)  # type: ignore[attr-defined]
@@ -69,21 +70,21 @@ def placement(parameter: Tensor) -> dict[str, Split]:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor; any other tensor is one."""
+    """Return this rank's piece of a DTensor; any other tensor unchanged."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
 def like(x: Tensor, parameter: Tensor) -> nn.Parameter:
-    """x as a parameter of which all is said that is said of `parameter`."""
+    """Wrap x as a Parameter and copy the placement of `parameter`."""
     made = nn.Parameter(x, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 
 
 def shard(parameter: Tensor, group: Group, dim: int) -> nn.Parameter:
-    """This rank's piece of a whole parameter that all ranks have, placed: lengths along `dim` as `sizes_of` cuts.
+    """Return this rank's piece of a replicated parameter, placed; lengths along `dim` as `sizes_of` cuts.
 
-    Raises UsageError where a rank would get nothing.
+    Raises UsageError if a rank would get nothing.
     """
     sizes = sizes_of(parameter.shape[dim], group.size)
     if sizes[-1] == 0:
@@ -98,7 +99,7 @@ def shard(parameter: Tensor, group: Group, dim: int) -> nn.Parameter:
 
 
 def whole_shape(parameter: Tensor, mesh: Mesh) -> torch.Size:
-    """The shape of the tensor of which `parameter` is this rank's piece."""
+    """Return the shape of the tensor of which `parameter` is this rank's piece."""
     shape = parameter.shape
     for axis, split in reversed(placement(parameter).items()):
         if isinstance(split, Run):
@@ -110,7 +111,7 @@ def whole_shape(parameter: Tensor, mesh: Mesh) -> torch.Size:
 
 
 def piece(whole: Tensor, parameter: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's piece of a whole tensor, a view of it, cut as `parameter` is: the way back from `equality.whole`."""
+    """Return this rank's piece of a whole tensor, a view, cut as `parameter`: inverse of `equality.whole`."""
     for axis, split in placement(parameter).items():
         at = mesh.at[axis]
         if isinstance(split, Run):
@@ -122,17 +123,17 @@ def piece(whole: Tensor, parameter: Tensor, mesh: Mesh) -> Tensor:
 
 
 def split_tokens_along(parameter: Tensor, axis: str) -> None:
-    """Say that along `axis`, too, each rank sees other tokens where it uses `parameter`."""
+    """Declare that also along `axis` each rank uses `parameter` on other tokens."""
     parameter.token_axes = (*getattr(parameter, "token_axes", ()), axis)  # type: ignore[attr-defined]
 
 
 def tie(parameter: Tensor, group: Group) -> None:
-    """Say that the ranks of `group` hold this parameter together, though ranks along its axis own different ones."""
+    """Declare that the ranks of `group` hold this parameter together, though their axis splits the others."""
     parameter.tied = group  # type: ignore[attr-defined]
 
 
 def sum_tied_gradients(parameters: Iterable[Tensor]) -> None:
-    """Each tied parameter's gradient, summed over the ranks that hold it. Sends 2(n-1)/n of its bytes."""
+    """Sum each tied parameter's gradient over the ranks that hold it. Sends 2(n-1)/n of its bytes."""
     for p in parameters:
         group: Group | None = getattr(p, "tied", None)
         if group is not None and p.requires_grad:
@@ -141,19 +142,19 @@ def sum_tied_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
-    """The axes over which the gradient of `parameter` is summed."""
+    """Return the axes over which the gradient of `parameter` is summed."""
     token_axes = (*TOKEN_AXES, *getattr(parameter, "token_axes", ()))
     return tuple(axis for axis in AXES if axis in token_axes and axis not in placement(parameter))
 
 
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """The rule: every gradient summed over its axes, in place, one message for all that lie alike and share a type.
+    """Sum every gradient over its axes, in place: one message for all with the same placement and type.
 
-    A sum of many parts rounds as its place in the message says. What ranks hold in common therefore shares no message
-    with pieces, whose sizes may differ from rank to rank: replicas stay equal to the bit.
-    A parameter without a gradient takes part with zeros, since another rank may have one; what no rank used
-    has a gradient of zeros then. Frozen parameters are left alone. Sends 2(n-1)/n of the
-    gradients' bytes, n the ranks along the axes.
+    The rounding of a sum over many ranks depends on the number's position in the message. Replicas therefore
+    share no message with pieces, whose sizes may differ from rank to rank, and stay equal to the bit. A
+    parameter without a gradient takes part with zeros, since another rank may have one; a parameter that no
+    rank used then has a gradient of zeros. Frozen parameters are left alone. Sends 2(n-1)/n of the gradients'
+    bytes, n the ranks along the axes.
     """
     together: dict[tuple[tuple[str, ...], tuple[str, ...], torch.dtype], list[Tensor]] = {}
     for p in parameters:
@@ -167,11 +168,11 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
             )
             comm.all_reduce(flat, group)
             for p, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
-                p.grad = piece.detach().view_as(p)  # autograd minds what is done to one view of several
+                p.grad = piece.detach().view_as(p)  # autograd forbids in-place changes of split's views
 
 
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, also: Tensor | None = None) -> Tensor:
-    """The 2-norm of the whole model's synchronised gradient, the same scalar on every rank.
+    """Return the 2-norm of the whole model's synchronised gradient, the same scalar on every rank.
 
     A gradient replicated on k ranks adds its squares k times to a sum over the world, so each rank gives
     1/k of them; pp ranks own different parameters and count as split, but for those that are tied.
@@ -183,7 +184,7 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, also: Tensor | None 
         if p.grad is not None:
             total = total.to(p.device)
             copies = p.tied.size if hasattr(p, "tied") else 1
-            # a DTensor's gradient may lie otherwise than the parameter itself
+            # a DTensor's gradient may have another placement than the parameter
             lies = placement(p.grad if hasattr(p.grad, "device_mesh") else p)
             for axis in AXES:
                 if axis != "pp" and axis not in lies:

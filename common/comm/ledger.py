@@ -1,10 +1,11 @@
 """The communication ledger: every collective and every message adds a row.
 
-A row holds the formula of its call: of a collective the bytes that one rank sends on average in the
-bandwidth-optimal algorithm (an all-reduce of S bytes over n ranks: 2(n-1)/n * S), of a message its own size. They are
-kept as fractions, so that `counted == formula` is an equality and not a tolerance. The calls of common/comm.py send
-that: tests/test_wire.py holds them against the interface of a private network, within 3 % for headers, on gloo and on
-MPI over TCP. Calls that libraries make (common/listen.py) are counted by formula alone.
+A row holds the bytes of its call by formula: for a collective the bytes that one rank sends on average in the
+bandwidth-optimal algorithm (an all-reduce of S bytes over n ranks: 2(n-1)/n * S), for a message its own size.
+They are kept as fractions, so that `counted == formula` is an equality and not a tolerance. The calls of
+common/comm/calls.py send these bytes: tests/test_wire.py compares them with the counters of a private network
+interface, within 3 % for headers, on gloo and on MPI over TCP. Calls that libraries make (common/comm/listen.py)
+are counted by formula alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from types import TracebackType
 from rich.table import Table
 
 _open: list[Ledger] = []
-paused = False  # inside of `uncounted`
+paused = False  # True inside `uncounted`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call: what, along which axis, bytes sent by this rank, seconds this rank was blocked in it."""
+    """One call: operation, axis, bytes sent by this rank, seconds this rank was blocked in it."""
 
     op: str
     axis: str
@@ -31,9 +32,9 @@ class Row:
     seconds: float
 
 
-@dataclass(eq=False)  # two that counted the same are still two
+@dataclass(eq=False)  # compared by identity, not by content
 class Ledger:
-    """Collects the rows of all communication that happens inside its `with` block.
+    """Ledger of all communication inside its `with` block.
 
     Rows are added from the thread that communicates, which in a backward pass need not be the main one.
     """
@@ -50,23 +51,23 @@ class Ledger:
         _open.remove(self)
 
     def bytes(self, op: str | None = None, axis: str | None = None) -> Fraction:
-        """Bytes sent by this rank, of all rows or of one operation or axis."""
+        """Return the bytes sent by this rank, of all rows or of one operation or axis."""
         rows = (r for r in self.rows if op in (None, r.op) and axis in (None, r.axis))
         return sum((r.bytes for r in rows), Fraction(0))
 
     def seconds(self) -> float:
-        """Seconds this rank was blocked in communication."""
+        """Return the seconds this rank was blocked in communication."""
         return sum(r.seconds for r in self.rows)
 
     def seconds_by_axis(self) -> dict[str, float]:
-        """The same for each axis, or group of axes."""
+        """Return the seconds blocked by axis, or group of axes."""
         blocked: dict[str, float] = {}
         for row in self.rows:
             blocked[row.axis] = blocked.get(row.axis, 0.0) + row.seconds
         return blocked
 
     def table(self, title: str = "communication of this rank") -> Table:
-        """One line for each operation and axis: calls, bytes, seconds blocked."""
+        """Return a table with a line per operation and axis: calls, bytes, seconds blocked."""
         table = Table(title=title, title_justify="left")
         for name in ("operation", "axis", "calls", "bytes sent", "seconds blocked"):
             table.add_column(name, justify="left" if name in ("operation", "axis") else "right")
@@ -79,7 +80,7 @@ class Ledger:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """What happens inside adds no rows: a proof that gathers whole tensors is not part of the run's cost."""
+    """Pause all ledgers inside the block: gathering tensors for a proof is not part of the run's cost."""
     global paused
     before, paused = paused, True
     try:
@@ -96,5 +97,5 @@ def record(op: str, axis: str, sent: Fraction | int, seconds: float) -> None:
 
 
 def show_bytes(sent: Fraction | int) -> str:
-    """`12,345,678` for whole bytes, one decimal where a share is not whole."""
+    """Format bytes: `12,345,678`, with one decimal for a fraction."""
     return f"{int(sent):,}" if Fraction(sent).denominator == 1 else f"{float(sent):,.1f}"

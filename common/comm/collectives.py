@@ -1,8 +1,8 @@
-"""Differentiable collectives: each says what goes in and out, and what its adjoint is.
+"""Differentiable collectives: each docstring states the placement of input and output, and the adjoint.
 
 Along the group's axis a tensor is R(eplicated), S(harded on a dimension) or P(artial: to be summed).
 n ranks, S bytes of the whole tensor; "sends" is per rank. The adjoint of a sum is a copy and the reverse;
-the adjoint of taking a piece is putting it back. All of tensor, sequence and expert parallelism is this list.
+the adjoint of taking a piece is putting it back. Tensor, sequence and expert parallelism need only this list.
 
     function          forward          backward (adjoint)     sends forward / backward
     copy              R -> R           P -> R  all-reduce     0          / 2(n-1)/n S
@@ -63,12 +63,12 @@ def _piece(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """R to R; the gradients, each rank's part, are summed. Megatron's f (arXiv:1909.08053, section 3)."""
+    """R to R; the gradients, a part on each rank, are summed. Megatron's f (arXiv:1909.08053, section 3)."""
     return _linear(x, _same, lambda dy: _summed(dy, group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """P to R: the sum over ranks; the gradient passes as it is. Megatron's g (arXiv:1909.08053, section 3)."""
+    """P to R: the sum over ranks; the gradient is unchanged. Megatron's g (arXiv:1909.08053, section 3)."""
     return _linear(x, lambda x: _summed(x, group), _same)
 
 
@@ -87,9 +87,9 @@ def gather(
     gradient: Literal["replicated", "partial"] = "replicated",
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """S(dim) to R. Say what the gradient of the result will be: the same on all ranks, or each rank's part.
+    """S(dim) to R. gradient: placement of the result's gradient, the same on all ranks or a part on each.
 
-    sizes: each rank's length along dim, where they differ.
+    sizes: each rank's length along dim, if they differ.
     """
     lengths = list(sizes or [x.shape[dim]] * group.size)
     take = comm.reduce_scatter if gradient == "partial" else _piece
@@ -114,9 +114,9 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Piece j of dimension 0 to rank j; the gradients take the way back.
+    """Piece j of dimension 0 to rank j; the gradients go back the same way.
 
-    send_sizes, receive_sizes: lengths along dimension 0 to and from each rank; equal when absent.
+    send_sizes, receive_sizes: lengths along dimension 0 to and from each rank; default: equal lengths.
     """
     return _linear(
         x,

@@ -1,9 +1,9 @@
-"""What every lesson's command line shares: options, three ways to start, exit codes.
+"""Command line of every lesson: shared options, three ways to start, exit codes.
 
     python file.py --nproc 4        torchrun --nproc_per_node=4 file.py        mpirun -np 4 python file.py
 
-A lesson ends with `run(main, Options)`; `main(rt, options)` runs on every rank and returns whether what it
-set out to prove holds. Exit code 0: proved; 1: it differs, or a rank failed; 2: bad input.
+A lesson ends with `run(main, Options)`; `main(rt, options)` runs on every rank and returns True if the
+lesson's claim holds. Exit code 0: proved; 1: it differs, or a rank failed; 2: bad input.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rich.console import Console
 from common import comm
 from common.data.text import load_text
 from common.errors import UsageError
-from common.launch import resolve
-from common.options import Checked, Count, Ranks, Seed, Within, check_folder, parse
-from common.program import run_program
-from common.runtime import Runtime, runtime
-from common.spawn import spawn
-from common.terminal import terminal
+from common.launch.command_line import Checked, Count, Ranks, Seed, Within, check_folder, parse
+from common.launch.launcher import resolve
+from common.launch.program import run_program
+from common.launch.runtime import Runtime, runtime
+from common.launch.spawn import spawn
+from common.launch.terminal import terminal
 from common.utils.profiler import profiled
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -41,7 +41,7 @@ class LessonOptions(Checked):
     """Options that all lessons share."""
 
     nproc: Ranks | None = None
-    """Ranks to start on this machine; leave it out under torchrun, mpirun and srun."""
+    """Number of ranks to start on this machine; leave it out under torchrun, mpirun and srun."""
     steps: Count = 3
     """Training steps."""
     seed: Seed = 0
@@ -49,15 +49,15 @@ class LessonOptions(Checked):
     dtype: Literal["float64", "float32"] = "float64"
     """Type of weights and gradients."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; auto takes a GPU when there is one."""
+    """Device of the tensors; auto takes a GPU if there is one."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """Who carries the messages; auto takes NCCL when each rank has its own GPU."""
+    """Library that carries the messages; auto takes NCCL if each rank has its own GPU."""
     timeout: Annotated[float, Within(1e-3, 1e6)] = 60.0
-    """Seconds, the longest that any wait may last."""
+    """Longest time that any wait may last, in seconds."""
     data: Path | None = None
-    """Text to train on: a file or a folder; Python's standard library when left out."""
+    """Text to train on: a file or a folder; default: Python's standard library."""
     json: Path | None = None
-    """File to which the records of this run are appended, one JSON object a line."""
+    """File to which the records of this run are appended, one JSON object per line."""
     trace: Path | None = None
     """Folder for a Chrome trace of all ranks; their times are printed at the end."""
     plot: Path | None = None
@@ -65,7 +65,7 @@ class LessonOptions(Checked):
     trace_all: ClassVar[bool] = True  # a lesson is short
 
     def look_at_data(self) -> None:
-        """Raises UsageError for a text that cannot be read."""
+        """Check that the text can be read. Raises UsageError."""
         if self.data is not None:
             load_text(self.data)
 
@@ -74,17 +74,18 @@ O = TypeVar("O", bound=LessonOptions)  # noqa: E741
 
 
 def console(rt: Runtime) -> Console:
-    """Prints on rank 0 and nowhere else; plain text, as wide as it needs, when it is not the user's own terminal."""
+    """Return a console that prints on rank 0 alone.
+
+    Unless it is the user's own terminal, it prints plain text, as wide as needed.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # text that a model wrote may hold what the terminal does not know
+        sys.stdout.reconfigure(errors="replace")  # generated text may hold characters that the terminal lacks
     # mpirun gives ranks a terminal of 80 columns
     return terminal(quiet=rt.rank != 0, plain=rt.launcher in ("openmpi", "mpich"))
 
 
 def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:
-    """Append records to a file, one JSON object a line. Raises UsageError when it cannot be written."""
+    """Append records to a file, one JSON object per line. Raises UsageError if it cannot be written."""
     if path is None:
         return
     try:
@@ -97,7 +98,7 @@ def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether a crash left the last line without its end."""
+    """Return True if a crash left the last line without its newline."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -125,7 +126,7 @@ NO_MEMORY = (
 
 
 def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
-    """Sizes that no machine has are bad input."""
+    """Run `main`; raise UsageError if there is not enough memory for the given sizes."""
     try:
         return main(rt, options)
     except (RuntimeError, MemoryError) as error:
@@ -136,7 +137,7 @@ def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) 
 
 
 def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
-    """What all ranks must agree on before they work: a lesson that reads no text refuses a missing file, too."""
+    """Check that the data can be read and that all ranks have the same options; then run `main`."""
     options.look_at_data()
     mine = {field.name: str(getattr(options, field.name)) for field in fields(options)}
     for rank, theirs in enumerate(comm.everyones(mine, rt.world)):
@@ -151,7 +152,7 @@ def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> boo
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
     launch, main = resolve(), partial(_within_memory, partial(_checked, main))
-    write_records(options.json, [])  # a file that cannot be written is known before the work
+    write_records(options.json, [])  # fails now if the file cannot be written
     if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
     if options.plot:

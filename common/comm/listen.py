@@ -1,11 +1,11 @@
-"""Count the messages of libraries that do not go through common/comm.py: DDP, FSDP2, DTensor, pipelining.
+"""Count of the messages of libraries that do not go through common/comm/calls.py: DDP, FSDP2, DTensor, pipelining.
 
     with Listener(group) as ledger:
         ddp(x).sum().backward()
     ledger.bytes("all_reduce")
 
 torch hands every collective to its dispatcher before the backend sees it, and a dispatch mode sees all that goes
-through there on its thread. Each call counts by the formula of common/comm.py, whatever the backend then sends: gloo's
+through there on its thread. Each call counts by the formula of calls.py, whatever the backend then sends: gloo's
 own reduce-scatter sends twice as much. Our own calls are heard too, so inside a listener a ledger and the listener
 agree, in bytes: our reduce-scatter on gloo is heard as the all-to-all that carries it. Integers that a library
 broadcasts, gathers or sends (DDP checks the shapes of parameters and agrees on buckets, once) are its bookkeeping and
@@ -26,11 +26,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import ledger
-from common.comm import Group
-from common.ledger import Ledger, Row
+from common.comm import Group, ledger
+from common.comm.ledger import Ledger, Row
 
-# c10d's name: ours, how often (n-1)/n of what is sent, and which argument has the whole tensor
+# c10d's name: our name, multiple of (n-1)/n that is sent, index of the argument with the whole tensor
 COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "allreduce_": ("all_reduce", 2, 0),
     "allreduce_coalesced_": ("all_reduce", 2, 0),
@@ -44,7 +43,7 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 1),
     "alltoall_base_": ("all_to_all", 1, 1),
 }
-# the same of functional collectives; does their argument have the whole tensor, or a piece?
+# the same for functional collectives; True if the argument is the whole tensor, False if it is a piece
 FUNCTIONAL: dict[str, tuple[str, int, bool]] = {
     "all_reduce": ("all_reduce", 2, True),
     "all_reduce_": ("all_reduce", 2, True),
@@ -62,7 +61,7 @@ SILENT = (
 
 
 class Listener(TorchDispatchMode):
-    """Adds a row to `ledger` for each collective and each message of `group`.
+    """Dispatch mode that adds a row to `ledger` for each collective and each message.
 
     Raises NotImplementedError for one that it cannot count.
     """
@@ -79,7 +78,7 @@ class Listener(TorchDispatchMode):
         self, call: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # a DTensor: it takes itself apart, and calls what its pieces need
+            return NotImplemented  # a DTensor dispatches again, with its local tensors
         packet = getattr(call, "overloadpacket", call)
         namespace, _, name = str(packet).rpartition(".")
         if namespace in ("c10d", "_c10d_functional") and name not in SILENT and not ledger.paused:
@@ -107,7 +106,7 @@ class Listener(TorchDispatchMode):
 
 
 def ranks_of(args: Any) -> int:
-    """The size of the process group that a call is for: an object in c10d, a name in functional collectives."""
+    """Return the size of the call's process group: an object in c10d, a name in functional collectives."""
     for x in args:
         if isinstance(x, torch.ScriptObject):
             return dist.ProcessGroup.unbox(x).size()

@@ -1,8 +1,7 @@
 """Counted communication without autograd: what every differentiable collective and every optimizer is built on.
 
 Each function takes the group it talks in, adds a row to the ledger, and returns at once when the group
-has one rank. Sources and destinations are ranks *inside* the group. Ranks that share a GPU talk over gloo, and what
-lies on the GPU travels through the host's memory.
+has one rank. Sources and destinations are ranks *inside* the group.
 
 Sizes: n ranks in the group, S bytes of the whole tensor. "Sends" is per rank, the mean over the group.
 """
@@ -10,10 +9,7 @@ Sizes: n ranks in the group, S bytes of the whole tensor. "Sends" is per rank, t
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import TypeVar, cast
 
@@ -21,131 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import ledger
+from common.comm.group import Group
+from common.comm.travel import (
+    Batch,
+    Pending,
+    Tree,
+    add_up,
+    adds_itself,
+    carried,
+    in_place,
+    post,
+    room_for,
+    share,
+)
 
 T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
-TREE_TAG = 1 << 30  # no message of a chapter has it
-
-# What this rank is blocked in right now; the watchdog shows it when a run hangs.
-blocked_in: dict[str, object] = {}
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that talk along one axis.
-
-    `ranks` are global ranks in order, `rank` is this rank's place among them; `pg` is None for one rank.
-    """
-
-    axis: str
-    rank: int
-    size: int
-    ranks: tuple[int, ...]
-    pg: dist.ProcessGroup | None = None
-
-
-@dataclass
-class Pending:
-    """Communication under way; `wait()` blocks until it is done and adds its row to the ledger."""
-
-    op: str
-    group: Group
-    sent: Fraction | int
-    peer: str = ""
-    work: dist.Work | None = None
-    seconds: float = 0.0
-    finish: Callable[[], object] = lambda: None
-    call: Callable[[], dist.Work | None] | None = None  # holds what travels until it is there
-
-    def wait(self) -> None:
-        """Block until done; seconds blocked here are the exposed part of the communication."""
-        if self.work is not None:
-            self._blocked(self._complete)
-            ledger.record(self.op, self.group.axis, self.sent, self.seconds)
-            self.work = self.call = None
-            self.finish = lambda: None
-
-    def _complete(self) -> None:
-        assert self.work is not None
-        self.work.wait()
-        self.finish()
-
-    def _blocked(self, call: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        blocked_in.update(op=self.op + self.peer, axis=self.group.axis, since=start)
-        result = call()  # where it raises, blocked_in keeps saying where this rank stood
-        blocked_in.clear()
-        self.seconds += time.perf_counter() - start
-        return result
-
-    def start(self, call: Callable[[], dist.Work | None]) -> None:
-        """Hand the work to the process group; some backends block already here."""
-        self.call = call
-        self.work = self._blocked(call)
-
-
-def _run(
-    call: Callable[[], dist.Work | None],
-    op: str,
-    group: Group,
-    sent: Fraction | int,
-    async_op: bool = False,
-    peer: str = "",
-    finish: Callable[[], object] = lambda: None,
-) -> Pending:
-    pending = Pending(op, group, sent, peer, finish=finish)
-    if group.size > 1:
-        pending.start(call)
-    if not async_op:
-        pending.wait()
-    return pending
-
-
-def share(x: Tensor, times: int, group: Group) -> Fraction:
-    """`times` * (n-1)/n of the bytes of x: what one of n ranks sends when the total is times * (n-1) * S."""
-    return Fraction(times * (group.size - 1) * x.numel() * x.element_size(), group.size)
-
-
-def over_host(x: Tensor, group: Group) -> bool:
-    """Whether x must travel in the host's memory: of the backends NCCL alone carries a GPU's, in every call."""
-    return x.is_cuda and group.pg is not None and dist.get_backend(group.pg) != "nccl"
-
-
-def _carried(x: Tensor, group: Group) -> Tensor:
-    """What travels for x: libraries take memory as it lies, gaps and all."""
-    with torch.no_grad():
-        return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
-
-
-def _into(x: Tensor, y: Tensor) -> Callable[[], object]:
-    """How what came in y gets into x."""
-
-    def copy() -> None:
-        with torch.no_grad():
-            x.copy_(y)
-
-    return (lambda: None) if y is x else copy
-
-
-def _in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    """What travels for x, and how it gets back into x."""
-    y = _carried(x, group)
-    return y, _into(x, y)
-
-
-def _room(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    """Where what comes for x can be put, and how it gets into x from there."""
-    y, host = x, over_host(x, group)
-    if host or not x.is_contiguous():
-        y = torch.empty(x.shape, dtype=x.dtype, device="cpu" if host else x.device)
-    return y, _into(x, y)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
     """In place: P(x) to R(x). Sends 2(n-1)/n S (ring: reduce-scatter, then all-gather)."""
-    y, back = _in_place(x, group)
-    return _run(
+    y, back = in_place(x, group)
+    return post(
         lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True),
         "all_reduce",
         group,
@@ -157,8 +50,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
     """In place: x of rank `src` to R(x). Sends (n-1)/n S."""
-    y, back = _in_place(x, group)
-    return _run(
+    y, back = in_place(x, group)
+    return post(
         lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True),
         "broadcast",
         group,
@@ -168,51 +61,13 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
     )
 
 
-def _adds_itself(group: Group) -> bool:
-    """Whether reduce and reduce-scatter are ours: gloo's own send 1.25 to 1.5 times and 2 times what is needed."""
-    return group.pg is not None and dist.get_backend(group.pg) == "gloo"
-
-
-class _Tree:
-    """A reduce as a binomial tree: in each round half of the ranks that are left send their sums, and are done.
-
-    Counted from `dst`, 6 ranks send 1->0 3->2 5->4, then 2->0, then 4->0: each but the first sends S once.
-    """
-
-    def __init__(self, x: Tensor, group: Group, dst: int) -> None:
-        self.x, self.group, self.dst = x, group, dst
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        n, x = self.group.size, self.x
-        rank, term = (self.group.rank - self.dst) % n, torch.empty_like(x)
-        for step in (2**k for k in range((n - 1).bit_length())):
-            other = self.group.ranks[((rank ^ step) + self.dst) % n]
-            if rank & step:
-                dist.send(x, other, group=self.group.pg, tag=TREE_TAG)
-                return
-            if rank + step < n:
-                dist.recv(term, other, group=self.group.pg, tag=TREE_TAG)
-                x += term
-
-
-def _add_up(out: Tensor, terms: Tensor, n: int) -> None:
-    """out = the sum of the n pieces of `terms`, in their order; half types are added in float32 and rounded once."""
-    with torch.no_grad():
-        total, *others = terms.chunk(n)
-        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-        for term in others:
-            total += term
-        out.copy_(total.view_as(out))
-
-
 def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
     """In place: P(x) to the sum on rank `dst`; the contents of x on other ranks are undefined. Sends (n-1)/n S."""
-    y, back = _in_place(x, group)
-    _run(
+    y, back = in_place(x, group)
+    post(
         lambda: (
-            cast(dist.Work, _Tree(y, group, dst))
-            if _adds_itself(group)
+            cast(dist.Work, Tree(y, group, dst))
+            if adds_itself(group)
             else dist.reduce(y, group.ranks[dst], group=group.pg, async_op=True)
         ),
         "reduce",
@@ -223,17 +78,17 @@ def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
 
 
 def sizes_of(total: int, parts: int) -> list[int]:
-    """Sizes of `parts` pieces of `total` that differ by one at the most, the larger ones first."""
+    """Return the sizes of `parts` pieces of `total`: they differ by at most one, the larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 def padded(total: int, parts: int) -> int:
-    """What `parts` pieces of `total` take when all are as long as the longest: so uneven pieces are gathered."""
+    """Return the total length of `parts` pieces of `total`, padded to the longest, as they are gathered."""
     return parts * max(sizes_of(total, parts))
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with dimension `dim` first, filled with zeros to `size`: collectives want equal pieces."""
+    """Return x with dimension `dim` first, padded with zeros to `size`: collectives need equal pieces."""
     x = x.movedim(dim, 0)
     if x.shape[0] < size:
         x = torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
@@ -278,8 +133,8 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     _check_pieces("all_gather_into", out, x, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
-    y, (room, back) = _carried(x, group), _room(out, group)
-    return _run(
+    y, (room, back) = carried(x, group), room_for(out, group)
+    return post(
         lambda: dist.all_gather_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
         "all_gather",
         group,
@@ -298,12 +153,13 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
     _check_pieces("reduce_scatter_into", x, out, group)
     if group.size == 1:
         out.copy_(x.view_as(out))
-    y, call = _carried(x, group).view(-1), dist.reduce_scatter_single  # type: Tensor, Callable[..., dist.Work | None]
-    room, finish = _room(out, group)
-    if _adds_itself(group):
+    y = carried(x, group).view(-1)
+    call: Callable[..., dist.Work | None] = dist.reduce_scatter_single
+    room, finish = room_for(out, group)
+    if adds_itself(group):
         call, room = dist.all_to_all_single, torch.empty_like(y)
-        finish = partial(_add_up, out, room, group.size)
-    return _run(
+        finish = partial(add_up, out, room, group.size)
+    return post(
         lambda: call(room.view(-1), y, group=group.pg, async_op=True),
         "reduce_scatter",
         group,
@@ -359,8 +215,8 @@ def all_to_all_into(
         out.copy_(x)
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     send, receive = list(send_sizes), list(receive_sizes)
-    y, (room, back) = _carried(x, group), _room(out, group)
-    return _run(
+    y, (room, back) = carried(x, group), room_for(out, group)
+    return post(
         lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True),
         "all_to_all",
         group,
@@ -374,9 +230,9 @@ def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
     """Every rank's x as a list on rank `dst`, None elsewhere. Sends S on all ranks but `dst`."""
     if group.size == 1:
         return [x]
-    y = _carried(x, group)
+    y = carried(x, group)
     out = [torch.empty_like(y) for _ in group.ranks] if group.rank == dst else None
-    _run(
+    post(
         lambda: dist.gather(y, out, group.ranks[dst], group=group.pg, async_op=True),
         "gather",
         group,
@@ -389,9 +245,9 @@ def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: Group, src: int
     """Piece j of rank `src` to rank j, into `out`. Rank `src` sends all pieces but its own."""
     if group.size == 1:
         return out.copy_(pieces[0]) if pieces else out
-    given = [_carried(p, group) for p in pieces] if pieces and group.rank == src else None
-    room, back = _room(out, group)
-    _run(
+    given = [carried(p, group) for p in pieces] if pieces and group.rank == src else None
+    room, back = room_for(out, group)
+    post(
         lambda: dist.scatter(room, given, group.ranks[src], group=group.pg, async_op=True),
         "scatter",
         group,
@@ -403,8 +259,8 @@ def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: Group, src: int
 
 def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message to rank `dst`: sends S."""
-    y = _carried(x, group)
-    return _run(
+    y = carried(x, group)
+    return post(
         lambda: dist.isend(y, group.ranks[dst], group=group.pg, tag=tag),
         "send",
         group,
@@ -416,8 +272,8 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False
 
 def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message from rank `src` into x: sends nothing."""
-    room, back = _room(x, group)
-    return _run(
+    room, back = room_for(x, group)
+    return post(
         lambda: dist.irecv(room, group.ranks[src], group=group.pg, tag=tag),
         "recv",
         group,
@@ -428,18 +284,6 @@ def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False
     )
 
 
-class _All:
-    """Several messages as one: NCCL, and any backend that batches, may give fewer than were posted."""
-
-    def __init__(self, posts: list[dist.P2POp]) -> None:
-        self.posts = posts  # holds the tensors until they have left
-        self.works = dist.batch_isend_irecv(posts) if posts else []
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def exchange(
     x: Tensor, out: Tensor, group: Group, dst: int, src: int, tag: int = 0, async_op: bool = False
 ) -> Pending:
@@ -448,14 +292,14 @@ def exchange(
     Both are posted as one batch. Posted one after the other, two ranks that are each other's neighbours would wait
     for ever where a backend runs messages in order, as NCCL does.
     """
-    y, (room, back) = _carried(x, group), _room(out, group)
+    y, (room, back) = carried(x, group), room_for(out, group)
     posts = [
         dist.P2POp(call, tensor, group.ranks[peer], group=group.pg, tag=tag)
         for call, tensor, peer in ((dist.isend, y, dst), (dist.irecv, room, src))
         if tensor.numel()
     ]
-    return _run(
-        lambda: cast(dist.Work, _All(posts)),
+    return post(
+        lambda: cast(dist.Work, Batch(posts)),
         "send",
         group,
         x.numel() * x.element_size(),
@@ -479,10 +323,10 @@ def everyones(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T] = [value] * group.size
-    _run(lambda: dist.all_gather_object(values, value, group=group.pg), "everyones", group, 0)
+    post(lambda: dist.all_gather_object(values, value, group=group.pg), "everyones", group, 0)
     return values
 
 
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here. The ledger counts no bytes for it."""
-    _run(lambda: dist.barrier(group=group.pg, async_op=True), "barrier", group, 0)
+    post(lambda: dist.barrier(group=group.pg, async_op=True), "barrier", group, 0)

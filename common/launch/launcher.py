@@ -1,8 +1,8 @@
-"""Which rank is this process? Read from the environment of whatever launcher started it.
+"""Rank and world size of this process, read from the environment of the launcher that started it.
 
 torchrun, Open MPI, MPICH (and Intel MPI), Slurm, or none. Slurm's variables describe the allocation, so any
-other launcher inside it comes first. Two other launchers that disagree, or one that is only half there, are
-an error that names the variables: reading both and keeping the last is how a run trains with the wrong ranks.
+other launcher inside it has priority. Two other launchers that disagree, or one whose variables are
+incomplete, are an error that names the variables: taking either would let a run train with the wrong ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.errors import UsageError
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all (rank of world_size) and among those of its host."""
+    """Rank of this process in the world (rank of world_size) and on its host."""
 
     launcher: str
     rank: int = 0
@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def _of_this_node(tasks: str, env: Mapping[str, str]) -> str:
-    """This node's number in Slurm's list of the tasks of each: "2(x3),1" are 2, 2, 2 and 1."""
+    """Return this node's count from Slurm's list of tasks per node: "2(x3),1" means 2, 2, 2 and 1."""
     nodes: list[str] = []
     for part in tasks.split(","):
         count, _, times = part.partition("(x")
@@ -61,7 +61,7 @@ def _of_this_node(tasks: str, env: Mapping[str, str]) -> str:
 
 
 def _read(env: Mapping[str, str], launcher: str) -> tuple[Launch, str] | None:
-    """The launch that one family of variables describes, and how to show it; None when not started by it."""
+    """Return the launch by one launcher's variables, and these as text; None if it did not start us."""
     found = [next((n for n in names if n in env), None) for names in FAMILIES[launcher]]
     needed = list(zip(FAMILIES[launcher], found, strict=True))[:3]
     if launcher == "slurm" and (found[0] is None or "SLURM_STEP_ID" not in env):
@@ -93,7 +93,7 @@ def _read(env: Mapping[str, str], launcher: str) -> tuple[Launch, str] | None:
 
 
 def resolve(env: Mapping[str, str] | None = None) -> Launch:
-    """The launch that the environment describes; one process when no launcher is found.
+    """Return the launch that the environment describes; a single process if no launcher is found.
 
     Raises UsageError for partial or contradictory variables, naming them.
     """

@@ -1,9 +1,9 @@
-"""One rank fails: all end, and the first failure is the one that is shown.
+"""Watchdog: when one rank fails, all ranks end, and the first failure is shown.
 
-Every rank runs a thread that looks into the store five times a second. The first rank to fail writes there;
-the others see it, write down where they stand, and end within `GRACE` seconds even when they are stuck.
-A rank that was killed cannot write: the first to miss it asks all ranks where they stand, and names those
-that do not answer.
+Every rank runs a thread that polls the store five times per second. The first rank to fail writes its failure
+there; the others read it, write their current place in the code, and end within `GRACE` seconds even if they
+are stuck. A killed rank cannot write: the first rank whose collective fails asks all ranks for their place,
+and names those that do not answer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch.distributed as dist
 
 from common.comm import blocked_in
 from common.errors import UsageError
-from common.program import WATCHDOG, leave_at_once
+from common.launch.program import WATCHDOG, leave_at_once
 
-LOOK_EVERY = 0.2  # seconds between looks into the store
-GRACE = 4.0  # seconds a rank has to end by itself after another failed
+LOOK_EVERY = 0.2  # seconds between polls of the store
+GRACE = 4.0  # seconds in which a rank must end by itself after another failed
 STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
 
 
 class RankFailed(Exception):
-    """This rank must end with exit code `code`; why has been shown, by this rank or by the first to fail."""
+    """This rank must end with exit code `code`; this rank or the first to fail has shown the reason."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"exit code {code}")
@@ -39,27 +39,27 @@ class RankFailed(Exception):
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for bad input, what sys.exit() was given, 1 for anything else."""
+    """Return 2 for bad input, the argument of sys.exit(), 1 for anything else."""
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
         return error.code
     return 2 if isinstance(error, UsageError) else 1
 
 
 def describe(error: BaseException, rank: int) -> str:
-    """One line for bad input, the traceback for anything else."""
+    """Return one line for bad input, the traceback for anything else."""
     if isinstance(error, UsageError):
         return f"error: {error}"
     return f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
 def where(frame: FrameType | None) -> str:
-    """The collective this rank waits in, and the innermost line of code outside the libraries."""
+    """Return the collective this rank waits in, and the innermost line of code outside the libraries."""
     lines = [
         f"{f.filename}:{f.lineno} ({f.name})"
         for f in traceback.extract_stack(frame)
         if "site-packages" not in f.filename
         and "<frozen" not in f.filename
-        and os.path.basename(f.filename) not in ("comm.py", "threading.py", "selectors.py")
+        and os.path.basename(f.filename) not in ("calls.py", "travel.py", "threading.py", "selectors.py")
     ]
     state = dict(blocked_in)
     waiting = ""
@@ -70,12 +70,12 @@ def where(frame: FrameType | None) -> str:
 
 
 class Watchdog(threading.Thread):
-    """Watches over one rank of a world; see the top of the file."""
+    """Thread that watches one rank of a world; see the top of the file."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, show: Callable[[str], None]) -> None:
         super().__init__(daemon=True, name=WATCHDOG)
         self.show = show
-        # its own connection: a look must not wait behind another thread's call
+        # its own connection: a poll must not wait behind another thread's call
         self.store: dist.Store = store.clone() if world_size > 1 else store  # type: ignore[attr-defined]
         self.rank, self.world_size = rank, world_size
         self.done = threading.Event()
@@ -84,7 +84,7 @@ class Watchdog(threading.Thread):
         self.main = threading.main_thread().ident
 
     def meet(self, timeout: float) -> None:
-        """Wait until every rank is here. Raises UsageError that names the missing ones."""
+        """Wait until every rank has arrived. Raises UsageError that names the missing ones."""
         self.timeout = timeout
         if self.world_size == 1:
             return
@@ -98,7 +98,10 @@ class Watchdog(threading.Thread):
             )
 
     def finish(self, timeout: float) -> None:
-        """A clean end: all leave together, since others may still be connecting to this rank, or need its store."""
+        """End cleanly: all ranks leave together.
+
+        Other ranks may still be connecting to this one, or need its store.
+        """
         if self.world_size > 1:
             self.store.set(f"done/{self.rank}", "")
             blocked_in.update(op="the end of the run", axis="world", since=time.perf_counter())
@@ -127,7 +130,7 @@ class Watchdog(threading.Thread):
                     leave_at_once(1)
 
     def failed(self, error: BaseException) -> RankFailed:
-        """Show `error` if this rank is the first in the world to fail; otherwise leave that to the first."""
+        """Show `error` if this rank is the first in the world to fail; return the RankFailed to raise."""
         self.someone_failed = True
         # launchers send SIGTERM to all when one rank dies; this one ends by itself, after its report
         if self.world_size > 1 and threading.current_thread() is threading.main_thread():
@@ -152,11 +155,11 @@ class Watchdog(threading.Thread):
         return ended
 
     def _answer(self, place: str) -> None:
-        with suppress(RuntimeError):  # the store may be gone, and there is nobody left to tell
+        with suppress(RuntimeError):  # the store may be gone, and no rank is left to read it
             self.store.set(f"where/{self.rank}", place)
 
     def _missing(self, key: str, timeout: float) -> list[int]:
-        """Ranks that have not written `key` within `timeout` seconds."""
+        """Return the ranks that have not written `key` within `timeout` seconds."""
         end = time.monotonic() + timeout
         missing = [r for r in range(self.world_size) if r != self.rank]
         while missing and time.monotonic() < end:
@@ -165,7 +168,7 @@ class Watchdog(threading.Thread):
         return missing
 
     def _roll_call(self, error: BaseException) -> str:
-        """The report on a broken or timed out collective: which ranks stand where, and which are silent."""
+        """Return the report on a broken or timed out collective: each rank's place, or its silence."""
         why = str(error).splitlines()[0].split("] ")[-1]
         if time.perf_counter() - float(str(blocked_in["since"])) > 0.9 * self.timeout:
             why = f"timed out after {self.timeout:g} s"  # the library blames the other rank, which timed out first

@@ -2,8 +2,9 @@
 
     results = spawn(work, 4, "an argument")      # work(rt, "an argument") on ranks 0..3
 
-Importing torch takes about 2 s a process, forking one that has it 30 ms; a process with threads must not
-fork. `forkserver` is the safe form: a server without threads imports torch once and forks each rank.
+Importing torch takes about 2 s per process, forking a process that has imported it 30 ms; a process with
+threads must not fork. `forkserver` is the safe form: a server without threads imports torch once and forks
+each rank.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from common.errors import RankError
-from common.launch import Launch
-from common.program import leave_at_once
-from common.runtime import session
-from common.watchdog import RankFailed, describe, exit_code
+from common.launch.launcher import Launch
+from common.launch.program import leave_at_once
+from common.launch.runtime import session
+from common.launch.watchdog import RankFailed, describe, exit_code
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # imported once, before the first spawn; optimizers import torch._dynamo
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "common.runtime", "common.models.transformer"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "common.launch.runtime",
+    "common.models.transformer",
+]
 END_WITHIN = 8.0  # seconds from the first failure until the last rank is ended by force
 MARK = "ranks-of-5d-parallel"  # file in a temporary folder that is ours
 LONGEST_PATH = 70  # bytes of the folder for temporary files; a socket's whole path has at most 107
@@ -57,7 +64,7 @@ def _rank(
     environment: dict[str, str],
     task: bytes,
 ) -> None:
-    """One rank's process: join, work, send the result."""
+    """Run one rank's process: join, work, send the result."""
     os.environ.clear()
     os.environ.update(environment)
 
@@ -93,14 +100,14 @@ def spawn(
     device: str = "cpu",
     backend: str = "gloo",
 ) -> list[Any]:
-    """The results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
+    """Return the results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
 
     fn must be importable by name (a function of a module), its arguments and results picklable.
     timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
     left out, None for no limit.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands. ValueError when ranks could not
-    import fn: it, or the whole script, was typed in and lies in no file.
+    import fn, because it, or the whole script, was typed in and is in no file.
     """
     script = getattr(sys.modules["__main__"], "__file__", "")
     if (script or getattr(fn, "__module__", "") == "__main__") and not os.path.exists(script):
@@ -130,7 +137,7 @@ def spawn(
 
 
 def _folder() -> Path:
-    """multiprocessing's temporary folder of this process. Those of killed parents of ranks are removed.
+    """Return this process's temporary folder of multiprocessing; remove those of killed parents of ranks.
 
     A file marks a folder as ours. Its owner holds a lock on it, which the system releases when the owner dies.
     """
@@ -145,7 +152,7 @@ def _folder() -> Path:
         with suppress(OSError):  # a file system without locks: nothing is marked, nothing is removed
             _marks[folder] = (folder / "new").open("w")
             fcntl.flock(_marks[folder], fcntl.LOCK_EX)
-            (folder / "new").rename(folder / MARK)  # nobody sees it before it is locked
+            (folder / "new").rename(folder / MARK)  # other processes see it only once it is locked
             for mark in folder.parent.glob(f"pymp-*/{MARK}"):
                 with suppress(OSError), mark.open() as file:  # BlockingIOError where its owner lives
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +161,7 @@ def _folder() -> Path:
 
 
 def _collect(ranks: Ranks, store: dist.Store, limit: float) -> list[Any]:
-    """Each rank's result, or RankError as `spawn` describes."""
+    """Return each rank's result, or raise RankError as `spawn` describes."""
     results: dict[int, Any] = {}
     report, code = "", 1
     open_pipes, end = dict(ranks), time.monotonic() + limit

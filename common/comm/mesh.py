@@ -1,10 +1,10 @@
-"""The five axes: which ranks talk along which of them.
+"""The five axes, and the groups of ranks that communicate along them.
 
     mesh = Mesh(rt.world, dp=2, tp=2)
     mesh.group("dp"), mesh.group("dp", "ep", "sp")     # one axis; the product of several
 
-Ranks count with tp innermost: rank = (((p*dp + d)*ep + e)*sp + s)*tp + t. Neighbours along tp talk most, so
-they are the ones that share a host.
+Ranks count with tp innermost: rank = (((p*dp + d)*ep + e)*sp + s)*tp + t. Neighbours along tp communicate
+most, so they should share a host.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ AXES = ("pp", "dp", "ep", "sp", "tp")
 class Mesh:
     """A world of pp * dp * ep * sp * tp ranks; `at` is this rank's coordinate on each axis.
 
-    timeout: seconds, for the groups that it makes; without it torch's own, 30 minutes. Raises UsageError when
-    the product is not the world size.
+    timeout: seconds, for the groups that the mesh makes; default: torch's own, 30 minutes. Raises UsageError
+    if the product is not the world size.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Mesh:
         self._parts: dict[tuple[str, str, str], Group | None] = {}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a global rank on each axis."""
+        """Return the place of a global rank on each axis."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, self.shape[axis])
         return {axis: place[axis] for axis in AXES}
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along `axes` alone, in rank order.
+        """Return the group of ranks that differ from this one along `axes` alone, in rank order.
 
         The first call for some axes makes a process group on every rank: all ranks must make these calls in
         the same order. Axes of size 1 cost nothing. Raises UsageError for an unknown axis.
@@ -82,9 +82,10 @@ class Mesh:
         return Group(name, g.rank, g.size, g.ranks, g.pg)
 
     def part(self, axis: str, places: Sequence[int], purpose: str = "") -> Group | None:
-        """Of the ranks along one axis those at `places`; None on the others. All ranks call it, as they do `group`.
+        """Return the group of the ranks at `places` along an axis; None on others.
 
-        purpose: tells apart groups of the same ranks, whose messages must not wait for one another's.
+        All ranks must call it, in the same order. purpose: tells apart groups of the same ranks, whose
+        messages must not wait for one another's.
         """
         chosen = tuple(sorted(set(places)))
         key = (axis, str(chosen), purpose)
@@ -93,14 +94,14 @@ class Mesh:
         return self._parts[key]
 
     def close(self) -> None:
-        """End the groups that this mesh made; a program that goes through many meshes would run out of connections."""
+        """Destroy the groups that this mesh made; with many meshes a program would run out of connections."""
         for group in (*self._groups.values(), *self._parts.values()):
             if group is not None and group.pg is not None and group.pg is not self.world.pg:
                 dist.destroy_process_group(group.pg)
         self._groups, self._parts = {AXES: self.world}, {}
 
     def _make(self, axes: tuple[str, ...], places: tuple[int, ...] | None = None) -> Group | None:
-        """The group of this rank; places: of the ranks along a single axis, only these."""
+        """Make all groups along `axes`, and return this rank's; places: only these ranks of a single axis."""
         if not axes:
             return Group("", 0, 1, (self.world.rank,))
         mine: Group | None = None

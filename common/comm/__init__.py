@@ -1,0 +1,51 @@
+"""Communication that is counted: `from common import comm`, then `comm.all_reduce(x, group)`."""
+
+from common.comm.calls import (
+    all_gather,
+    all_gather_into,
+    all_reduce,
+    all_to_all,
+    all_to_all_into,
+    barrier,
+    broadcast,
+    everyones,
+    exchange,
+    gather,
+    padded,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_into,
+    scatter,
+    send,
+    shift,
+    sizes_of,
+)
+from common.comm.group import Group
+from common.comm.travel import Pending, blocked_in, share
+
+__all__ = [
+    "Group",
+    "Pending",
+    "all_gather",
+    "all_gather_into",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_into",
+    "barrier",
+    "blocked_in",
+    "broadcast",
+    "everyones",
+    "exchange",
+    "gather",
+    "padded",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_into",
+    "scatter",
+    "send",
+    "share",
+    "shift",
+    "sizes_of",
+]

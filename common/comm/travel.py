@@ -1,0 +1,174 @@
+"""Transport of messages: buffers that the backend can carry, work in flight, and the ledger's row.
+
+Ranks that share a GPU talk over gloo, and what lies on the GPU travels through the host's memory. Where gloo's own
+algorithm sends more bytes than the operation needs (reduce, reduce-scatter), this module sends the messages itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.comm import ledger
+from common.comm.group import Group
+
+T = TypeVar("T")
+TREE_TAG = 1 << 30  # no message of a chapter has it
+
+# Call in which this rank is blocked; the watchdog shows it when a run hangs.
+blocked_in: dict[str, object] = {}
+
+
+@dataclass
+class Pending:
+    """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger."""
+
+    op: str
+    group: Group
+    sent: Fraction | int
+    peer: str = ""
+    work: dist.Work | None = None
+    seconds: float = 0.0
+    finish: Callable[[], object] = lambda: None
+    call: Callable[[], dist.Work | None] | None = None  # holds what travels until it is there
+
+    def wait(self) -> None:
+        """Block until done; seconds blocked here are the exposed part of the communication."""
+        if self.work is not None:
+            self._blocked(self._complete)
+            ledger.record(self.op, self.group.axis, self.sent, self.seconds)
+            self.work = self.call = None
+            self.finish = lambda: None
+
+    def _complete(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.finish()
+
+    def _blocked(self, call: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        blocked_in.update(op=self.op + self.peer, axis=self.group.axis, since=start)
+        result = call()  # where it raises, blocked_in keeps saying where this rank stood
+        blocked_in.clear()
+        self.seconds += time.perf_counter() - start
+        return result
+
+    def start(self, call: Callable[[], dist.Work | None]) -> None:
+        """Hand the work to the process group; some backends block already here."""
+        self.call = call
+        self.work = self._blocked(call)
+
+
+def post(
+    call: Callable[[], dist.Work | None],
+    op: str,
+    group: Group,
+    sent: Fraction | int,
+    async_op: bool = False,
+    peer: str = "",
+    finish: Callable[[], object] = lambda: None,
+) -> Pending:
+    """Start a communication and, unless async_op, wait for it; one rank has nothing to communicate."""
+    pending = Pending(op, group, sent, peer, finish=finish)
+    if group.size > 1:
+        pending.start(call)
+    if not async_op:
+        pending.wait()
+    return pending
+
+
+def share(x: Tensor, times: int, group: Group) -> Fraction:
+    """Return `times` * (n-1)/n of the bytes of x: one of n ranks' share of a total of times * (n-1) * S."""
+    return Fraction(times * (group.size - 1) * x.numel() * x.element_size(), group.size)
+
+
+def over_host(x: Tensor, group: Group) -> bool:
+    """Return True if x must be sent from host memory: only NCCL carries GPU memory in every call."""
+    return x.is_cuda and group.pg is not None and dist.get_backend(group.pg) != "nccl"
+
+
+def carried(x: Tensor, group: Group) -> Tensor:
+    """Return the send buffer of x: contiguous, because libraries ignore strides; in host memory if needed."""
+    with torch.no_grad():
+        return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
+
+
+def into(x: Tensor, y: Tensor) -> Callable[[], object]:
+    """Return a callback that copies y into x."""
+
+    def copy() -> None:
+        with torch.no_grad():
+            x.copy_(y)
+
+    return (lambda: None) if y is x else copy
+
+
+def in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """Return a buffer that holds x, to send and receive in, and a callback that copies it into x."""
+    y = carried(x, group)
+    return y, into(x, y)
+
+
+def room_for(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    """Return a receive buffer for x, and a callback that copies it into x."""
+    y, host = x, over_host(x, group)
+    if host or not x.is_contiguous():
+        y = torch.empty(x.shape, dtype=x.dtype, device="cpu" if host else x.device)
+    return y, into(x, y)
+
+
+def adds_itself(group: Group) -> bool:
+    """Return True if reduce and reduce-scatter are ours: gloo's send 1.25 to 1.5 times and twice the bytes."""
+    return group.pg is not None and dist.get_backend(group.pg) == "gloo"
+
+
+class Tree:
+    """Reduce as a binomial tree: in each round half of the remaining ranks send their sums and leave.
+
+    Counted from `dst`, 6 ranks send 1->0 3->2 5->4, then 2->0, then 4->0: each but the first sends S once.
+    """
+
+    def __init__(self, x: Tensor, group: Group, dst: int) -> None:
+        self.x, self.group, self.dst = x, group, dst
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        n, x = self.group.size, self.x
+        rank, term = (self.group.rank - self.dst) % n, torch.empty_like(x)
+        for step in (2**k for k in range((n - 1).bit_length())):
+            other = self.group.ranks[((rank ^ step) + self.dst) % n]
+            if rank & step:
+                dist.send(x, other, group=self.group.pg, tag=TREE_TAG)
+                return
+            if rank + step < n:
+                dist.recv(term, other, group=self.group.pg, tag=TREE_TAG)
+                x += term
+
+
+def add_up(out: Tensor, terms: Tensor, n: int) -> None:
+    """Write the ordered sum of the n pieces of `terms` to `out`; half types are summed in float32, rounded once."""
+    with torch.no_grad():
+        total, *others = terms.chunk(n)
+        total = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+        for term in others:
+            total += term
+        out.copy_(total.view_as(out))
+
+
+class Batch:
+    """Several messages as one: NCCL, and any backend that batches, may give fewer than were posted."""
+
+    def __init__(self, posts: list[dist.P2POp]) -> None:
+        self.posts = posts  # holds the tensors until they have left
+        self.works = dist.batch_isend_irecv(posts) if posts else []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
