@@ -5,25 +5,26 @@
     torchrun --nproc_per_node=8 train_llama.py --config llama-10m.toml       10 M parameters
     mpirun -np 8 python train_llama.py --config llama-10m.toml --pp 1 --dp 4 --tp 2
 
-Exit code 0: all steps are done, or it was told to stop (SIGTERM, SIGINT) and has written a checkpoint; stopping when
-asked is no failure, and whoever restarts what failed need not. 1: it could not go on. 2: bad input.
+Exit code 0: all steps are done, or the run was told to stop (SIGTERM, SIGINT) and has written a checkpoint; a
+requested stop is not a failure, so a supervisor need not restart the run. 1: the run could not go on. 2: bad
+input.
 """
 
 from __future__ import annotations
 
 import signal
 
+from common.launch import spawn
+from common.launch.runtime import Runtime
+from common.lesson.runner import run
+
 from hybrid_options import TrainOptions, parse
 from hybrid_signals import TRACE, pass_on
 from hybrid_trainer import make, start
 
-from common import spawn
-from common.lesson import run
-from common.runtime import Runtime
-
 
 def main(rt: Runtime, o: TrainOptions) -> bool:
-    """From the newest good checkpoint, or from the beginning, to the last step; with --explain --steps 0 to none."""
+    """Train from the newest good checkpoint, or from step 0, to the last step; --steps 0: only explain."""
     signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
     if o.steps:
         return start(rt, o).run()

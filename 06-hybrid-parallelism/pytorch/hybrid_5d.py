@@ -11,12 +11,13 @@
 
     * ZeRO splits them along dp; with Megatron's sequence parallelism norms see a slice of the tokens
 
-The last rows are not written down anywhere in the code: each parameter says how it lies on the mesh, and a gradient is
-summed over exactly the axes along which tokens are split and its parameter is whole. Every version of that table that
-is wrong in one cell trains, too; tests/test_museum_hybrid.py has them.
+The last rows are not written down anywhere in the code: each parameter carries its placement on the mesh, and
+a gradient is summed over exactly the axes along which tokens are split and its parameter is whole. A version
+of the table with one wrong cell trains without an error; tests/test_museum_hybrid.py holds such versions.
 
-Cost: --explain prints what a step sends along each axis. Memory: weights, gradients and states over pp, tp, and for
-experts ep; activations over sp and tp, and a rank's part of the batch over dp and ep.
+Cost: --explain prints the bytes that a step sends along each axis. Memory: weights, gradients and states are
+divided over pp and tp, and for experts over ep; activations over sp and tp, and over dp and ep, which split
+the batch.
 
     python hybrid_5d.py --nproc 8 --pp 2 --dp 2 --tp 2 --explain
     torchrun --nproc_per_node=8 hybrid_5d.py --pp 2 --sp 2 --ep 2
@@ -26,14 +27,14 @@ experts ep; activations over sp and tp, and a rank's part of the batch over dp a
 
 from __future__ import annotations
 
-from hybrid_training import HybridOptions, lesson
+from common.launch.runtime import Runtime
+from common.lesson.runner import run
 
-from common.lesson import run
-from common.runtime import Runtime
+from hybrid_training import HybridOptions, lesson
 
 
 def main(rt: Runtime, o: HybridOptions) -> bool:
-    """Five dimensions against one device; with --benchmark their time alone."""
+    """Compare five dimensions with one device; with --benchmark only time them."""
     return lesson(rt, o)
 
 

@@ -1,16 +1,16 @@
-"""Bytes that a rank sends in a step, by formula, for each group in which it talks: what --explain prints beforehand.
+"""Bytes that a rank sends per step, by formula, for each of its groups: --explain prints them before the run.
 
     tp          regions: 8 (n-1)/n |x| a layer, embedding and head 2 each; 3 numbers a token for the loss
     sp          attention, as chapter 04 has it for each kind
     ep          rows to experts and back, forward and backward: 2 (s + r) D; 8 bytes for each expert elsewhere
     pp          |x| for every border between two ranks; the loss; a tied head's gradient
     dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; ZeRO as in chapter 01
-    world       the squares of the gradients' norm where they are clipped, and what travels with them, 8 bytes each
+    world       the square of the gradient norm if gradients are clipped, and the flags summed with it, 8 bytes each
 
-|x| is a micro-batch as this rank sees it between layers: its samples, its tokens, D numbers each. How many rows go to
-other ranks' experts is known when the router has spoken; before, an even load is assumed. Products in 16 bits halve
-what tp, sp and ep send; the formulas are for full precision, and for layers without dropout where they are computed
-twice.
+|x| is the size of a micro-batch on this rank between layers: its samples, its tokens, D numbers each. The
+number of rows that go to other ranks' experts is known after routing; before the first step an even load is
+assumed. With products in 16 bits tp, sp and ep send half as much; the formulas hold for full precision and,
+with activation checkpointing, for layers without dropout.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from fractions import Fraction
 from typing import cast
 
 import torch
-from hybrid_model import Hybrid, plain_layers
-from pp_stages import Stage
-from sp_ulysses import copies
-from tp_megatron import SharedRows
 
 from common.comm import Group, padded, sizes_of
+from common.comm.placement import gradient_axes
 from common.models.moe import MoE
 from common.models.transformer import Layer
-from common.placement import gradient_axes
 
-Bytes = dict[str, Fraction]  # by the name of the group
+from hybrid_model import Hybrid, plain_layers
+from pp_stages import Stage
+from sp_costs import copies
+from tp_megatron import SharedRows
+
+Bytes = dict[str, Fraction]  # group name -> bytes
 
 
 def of_sum(group: Group, sent: int) -> Fraction:
-    """An all-reduce of `sent` bytes."""
+    """Bytes that each rank of the group sends in an all-reduce of `sent` bytes, on average."""
     return Fraction(2 * (group.size - 1) * sent, group.size)
 
 
 class StepBytes:
-    """The formula for one rank: `samples` in each of its micro-batches, `sequence` tokens a sample."""
+    """Byte formula for one rank: `samples` per micro-batch, `sequence` tokens per sample."""
 
     def __init__(self, hybrid: Hybrid, samples: Sequence[int], sequence: int, clip: int = 0) -> None:
         self.hybrid, self.samples, self.clip = hybrid, samples, clip
-        self.gathers = True  # a first step with ZeRO 1 or 2 finds the weights whole
+        self.gathers = True  # False in the first step of ZeRO 1 or 2: weights are still whole
         self.size = next(hybrid.parameters()).element_size()
         self.mesh, self.layout, self.config = hybrid.mesh, hybrid.layout, hybrid.config
-        self.tokens = sequence // self.mesh.shape["sp"]  # of a sample, on this rank
-        self.times = (
-            3 if self.layout.checkpointing else 2
-        )  # passes that attention's messages are in: F, B, F again
+        self.tokens = sequence // self.mesh.shape["sp"]  # tokens per sample on this rank
+        self.times = 3 if self.layout.checkpointing else 2  # passes in which attention sends: F, B, F again
 
     def all(self) -> Bytes:
-        """By the name of the group; without those in which nothing is said."""
+        """Return the bytes of a step by group name, without the groups in which this rank sends nothing."""
         total: Bytes = defaultdict(Fraction)
         for part in (self.tensor, self.attention, self.experts, self.stages, self.gradients, self.shared):
             for name, sent in part().items():
@@ -62,15 +61,15 @@ class StepBytes:
         return {name: sent for name, sent in total.items() if sent}
 
     def layers(self) -> list[Layer]:
-        """Those of this rank."""
+        """List the Transformer layers of this rank."""
         return [cast(Layer, layer) for stage in self.hybrid.stages for layer in plain_layers(stage.layers)]
 
     def between(self, stages: Sequence[Stage]) -> int:
-        """How many of embedding and head these stages have."""
+        """Count the embeddings and heads that these stages hold."""
         return sum(stage.first + stage.last for stage in stages)
 
     def tensor(self) -> Bytes:
-        """Regions, the two ends, the loss, and the gradients of key and value weights that ranks share."""
+        """Bytes along tp: regions, embedding, head, loss, and gradients of shared key and value weights."""
         group, D = self.mesh.group("tp"), self.config.width
         if group.size == 1:
             return {}
@@ -89,7 +88,7 @@ class StepBytes:
         return {group.axis: sent}
 
     def attention(self) -> Bytes:
-        """Keys and values round a ring or gathered; or everything from tokens to heads and back."""
+        """Bytes along sp: keys and values, round a ring or gathered; Ulysses: tokens to heads and back."""
         group, K = self.mesh.group("sp"), self.config.head_width
         n, sent = group.size, Fraction(0)
         for layer in self.layers() if n > 1 else ():
@@ -106,7 +105,7 @@ class StepBytes:
         return {group.axis: sent}
 
     def experts(self) -> Bytes:
-        """Rows to experts and their results back: as many as the last step sent, or an even load."""
+        """Bytes along ep: rows to experts and results back, as in the last step, or for an even load."""
         group, c = self.mesh.group("ep"), self.config
         if not self.hybrid.exchanges or group.size == 1:
             return {}
@@ -116,7 +115,7 @@ class StepBytes:
         return {group.axis: calls * counts + self.times * self.rows() * c.width * self.size}
 
     def rows(self) -> Fraction:
-        """Rows that this rank sends to other ranks' experts, and receives for its own, in all layers of a step."""
+        """Number of rows per step that this rank sends to other ranks' experts and receives for its own."""
         calls = len(self.samples) * (2 if self.layout.checkpointing else 1)
         said = [e for e in self.hybrid.exchanges if e.rows_sent]
         if said:
@@ -128,7 +127,7 @@ class StepBytes:
         return Fraction(2 * mixtures * c.experts_per_token * tokens * (n - 1), n)
 
     def stages(self) -> Bytes:
-        """Activations to the next stage and gradients to the one before, the loss, a tied head."""
+        """Bytes along pp: activations to the next stage, gradients to the previous, the loss, a tied head."""
         group, owner = self.mesh.group("pp"), self.hybrid.pipe.schedule.owner
         if group.size == 1:
             return {}
@@ -147,7 +146,7 @@ class StepBytes:
         return {group.axis: sent}
 
     def gradients(self) -> Bytes:
-        """Sums over the axes of the rule, and what ZeRO moves along dp."""
+        """Bytes of the gradient sums, by the axes of the rule, and of ZeRO's messages along dp."""
         sent: Bytes = defaultdict(Fraction)
         for p in self.hybrid.parameters():
             group = self.mesh.group(*gradient_axes(p))
@@ -165,10 +164,10 @@ class StepBytes:
         return sent
 
     def in_layer(self, parameters: Mapping[str, object]) -> bool:
-        """Does a unit of ZeRO hold a layer, whose weights go after each use?"""
+        """Return True if a ZeRO unit holds a layer, whose weights are freed after each use."""
         return next(iter(parameters)).startswith("layers.")
 
     def shared(self) -> Bytes:
-        """The number of targets (8 bytes) and the loss; the norm where gradients are clipped."""
+        """Bytes of the number of targets (8) and of the loss; of the norm if gradients are clipped."""
         tokens, world = self.hybrid.tokens, self.mesh.group("pp", "dp", "ep", "sp", "tp")
         return {tokens.axis: of_sum(tokens, 8 + self.size), world.axis: of_sum(world, 8 * self.clip)}

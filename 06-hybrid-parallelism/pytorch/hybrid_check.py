@@ -1,6 +1,10 @@
-"""What does not fit is refused before any rank waits: one line that says what is given and what would do."""
+"""Checks of model, mesh, layout and batch before any rank waits; errors name a value that works."""
 
 from __future__ import annotations
+
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.models.configs import TransformerConfig
 
 from hybrid_model import Layout
 from pp_schedules import KINDS
@@ -10,13 +14,9 @@ from sp_split import check_length, longest_sequence
 from sp_training import check_heads
 from tp_megatron import check_sizes
 
-from common.errors import UsageError
-from common.mesh import Mesh
-from common.models.configs import TransformerConfig
-
 
 def check(config: TransformerConfig, mesh: Mesh, layout: Layout, batch: int, sequence: int) -> None:
-    """Raises UsageError where model, mesh, layout and batch do not go together."""
+    """Check that model, mesh, layout and batch fit together. Raises UsageError."""
     shape = mesh.shape
     if shape["tp"] > 1:
         check_sizes(config, shape["tp"])
@@ -46,7 +46,7 @@ def check(config: TransformerConfig, mesh: Mesh, layout: Layout, batch: int, seq
 
 
 def check_batch(places: int, micro_batches: int, batch: int) -> None:
-    """Raises UsageError where a place along dp and ep would have fewer samples than micro-batches."""
+    """Check that each place along dp and ep has a sample per micro-batch. Raises UsageError."""
     if micro_batches < 1 or batch // places < micro_batches:
         raise UsageError(
             f"--batch {batch} gives each of {places} places along dp and ep {batch // places} samples, too few for "
@@ -55,7 +55,7 @@ def check_batch(places: int, micro_batches: int, batch: int) -> None:
 
 
 def check_zero(shape: dict[str, int], layout: Layout) -> None:
-    """Raises UsageError for stages of ZeRO that the pipeline does not allow."""
+    """Check that the pipeline allows this stage of ZeRO. Raises UsageError."""
     if layout.zero < 2:
         return
     if shape["pp"] > 1:

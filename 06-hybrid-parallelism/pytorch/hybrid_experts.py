@@ -1,27 +1,29 @@
-"""Experts under tensor parallelism: every rank along tp has a slice of every expert that lies at its place along ep.
+"""Experts under tensor parallelism: a rank holds, of each expert at its place along ep, one slice along tp.
 
     y_t = sum over tp of  sum over the k chosen experts e of  w_te down_e[:, mine] act(up_e[mine] x_t)
 
-The mixture is a region as an MLP is one (tp_megatron.py): tokens come in whole, the sum over ranks leaves once, after
-the choices are weighted. All ranks along tp see the same tokens and so make the same choices; over ep they then
-exchange rows with ranks at the same place along tp. A weight w_te multiplies a part of the expert's result, so the
-gradient of the router is partial over tp, and so is that of a bias of which each rank adds 1/n.
+The mixture is a region, as an MLP is (tp_megatron.py): tokens enter replicated, and the outputs are summed
+over the ranks once, after the choices are weighted. All ranks along tp see the same tokens and so make the
+same choices; over ep they then exchange rows with ranks at the same place along tp. A weight w_te multiplies
+a partial result of the expert, so the gradient of the router is partial over tp, as is that of a bias of
+which each rank adds 1/n.
 """
 
 from __future__ import annotations
 
 from torch import nn
+
+from common.comm.placement import shard, split_tokens_along
+from common.errors import UsageError
+from common.models.moe import Linears, MoE
+
 from tp_column_parallel import ColumnParallelLinear
 from tp_megatron import Region, split_mlp
 from tp_row_parallel import RowParallelLinear
 
-from common.errors import UsageError
-from common.models.moe import Linears, MoE
-from common.placement import shard, split_tokens_along
-
 
 def split(mlp: nn.Module, region: Region) -> None:
-    """An MLP or a mixture of experts, in place, as a region: for `tensor_parallel`.
+    """Split an MLP or a mixture of experts over tp, in place, as a region; for `tensor_parallel`.
 
     Raises UsageError for shared experts with biases.
     """
@@ -44,7 +46,7 @@ def split(mlp: nn.Module, region: Region) -> None:
 
 
 def _split_shared(shared: nn.Module, region: Region) -> None:
-    """What they return is a part, too; it leaves with the experts'."""
+    """Split the shared experts. Their output is partial, too, and is summed together with the experts'."""
     for name, linear in list(shared.named_children()):
         assert isinstance(linear, nn.Linear)
         if linear.bias is not None:

@@ -1,4 +1,4 @@
-"""A mesh on paper: who sits where, holds what and talks to whom, and what a step sends along each axis."""
+"""Tables that explain a mesh: each rank's place, memory and groups, and the bytes of a step per axis."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from hybrid_model import Hybrid
 from rich.console import Group
 from rich.table import Table
 
 from common import comm
-from common.ledger import Row, show_bytes
-from common.mesh import AXES, Mesh
-from common.placement import TOKEN_AXES, gradient_axes
+from common.comm.ledger import Row, show_bytes
+from common.comm.mesh import AXES, Mesh
+from common.comm.placement import TOKEN_AXES, gradient_axes
+
+from hybrid_model import Hybrid
 
 WHAT = {
     "pp": "activations on to the next stage, gradients back; the loss",
@@ -30,12 +31,12 @@ def title(mesh: Mesh) -> str:
 
 
 def label(name: str, mesh: Mesh) -> str:
-    """A group's name without the axes along which there is one rank."""
+    """Return a group's name without the axes of size 1."""
     return "+".join(axis for axis in name.split("+") if mesh.shape.get(axis, 2) > 1)
 
 
 def axes_table(mesh: Mesh) -> Table:
-    """What each axis splits."""
+    """Return a table of the axes: ranks, stride, and the dimension of the work that each axis splits."""
     table = Table(title=f"the mesh: {mesh.world.size} ranks, {title(mesh)}", title_justify="left")
     for column in ("axis", "ranks", "stride", "splits"):
         table.add_column(column, justify="right" if column in ("ranks", "stride") else "left")
@@ -54,9 +55,10 @@ def axes_table(mesh: Mesh) -> Table:
 
 
 def held(hybrid: Hybrid) -> tuple[int, int, int]:
-    """Bytes of weights, of gradients and of AdamW's two states that this rank holds from step to step.
+    """Return the bytes of weights, of gradients and of AdamW's two states that this rank keeps between steps.
 
-    ZeRO holds pieces of the states, from stage 2 on of the gradients, in stage 3 of the weights.
+    With ZeRO these are shards: always of the states, from stage 2 on of the gradients, in stage 3 of the
+    weights.
     """
     whole, pieces = (
         sum(p.numel() * p.element_size() for p in parameters)
@@ -67,7 +69,7 @@ def held(hybrid: Hybrid) -> tuple[int, int, int]:
 
 
 def ranks_table(hybrid: Hybrid) -> Table:
-    """Every rank's place, and what it holds. All ranks call it."""
+    """Return a table of each rank's place, layers and bytes held. All ranks call it."""
     mesh, names = hybrid.mesh, [name.split(".") for name, _ in hybrid.model.named_parameters()]
     layers = sorted({int(name[1]) for name in names if name[0] == "layers"})
     table = Table(title="places, tp innermost, and bytes per rank; activations add to them")
@@ -81,7 +83,7 @@ def ranks_table(hybrid: Hybrid) -> Table:
 
 
 def members(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
-    """The groups of ranks that differ along `axes` alone."""
+    """List the groups of ranks that differ along `axes` alone."""
     along, groups = set(axes), {}  # type: tuple[set[str], dict[tuple[int, ...], list[int]]]
     for rank in range(mesh.world.size):
         rest = tuple(at for axis, at in mesh.coordinates(rank).items() if axis not in along)
@@ -90,7 +92,7 @@ def members(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
 
 
 def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
-    """Every group that talks in a step of rank 0, and the sums of gradients that follow from how parameters lie."""
+    """Return a table of rank 0's groups in a step, with the gradient sums that follow from the placements."""
     mesh = hybrid.mesh
     talks: dict[tuple[str, ...], list[str]] = {(axis,): [what] for axis, what in WHAT.items()}
     if not hybrid.zero:
@@ -123,9 +125,9 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
 
 
 def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row] | None = None) -> Table:
-    """Bytes of a step along each axis by formula; with the ledger's rows the calls and the bytes counted.
+    """Return the bytes of a step along each axis by formula; given ledger rows also calls and bytes counted.
 
-    Before a step nobody knows how many rows its router will send to which expert: an even load is assumed.
+    Before a step the load of the experts is not known: an even load is assumed.
     """
     known = "formula" if rows is not None or "ep" not in formula else "if balanced"
     when = "before it runs" if rows is None else "formula and ledger"
@@ -147,11 +149,11 @@ def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row]
 
 
 def calls(rows: Sequence[Row]) -> str:
-    """`4 all_reduce, 2 send`."""
+    """Return the number of calls by operation: `4 all_reduce, 2 send`."""
     said = Counter(row.op for row in rows)
     return ", ".join(f"{n} {op}" for op, n in sorted(said.items()))
 
 
 def explain(hybrid: Hybrid, clip: bool = False) -> Group:
-    """The three tables. All ranks call it."""
+    """Return the three tables: axes, ranks and groups. All ranks call it."""
     return Group(axes_table(hybrid.mesh), ranks_table(hybrid), groups_table(hybrid, clip))

@@ -1,8 +1,8 @@
-"""Numbers for a model that has only shapes: each rank makes its own piece of every parameter, one at a time.
+"""Initial values for a model on the meta device: each rank makes its shard of every parameter, one at a time.
 
-The strategies cut a model on torch's "meta" device, where a tensor is a shape. Then a piece is a function of
-(seed, name, place): the same seed gives the same model on every mesh, and of what is not its own a rank never holds
-more than the one parameter that it is cutting.
+The strategies split a model on torch's "meta" device, where a tensor has a shape and no values. The shard is
+then a function of (seed, name, position): the same seed gives the same model on every mesh, and beside its
+own shards a rank holds only the one whole parameter that it is cutting.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.comm.placement import like, piece, whole_shape
 from common.models.transformer import Transformer, initial_value
-from common.placement import like, piece, whole_shape
 
 Whole = Callable[[str, torch.Size], Tensor]  # the value of a parameter of the whole model
 
 
 def materialise(model: Transformer, mesh: Mesh, device: torch.device, whole: Whole) -> None:
-    """Give each parameter of `model` its piece of whole(name, shape); buffers that have no numbers get zeros."""
+    """Give each parameter of `model` its shard of whole(name, shape); buffers without values get zeros."""
     for path, module in model.named_modules():
         for short, parameter in list(module.named_parameters(path, recurse=False)):
             numbers = whole(short, whole_shape(parameter, mesh))
@@ -32,5 +32,5 @@ def materialise(model: Transformer, mesh: Mesh, device: torch.device, whole: Who
 
 
 def from_seed(model: Transformer, seed: int) -> Whole:
-    """The values with which the plain model starts."""
+    """Return whole(name, shape) with the plain model's initial values."""
     return lambda name, shape: initial_value(name, shape, model.config, seed)

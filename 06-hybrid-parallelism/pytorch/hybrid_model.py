@@ -1,19 +1,20 @@
-"""Five strategies on one model: each changes what its axis splits and nothing else, so they are five calls.
+"""Five strategies on one model: each changes only the parts that its axis splits, so they are separate calls.
 
     tensor_parallel      matrices and heads over tp       on shapes alone
     sequence_parallel    tokens of a sample over sp
     expert_parallel      whole experts over ep
     Pipeline             layers over pp
-    materialise          now each rank makes its own pieces
+    materialise          each rank makes its own shards
     Zero                 dp: weights, gradients, states
 
-A parameter carries how it lies on the mesh (common/placement.py), and what happens after the backward pass follows from
-that: its gradient is summed over the axes along which tokens are split and it is replicated; it counts once in the
-norm. ZeRO's pieces lie along dp, so the same rule sums them over the axes that remain.
+A parameter carries its placement on the mesh (common/comm/placement.py), and the work after the backward pass
+follows from the placement: the gradient is summed over the axes along which tokens are split and the
+parameter is replicated; the parameter counts once in the norm. ZeRO's shards are placed along dp, so the same
+rule sums their gradients over the remaining axes.
 
-All of this runs as a pipeline. Without pp that is one stage, whose schedule is forward and backward in turn.
+Every mesh runs as a pipeline. Without pp it has one stage, whose schedule is forward and backward in turn.
 
-    rank = (((p*dp + d)*ep + e)*sp + s)*tp + t             tp talks most and lies innermost
+    rank = (((p*dp + d)*ep + e)*sp + s)*tp + t             tp communicates most: innermost
     samples over dp and ep, tokens of a sample over sp     the same on all ranks along pp and tp
 """
 
@@ -27,6 +28,14 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
+
+from common.comm import sizes_of
+from common.comm.mesh import AXES, Mesh
+from common.comm.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients, sum_tied_gradients
+from common.lesson.training import Version
+from common.models.transformer import Transformer, TransformerConfig
+
 from dp_zero import Zero
 from ep_moe import ExpertExchange, expert_parallel
 from hybrid_experts import split
@@ -35,45 +44,38 @@ from pp_pipeline import Pipeline
 from pp_schedules import make_schedule
 from sp_sequence_parallel import ORDERS, Attention, sequence_parallel
 from sp_split import longest_sequence, split_sequence
-from torch import Tensor, nn
 from tp_megatron import Region, tensor_parallel
-
-from common.comm import sizes_of
-from common.mesh import AXES, Mesh
-from common.models.transformer import Transformer, TransformerConfig
-from common.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients, sum_tied_gradients
-from common.training import Version
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the axes split what they split; how many ranks each has is the mesh's."""
+    """Strategy options per axis. The mesh holds the axis sizes."""
 
     schedule: Schedule = "1f1b"
     micro_batches: int = 2
-    """Parts into which a rank's samples are cut."""
+    """Micro-batches into which a rank splits its samples."""
     chunks: int = 2
-    """Stages of each rank, where the schedule is interleaved."""
+    """Stages per rank if the schedule is interleaved."""
     attention: Attention = "zigzag"
-    """How ranks along sp attend to one another's tokens."""
+    """Algorithm of attention across the ranks along sp."""
     sequence_parallel: bool = False
-    """Megatron's: between the regions of tp each of its ranks has a slice of the tokens."""
+    """Megatron's sequence parallelism: between the regions each rank along tp holds a slice of the tokens."""
     zero: int = 0
-    """What ranks along dp share out: 1 optimizer states, 2 gradients too, 3 weights too."""
+    """Stage of ZeRO along dp: 1 shards optimizer states, 2 also gradients, 3 also weights."""
     checkpointing: bool = False
-    """Keep the input of each layer alone and compute the layer again for its backward pass."""
+    """Keep only the input of each layer, and recompute the layer in the backward pass."""
     precision: torch.dtype | None = None
-    """Type in which products are computed; that of the weights where it is None."""
+    """Type in which products are computed; None means the type of the weights."""
 
 
 class Hybrid:
     """A Transformer on a mesh: this rank's part of it, and its training step.
 
-    whole(name, shape): values of the plain model's parameters; those of `seed` when left out. Every rank of the mesh
-    makes one, with the same arguments. Raises UsageError where the model does not divide; hybrid_check.py says so
-    beforehand and for all axes.
+    whole(name, shape): values of the plain model's parameters; default: those of `seed`. Every rank of the
+    mesh constructs this object with the same arguments. Raises UsageError if the model does not divide;
+    hybrid_check.py checks that beforehand, for all axes.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Hybrid:
             self.zero = Zero(model, layers, mesh.group("dp"), layout.zero, self.stages)
 
     def _make_groups(self) -> None:
-        """All groups that will talk, in one order on all ranks, which are about to keep different parameters."""
+        """Create all groups, in one order on all ranks, before the ranks keep different parameters."""
         for axis in AXES:
             self.mesh.group(axis)
         self.tokens = self.mesh.group(*TOKEN_AXES)
@@ -128,15 +130,18 @@ class Hybrid:
             self.mesh.group(*(axis for axis in axes if axis != "dp"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer of this rank steps on, under the names of the plain model."""
+        """Iterate over the parameters of this rank's optimizer, under the names of the plain model."""
         return (self.zero or self.model).named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The same without names."""
+        """Iterate over the same parameters without names."""
         return (p for _, p in self.named_parameters())
 
     def split(self, tokens_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, ...]:
-        """This rank's tokens of some samples: (tokens_Bs, positions_s, targets_Bs), without positions where sp is 1."""
+        """Return this rank's tokens of some samples: (tokens_Bs, positions_s, targets_Bs).
+
+        Without sp they are (tokens_BS, targets_BS).
+        """
         group = self.mesh.group("sp")
         if group.size == 1:
             return tokens_BS, targets_BS
@@ -144,17 +149,20 @@ class Hybrid:
         return split_sequence(tokens_BS, targets_BS, group, order, longest_sequence(self.config))
 
     def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of this rank's losses, on all ranks along pp and tp."""
+        """Run forward and backward of all micro-batches.
+
+        Returns the sum of this rank's losses, the same on all ranks along pp and tp.
+        """
         for exchange in self.exchanges:
             exchange.forget()
         with self.zero.no_sync() if self.zero and self.zero.stage == 1 else nullcontext():
             return self.pipe.run(parts, scale, begin)
 
     def finish(self) -> None:
-        """After the backward passes: every gradient becomes that of the global batch.
+        """Turn every gradient into that of the global batch, after the backward passes.
 
-        A tied head's comes last: both its holders must step with the same bits, and a sum over many ranks rounds
-        as its place among other gradients says.
+        A tied head's comes last: its two holders must step with the same bits, and the rounding of a sum over
+        many ranks depends on the gradient's position in the message.
         """
         if self.zero:
             self.zero.finish()
@@ -163,7 +171,7 @@ class Hybrid:
 
     @torch.no_grad()
     def clip(self, largest: float, also: Tensor | None = None) -> Tensor:
-        """Scale the gradients so that their norm is at most `largest`; returns the norm before, that of all ranks.
+        """Scale the gradients so that their global norm is at most `largest`; return the norm before scaling.
 
         As torch.nn.utils.clip_grad_norm_ on one device. also: see `gradient_norm`.
         """
@@ -175,14 +183,14 @@ class Hybrid:
         return norm
 
     def version(self) -> Version:
-        """What the training step of common/training.py drives."""
+        """Return the interface that the training step of common/lesson/training.py drives."""
         return Version(
             self.model, finish=self.finish, owner=self, loss=self.model.loss, split=self.split, run=self.run
         )
 
 
 def between_stages(tokens_BS: Tensor, width: int, region: Region | None) -> tuple[int, ...]:
-    """The shape of what passes from stage to stage, [B, s, D]."""
+    """Return the shape of the activations between stages, [B, s, D]."""
     batch, length = tokens_BS.shape
     if region is not None and region.sequence_parallel:
         length = sizes_of(length, region.group.size)[region.group.rank]
@@ -190,5 +198,5 @@ def between_stages(tokens_BS: Tensor, width: int, region: Region | None) -> tupl
 
 
 def plain_layers(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    """The layers of a stage, without what checkpoints them."""
+    """Iterate over the layers of a stage, without their checkpointing wrappers."""
     return (getattr(layer, "layer", layer) for layer in layers)

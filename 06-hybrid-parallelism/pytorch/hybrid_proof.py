@@ -5,9 +5,9 @@
     python hybrid_proof.py --every 9                every ninth row
     python hybrid_proof.py --meshes "dp=4 zero=3" "pp=2 tp=2"        these meshes, of LLaMA, with experts where ep > 1
 
-Which rows there are is in hybrid_rows.py. Compared are the loss, every gradient and their norm in two steps, and the
-weights after them, with SGD and with AdamW, in float64; the bytes of each step and group with the formula, on every
-rank; and the bits of weights that several ranks hold.
+hybrid_rows.py lists the rows. Each row compares the loss, every gradient and their norm in two steps, and the
+weights after them, with SGD and with AdamW, in float64; the bytes of each step and group with the formula, on
+every rank; and the bits of weights that several ranks hold.
 """
 
 from __future__ import annotations
@@ -18,6 +18,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from common import comm
+from common.comm.mesh import AXES
+from common.errors import UsageError
+from common.launch.command_line import Checked, Count, Ranks, parse
+from common.launch.program import run_program
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, ULPS, Followed, follow, unequal_replicas, worst
+from common.lesson.measure import BenchmarkRecord
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, write_records
 
 from hybrid_bytes import StepBytes
 from hybrid_rows import of_meshes, table
@@ -32,31 +44,19 @@ from hybrid_training import (
     timed,
 )
 
-from common import comm
-from common.equality import KINDS, OPTIMIZERS, ULPS, Followed, follow, unequal_replicas, worst
-from common.errors import UsageError
-from common.lesson import DTYPES, write_records
-from common.measure import BenchmarkRecord
-from common.mesh import AXES
-from common.options import Checked, Count, Ranks, parse
-from common.program import run_program
-from common.proof import Proof
-from common.runtime import Runtime
-from common.spawn import spawn
-
 HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "ulps", "equal")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of a mesh, a model and a layout."""
+    """Result of one mesh, model and layout."""
 
     options: HybridOptions
     proof: Proof
-    """A row for each optimizer."""
+    """Proof rows, one per optimizer."""
     bytes_agree: bool
     apart: list[str]
-    """Parameters of which ranks hold different replicas."""
+    """Parameters whose replicas differ between ranks."""
     seconds: float
     record: BenchmarkRecord | None = None
 
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Equal, in numbers and in bytes, and replicas to the bit."""
+        """True if numbers and bytes are equal, and replicas are equal to the bit."""
         return self.proof.equal and self.bytes_agree and not self.apart
 
 
@@ -75,12 +75,12 @@ Key = tuple[str, int, float, str]  # model, batch, clip, optimizer
 
 
 def key(o: HybridOptions, optimizer: str) -> Key:
-    """What one device's run depends on."""
+    """Return the options that a one-device run depends on."""
     return o.model, o.batch, o.clip, optimizer
 
 
 def references(rt: Runtime, todo: list[HybridOptions]) -> dict[Key, Followed]:
-    """One device's runs for all rows; each rank computes some, and has them all."""
+    """Return the one-device runs for all rows; each rank computes some, and all ranks receive all."""
     wanted = {key(o, name): o for o in todo for name in OPTIMIZERS}
     mine = list(wanted)[rt.rank :: rt.world_size]
     computed = {k: reference(rt, wanted[k], k[-1]) for k in mine}
@@ -88,7 +88,7 @@ def references(rt: Runtime, todo: list[HybridOptions]) -> dict[Key, Followed]:
 
 
 def prove(rt: Runtime, todo: list[HybridOptions], show: bool = True, time_too: bool = False) -> list[Row]:
-    """Every row on the ranks of this world; a record of each, with the time of a step, where time_too."""
+    """Prove every row on the ranks of this world; with time_too add a record with the time of a step."""
     expected = references(rt, todo)
     proved = []
     for o in todo:
@@ -100,7 +100,7 @@ def prove(rt: Runtime, todo: list[HybridOptions], show: bool = True, time_too: b
 
 
 def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> Row:
-    """One mesh against one device."""
+    """Compare one mesh with one device."""
     start, mesh, proof, agree = time.perf_counter(), o.mesh(rt), Proof(DTYPES[o.dtype]), True
     apart: list[str] = []
     for optimizer in OPTIMIZERS:
@@ -117,7 +117,7 @@ def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> R
 
 
 def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
-    """A line of --json: the row's verdict beside a timed step."""
+    """Return the record for --json: the row's verdict beside a timed step."""
     mesh = row.options.mesh(rt)
     (record,) = timed(rt, replace(row.options, steps=1), mesh)
     mesh.close()
@@ -125,7 +125,7 @@ def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
 
 
 def cells(row: Row) -> list[str]:
-    """What the table says of a row."""
+    """Return the cells of a row in the table."""
     o = row.options
     largest = [max(of.found[kind].value for of in row.proof.rows) for kind in KINDS]
     ulps = worst(of.ulps for of in row.proof.rows if of.ulps)
@@ -147,7 +147,7 @@ def cells(row: Row) -> list[str]:
 
 
 def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
-    """The lines of docs/proof.md."""
+    """Yield the lines of docs/proof.md."""
     done = [row for rows in proved.values() for row in rows]
     largest = max(row.largest for row in done)
     yield "# The proof table"
@@ -180,12 +180,12 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
 
 @dataclass
 class ProofOptions(Checked):
-    """Which rows, and where to."""
+    """Options: the rows to prove, and the output files."""
 
     every: Count = 1
-    """One row of so many."""
+    """Prove every n-th row only."""
     ranks: tuple[Ranks, ...] = (8, 12, 16, 32)
-    """Sizes of the worlds."""
+    """World sizes to prove."""
     meshes: tuple[str, ...] = ()
     """Meshes to prove in place of the table's, each in words: 'pp=2 dp=2 zero=1'."""
     write: Path | None = None
@@ -195,7 +195,7 @@ class ProofOptions(Checked):
 
 
 def main(o: ProofOptions) -> int:
-    """0 where all rows hold, 1 where one does not."""
+    """Prove the rows; return 0 if all hold, else 1."""
     todo = of_meshes(o.meshes) or {n: of_n for n, of_n in table(o.every).items() if n in o.ranks}
     if not todo:
         raise UsageError(
@@ -203,7 +203,7 @@ def main(o: ProofOptions) -> int:
         )
     if o.write and (o.meshes or o.write.is_dir() or not o.write.absolute().parent.is_dir()):
         raise UsageError(f"--write {o.write}: give a file in a folder that is there, and no --meshes")
-    write_records(o.json, [])  # a file that cannot be written is known before the work
+    write_records(o.json, [])  # fails now if the file cannot be written
     work = partial(prove, time_too=o.json is not None)
     print(" | ".join(HEADS), flush=True)
     proved: dict[int, list[Row]] = {}

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from common.comm import Group
+from common.comm.mesh import AXES, Mesh
+from common.errors import UsageError
+from common.models.configs import CONFIGS, gpt2, llama, mixtral
+
 from hybrid_check import check
 from hybrid_training import HybridOptions
-
-from common.comm import Group
-from common.errors import UsageError
-from common.mesh import AXES, Mesh
-from common.models.configs import CONFIGS, gpt2, llama, mixtral
 
 MODELS = {
     "gpt2": gpt2(layers=4, width=32, heads=8, sequence=48),
@@ -40,17 +40,17 @@ SAMPLE: dict[int, list[Shape]] = {
 }
 
 WORD = rf"(?:{'|'.join(AXES)})=[1-9]\d{{0,3}}|zero=[0-3]"
-MOST = 128  # ranks of a mesh: all of them start on this machine
+MOST = 128  # ranks of a mesh at most: all of them start on this machine
 
 
 def ways(ranks: int) -> list[Shape]:
-    """All ways to write `ranks` as a product of five."""
+    """List all ways to write `ranks` as a product of five factors."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return [s for s in itertools.product(divisors, repeat=5) if math.prod(s) == ranks]  # type: ignore[misc]
 
 
 def options(shape: Shape, model: str, turn: int) -> HybridOptions:
-    """The row's options: what the mesh allows takes turns."""
+    """Return the row's options; the variants that the mesh allows take turns."""
     pp, dp, ep, sp, tp = shape
     checkpointing = turn % 3 == 2
     if model == "gpt2" and sp == 1 and not checkpointing:
@@ -79,7 +79,7 @@ def options(shape: Shape, model: str, turn: int) -> HybridOptions:
 
 
 def table(every: int = 1) -> dict[int, list[HybridOptions]]:
-    """All rows by the number of ranks, or one of `every`."""
+    """Return all rows by the number of ranks, or one of `every`."""
     meshes = {8: ways(8), **SAMPLE}
     turns = itertools.count()
     cases = {
@@ -90,7 +90,7 @@ def table(every: int = 1) -> dict[int, list[HybridOptions]]:
 
 
 def of_mesh(text: str) -> HybridOptions:
-    """The row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for words that say none that can be."""
+    """Return the row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for an invalid mesh."""
     words = text.split()
     wrong = [word for word in words if not re.fullmatch(WORD, word, re.ASCII)]
     if wrong or not words:
@@ -115,7 +115,7 @@ def of_mesh(text: str) -> HybridOptions:
 
 
 def of_meshes(texts: Iterable[str]) -> dict[int, list[HybridOptions]]:
-    """A row of each mesh, by the number of its ranks. Raises UsageError."""
+    """Return a row per mesh, by the number of its ranks. Raises UsageError."""
     by_ranks: dict[int, list[HybridOptions]] = {}
     for row in map(of_mesh, texts):
         by_ranks.setdefault(math.prod(getattr(row, axis) for axis in AXES), []).append(row)

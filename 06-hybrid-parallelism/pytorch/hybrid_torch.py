@@ -3,11 +3,11 @@
     init_device_mesh((pp, dp, tp))        one mesh; its axes are passed on to the three
     parallelize_module(layer, mesh["tp"]) weights become DTensors over tp
     fully_shard(layer, mesh["dp"])        ... and over dp as well
-    PipelineStage, Schedule1F1B           whose backward holds FSDP's sums back until the last micro-batch
+    PipelineStage, Schedule1F1B           delay FSDP's sums until the last micro-batch
 
-They compose as ours do, since a DTensor, too, says how it lies; the order of the calls is the same. Its numbers are
-equal to one device's, and the times stand beside ours: with ZeRO-1 where there are stages, ZeRO-2 where there are none,
-which is what FSDP2 does when it keeps weights from the forward to the backward pass.
+They compose as ours do, since a DTensor also carries its placement; the order of the calls is the same. The
+numbers are compared with one device, and the times with ours: with ZeRO-1 if there are several stages, else
+with ZeRO-2, which is equivalent to FSDP2 if that keeps weights from the forward to the backward pass.
 
     python hybrid_torch.py --nproc 4 --pp 2 --dp 2      torchrun --nproc_per_node=4 hybrid_torch.py --dp 2 --tp 2
     mpirun -np 4 python hybrid_torch.py --benchmark --pp 2 --tp 2 --model llama-10m --dtype float32 --sequence 128
@@ -23,25 +23,26 @@ from fractions import Fraction
 from functools import partial
 from typing import Literal
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.launch.command_line import Count
+from common.launch.runtime import Runtime
+from common.lesson.comparison import report
+from common.lesson.equality import OPTIMIZERS, follow
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, Version, make_model, training_step
+from common.models.transformer import Layer
+
 from hybrid_check import check
 from hybrid_explain import title
 from hybrid_training import HybridOptions, reference, timed
 from pp_torch import InTorch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from tp_dtensor import dtensor_parallel
-
-from common.comparison import report
-from common.equality import OPTIMIZERS, follow
-from common.errors import UsageError
-from common.lesson import DTYPES, console, run
-from common.mesh import Mesh
-from common.models.transformer import Layer
-from common.options import Count
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
 
 
 @dataclass
@@ -52,16 +53,16 @@ class Options(
         *("checkpointing", "precision", "clip", "scaling", "explain"),
     ),
 ):
-    """A dense model on pp, dp and tp."""
+    """Options: a dense model on pp, dp and tp."""
 
     steps: Count = 3
     """Training steps."""
     model: str = "llama-tiny"
-    """A name of common/models/configs.py: one whose head is not its embedding."""
+    """Name of a model in common/models/configs.py, dense and with an untied head."""
 
 
 def sharded(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> FSDPModule:
-    """FSDP2 on every layer, then on what lies outside of them; weights stay until the end of the backward pass."""
+    """Apply FSDP2 to every layer, then to the rest; weights stay whole until the backward pass ends."""
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     whole = fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -70,7 +71,7 @@ def sharded(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> 
 
 
 def make_torch(rt: Runtime, o: Options, mesh: Mesh) -> Version:
-    """The three of torch on one mesh of devices."""
+    """Apply torch's tensor, data and pipeline parallelism on one mesh of devices."""
     model, shape = make_model(o, rt.device), (mesh.shape["pp"], mesh.shape["dp"], mesh.shape["tp"])
     devices = init_device_mesh(rt.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     if shape[2] > 1:
@@ -91,7 +92,7 @@ def make_torch(rt: Runtime, o: Options, mesh: Mesh) -> Version:
 
 @contextmanager
 def accumulating(model: nn.Module) -> Iterator[None]:
-    """Backward passes in here only add up."""
+    """Accumulate gradients inside the block without synchronising them."""
     if not isinstance(model, FSDPModule):
         yield
         return
@@ -101,7 +102,7 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 
 
 def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
-    """Raises UsageError for what torch's parts cannot do."""
+    """Check that torch's parts can run these options. Raises UsageError."""
     check(o.model_config(), mesh, o.layout(), o.batch, o.sequence)
     c, tp = o.model_config(), mesh.shape["tp"]
     if rt.world_size == 1:
@@ -125,7 +126,7 @@ def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
 
 
 def main(rt: Runtime, o: Options) -> bool:
-    """torch's version against one device, then both in turn."""
+    """Compare torch's version with one device, then time it and ours in turn."""
     mesh, out = o.mesh(rt), console(rt)
     refuse(rt, o, mesh)
     zero: Literal[0, 1, 2] = 0 if mesh.shape["dp"] == 1 else 1 if mesh.shape["pp"] > 1 else 2
@@ -133,7 +134,7 @@ def main(rt: Runtime, o: Options) -> bool:
     if o.benchmark:
         report(rt, o, timed(rt, o, mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)}))
         return True
-    # full_tensor, by which gradients are compared, takes two messages where one would do; a step has none of them
+    # full_tensor, which only the comparison calls, warns that it takes two messages where one would do
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     proof, torchs = Proof(DTYPES[o.dtype]), f"{title(mesh)}, torch"
     dp = mesh.group("dp")

@@ -1,4 +1,4 @@
-"""What the lessons of chapter 06 share: their options, the mesh, the proof against one device."""
+"""Shared parts of the lessons of chapter 06: their options, the mesh, the proof against one device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from fractions import Fraction
 from typing import Annotated, Literal
 
 import torch
-from hybrid_bytes import StepBytes
-from hybrid_check import check
-from hybrid_explain import bytes_table, explain, title
-from hybrid_model import Hybrid, Layout, Schedule
-from sp_sequence_parallel import Attention
 from torch import Tensor, nn
 
 from common import comm
-from common.comm import sizes_of
-from common.comparison import one_rank, records, report
+from common.comm import Group, sizes_of
+from common.comm.ledger import Ledger, Row
+from common.comm.mesh import Mesh
 from common.data.text import rank_slice
-from common.equality import OPTIMIZERS, Followed, Start, follow, unequal_replicas, with_units
 from common.errors import UsageError
-from common.ledger import Ledger, Row
-from common.lesson import DTYPES, console
-from common.measure import BenchmarkRecord, in_turn
-from common.mesh import Mesh
-from common.options import Ranks, Size, Within
-from common.proof import Proof
-from common.runtime import Runtime
-from common.training import (
+from common.launch.command_line import Ranks, Size, Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import records, report
+from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, unequal_replicas, with_units
+from common.lesson.measure import BenchmarkRecord, in_turn
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console
+from common.lesson.training import (
     Batches,
     TrainingOptions,
     Version,
@@ -40,53 +35,62 @@ from common.training import (
     whole_step,
 )
 
+from hybrid_bytes import StepBytes
+from hybrid_check import check
+from hybrid_explain import bytes_table, explain, title
+from hybrid_model import Hybrid, Layout, Schedule
+from sp_sequence_parallel import Attention
+
 
 @dataclass
 class HybridOptions(TrainingOptions, without=("versions",)):
-    """Mesh, layout, model and batch of the lessons of chapter 06."""
+    """Options of the lessons of chapter 06: mesh, layout, model and batch."""
 
     steps: Annotated[int, Within(0, 10**9)] = 3
     """Training steps."""
     model: str = "mixtral-tiny"
-    """A name of common/models/configs.py."""
+    """Name of a model in common/models/configs.py."""
     batch: Size = 16
-    """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
+    """Samples in the global batch; the shares of places along dp and ep differ by one sample at most."""
     pp: Ranks = 1
     """Ranks along pp: stages of layers."""
     dp: Ranks | None = None
-    """Ranks along dp: replicas of the batch; all ranks that the other axes leave when left out."""
+    """Ranks along dp: replicas of the model; default: all ranks that the other axes leave."""
     ep: Ranks = 1
     """Ranks along ep: experts, and one more axis of samples."""
     sp: Ranks = 1
-    """Ranks along sp: pieces of the sequence."""
+    """Ranks along sp: shards of the sequence."""
     tp: Ranks = 1
-    """Ranks along tp: pieces of each matrix."""
+    """Ranks along tp: shards of each matrix."""
     schedule: Schedule = "1f1b"
-    """What the stages do in which order."""
+    """Pipeline schedule: the order of the passes on each stage."""
     chunks: Annotated[int, Within(1, 1000)] = 2
-    """Stages of each rank, where the schedule is interleaved."""
+    """Stages per rank if the schedule is interleaved."""
     attention: Attention = "zigzag"
-    """How ranks along sp attend to one another's tokens."""
+    """Algorithm of attention across the ranks along sp."""
     sequence_parallel: bool = False
-    """Megatron's: between the regions of tp each of its ranks has a slice of the tokens."""
+    """Megatron's sequence parallelism: between the regions each rank along tp holds a slice of the tokens."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What ranks along dp share out: 1 optimizer states, 2 gradients too, 3 weights too."""
+    """Stage of ZeRO along dp: 1 shards optimizer states, 2 also gradients, 3 also weights."""
     checkpointing: bool = False
-    """Keep the input of each layer alone and compute the layer again for its backward pass."""
+    """Keep only the input of each layer, and recompute the layer in the backward pass."""
     precision: Literal["full", "bfloat16"] = "full"
-    """Type in which products are computed; full is that of the weights."""
+    """Type in which products are computed; full means the type of the weights."""
     clip: Annotated[float, Within(0, 1e30)] = 0.0
-    """Largest norm of the gradient; 0 leaves it as it is."""
+    """Largest norm of the gradient; 0 means no clipping."""
     explain: bool = False
-    """Print the mesh, each rank's place and memory, the groups, the bytes of a step; with --steps 0 nothing else."""
+    """Print the mesh, each rank's place and memory, groups, bytes of a step; with --steps 0 only that."""
 
     def check(self) -> None:
-        """Raises UsageError for options that contradict one another. A configuration file may give them one by one."""
+        """Check that the options fit together. Raises UsageError.
+
+        Construction does not check this, because a configuration file gives the options one by one.
+        """
         if not self.steps and not self.explain:
             raise UsageError("--steps 0: give at least 1; 0 goes with --explain, and then nothing is trained")
 
     def layout(self) -> Layout:
-        """How the axes split. Raises UsageError."""
+        """Return the strategy options per axis. Raises UsageError for bfloat16 with float64 weights."""
         if self.precision == "bfloat16" and self.dtype == "float64":
             raise UsageError("--precision bfloat16 leaves float64 as it is; give --dtype float32 with it")
         return Layout(
@@ -101,14 +105,14 @@ class HybridOptions(TrainingOptions, without=("versions",)):
         )
 
     def mesh(self, rt: Runtime) -> Mesh:
-        """The mesh of all ranks. Raises UsageError where the axes' product is not their number."""
+        """Return the mesh of all ranks. Raises UsageError if the axes' product is not the number of ranks."""
         others = self.pp * self.ep * self.sp * self.tp
         dp = max(1, rt.world_size // others) if self.dp is None and others > 0 else self.dp or 0
         return Mesh(rt.world, self.pp, dp, self.ep, self.sp, self.tp, rt.timeout)
 
 
 def make_hybrid(rt: Runtime, o: HybridOptions, mesh: Mesh) -> Hybrid:
-    """The model of the options on the mesh. Raises UsageError where it does not fit, on all ranks alike."""
+    """Make the model of the options on the mesh. Raises UsageError on all ranks alike if it does not fit."""
     check(o.model_config(), mesh, o.layout(), o.batch, o.sequence)
     return Hybrid(o.model_config(), mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed)
 
@@ -117,7 +121,7 @@ Step = Callable[[int], Tensor]
 
 
 def mesh_step(hybrid: Hybrid, rt: Runtime, o: HybridOptions) -> Step:
-    """step(t) on the mesh: synchronised, clipped gradients; returns the loss of the global batch."""
+    """Return step(t) on the mesh: synchronise and clip gradients, return the loss of the global batch."""
     step = training_step(hybrid.version(), Batches(o, hybrid.samples, rt.device), hybrid.tokens)
 
     def clipped(t: int) -> Tensor:
@@ -130,8 +134,8 @@ def mesh_step(hybrid: Hybrid, rt: Runtime, o: HybridOptions) -> Step:
 
 
 def one_device_step(model: nn.Module, rt: Runtime, o: HybridOptions) -> Step:
-    """The same on one device with the plain model, the batch in one piece, with torch's clipping."""
-    alone = one_rank(rt)
+    """Return the same step on one device, with the plain model, one micro-batch and torch's clipping."""
+    alone = Group.alone()
     if precision := o.layout().precision:
         model.forward = torch.autocast(rt.device.type, precision)(model.forward)
     step = training_step(Version(model), Batches(replace(o, micro_batches=1), alone, rt.device), alone)
@@ -146,7 +150,7 @@ def one_device_step(model: nn.Module, rt: Runtime, o: HybridOptions) -> Step:
 
 
 def reference(rt: Runtime, o: HybridOptions, optimizer: str) -> Followed:
-    """What one device leaves, with units."""
+    """Train on one device; return losses, gradients, norms and weights, with the units of `in_ulps`."""
 
     def run(start: Start) -> Followed:
         model = start(make_model(o, rt.device))
@@ -156,7 +160,7 @@ def reference(rt: Runtime, o: HybridOptions, optimizer: str) -> Followed:
 
 
 def samples_of(o: HybridOptions, hybrid: Hybrid) -> list[int]:
-    """How many samples are in each of this rank's micro-batches."""
+    """Return the number of samples in each of this rank's micro-batches."""
     group = hybrid.samples
     lo, hi = rank_slice(o.batch, group.rank, group.size)
     return sizes_of(hi - lo, o.micro_batches)
@@ -164,7 +168,7 @@ def samples_of(o: HybridOptions, hybrid: Hybrid) -> list[int]:
 
 @dataclass
 class Counted:
-    """A step whose messages are held, each time and for each group, against the formula."""
+    """Training step that compares its bytes with the formula, each time and for each group."""
 
     step: Step
     formula: StepBytes
@@ -175,7 +179,7 @@ class Counted:
     expected: Mapping[str, Fraction] = field(default_factory=dict)
 
     def __call__(self, t: int) -> Tensor:
-        """Step t; `rows` and `expected` are of the last one."""
+        """Run step t; `rows` and `expected` are of the last call."""
         with Ledger() as ledger:
             loss = self.step(t)
         zero = self.formula.hybrid.zero
@@ -191,7 +195,7 @@ class Counted:
 
 
 def lesson(rt: Runtime, o: HybridOptions) -> bool:
-    """The model on the mesh against one device; with --explain the mesh, too, with --benchmark the time alone."""
+    """Compare the mesh with one device; with --explain also print the mesh, with --benchmark only time it."""
     o.check()
     mesh, out = o.mesh(rt), console(rt)
     if o.explain:
@@ -227,14 +231,17 @@ def lesson(rt: Runtime, o: HybridOptions) -> bool:
 
 
 def name_of(o: HybridOptions, mesh: Mesh) -> str:
-    """The mesh, and its stage of ZeRO."""
+    """Return the mesh's axes and its stage of ZeRO."""
     return title(mesh) + (f", ZeRO-{o.zero}" if o.zero else "")
 
 
 def timed(
     rt: Runtime, o: HybridOptions, mesh: Mesh, beside: Mapping[str, Version] | None = None
 ) -> list[BenchmarkRecord]:
-    """Whole steps with AdamW; `o.steps` of them after one to warm up. beside: others to time in turn with ours."""
+    """Time whole steps with AdamW: `o.steps` of them, after one to warm up.
+
+    beside: other versions to time in turn with ours.
+    """
     o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
     hybrid = make_hybrid(rt, o, mesh)
     batches, sent = Batches(o, hybrid.samples, rt.device), []

@@ -1,4 +1,4 @@
-"""Which boxes of the whole tensors a rank holds: a checkpoint is a set of boxes, and no mesh is left in it.
+"""Boxes of whole tensors that each rank holds: a checkpoint is a set of boxes, independent of any mesh.
 
     q_proj.weight [8, 6], tp = 2 by rows, then ZeRO over dp = 3: rank (tp 1, dp 1) has numbers 8..16 of rows 4..8
 
@@ -7,13 +7,14 @@
         row 6 [12 13 14 15]16 17        but two of them: 1 x 4 at (5, 2) and 1 x 4 at (6, 0)
         row 7  18 19 20 21 22 23
 
-A run of a tensor of d dimensions fills 2 d - 1 boxes at the most: what it has of its first row, whole rows, what it
-has of its last; and the same again inside of the first and the last. Any other mesh cuts the same tensor into other
-boxes. torch.distributed.checkpoint finds what two sets of boxes have in common, so that a rank reads what it needs
-straight to where it belongs, and no rank ever puts a tensor together.
+A run of a tensor of d dimensions fills 2 d - 1 boxes at the most: a part of its first row, whole rows, a part
+of its last row; the first and the last row divide again in the same way. Any other mesh cuts the same tensor
+into other boxes. torch.distributed.checkpoint intersects the two sets of boxes, so that a rank reads its
+numbers straight into its own tensors, and no rank ever assembles a whole tensor.
 
-Of what several ranks hold alike one rank writes, the first along every axis along which a tensor is replicated. Both
-follow from how a parameter lies on the mesh (common/placement.py); no strategy is named here.
+Of several replicas one is written, by the first rank along every axis along which a tensor is replicated.
+Boxes and writer follow from the placement of a parameter on the mesh (common/comm/placement.py); no strategy is
+named here.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from common.mesh import Mesh
-from common.placement import Run, Split, placement, whole_shape
+from common.comm.mesh import Mesh
+from common.comm.placement import Run, Split, placement, whole_shape
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Numbers of this rank under the name that they have on every mesh; they lie as the parameter `like` does.
+    """Tensor of this rank, under its name on every mesh, with the placement of the parameter `like`.
 
-    A single number that goes with a longer parameter, such as an optimizer's step, is the same on all its pieces.
+    A single number that goes with a longer parameter, such as an optimizer's step, is the same on all its
+    shards.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Entry:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """The axes along which it is split. Raises ValueError for a tensor of another shape than its parameter."""
+        """Axes along which the tensor is split. Raises ValueError for a shape other than its parameter's."""
         if self.tensor.shape == self.like.shape:
             return placement(self.like)
         if self.tensor.dim() == 0:
@@ -64,13 +66,13 @@ class Entry:
         raise ValueError(f"{self.name} {shapes}: how does it lie?")
 
     def whole(self, mesh: Mesh) -> torch.Size:
-        """The shape of the tensor of which this is a piece."""
+        """Return the shape of the whole tensor of which this entry is a shard."""
         return whole_shape(self.like, mesh) if self.tensor.shape == self.like.shape else self.tensor.shape
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the whole tensor `name`: at `offsets`, as large as `tensor`, which is a view of this rank's numbers."""
+    """Box of the whole tensor `name`, at `offsets`, as large as `tensor`, a view of this rank's numbers."""
 
     name: str
     whole: torch.Size
@@ -79,12 +81,12 @@ class Piece:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box, as the library says it."""
+        """The box in the library's type."""
         return ChunkStorageMetadata(self.offsets, self.tensor.shape)
 
     @property
     def index(self) -> MetadataIndex:
-        """Where to find it among all boxes."""
+        """Key of the box among all boxes: the tensor's name and the offsets."""
         return MetadataIndex(self.name, self.offsets)
 
 
@@ -92,7 +94,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that numbers start..stop of a flattened tensor fill, in the order of the numbers."""
+    """Yield the boxes that numbers start..stop of a flattened tensor fill, in the order of the numbers."""
     if start == stop:
         return
     if not shape:
@@ -114,7 +116,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def boxes(shape: Sequence[int], splits: dict[str, Split], mesh: Mesh) -> list[Box]:
-    """What this rank holds of a whole tensor of `shape` that is cut along these axes, in the order of its numbers.
+    """List this rank's boxes of a whole tensor of `shape`, cut along these axes, in the order of its numbers.
 
     Raises ValueError for a cut through a run.
     """
@@ -139,34 +141,34 @@ def boxes(shape: Sequence[int], splits: dict[str, Split], mesh: Mesh) -> list[Bo
 
 
 def pieces(entry: Entry, mesh: Mesh) -> list[Piece]:
-    """The entry as boxes of the whole tensor, each a view of the entry's own numbers."""
+    """Return the entry as boxes of the whole tensor, each a view of the entry's own numbers."""
     whole, x = entry.whole(mesh), entry.tensor.detach()
     found = boxes(whole, entry.splits, mesh)
     parts = x.split([math.prod(sizes) for _, sizes in found]) if len(found) > 1 else (x,)
     return [
         Piece(entry.name, whole, torch.Size(offsets), part.view(sizes))
-        for (offsets, sizes), part in zip(found, parts, strict=False)  # of no numbers there is no box
+        for (offsets, sizes), part in zip(found, parts, strict=False)  # an empty entry has no box
     ]
 
 
 def writes(entry: Entry, mesh: Mesh) -> bool:
-    """Whether this rank is the one that writes the entry, of all that hold the same numbers."""
+    """Return True if this rank writes the entry, among all ranks that hold the same numbers."""
     tied = getattr(entry.like, "tied", None)
     if tied is not None and tied.rank > 0:
         return False
-    split = {*entry.splits, "pp"}  # a stage's parameters are its own
+    split = {*entry.splits, "pp"}  # stages hold different parameters
     return all(at == 0 for axis, at in mesh.at.items() if axis not in split)
 
 
 class SavePieces(DefaultSavePlanner):
-    """Writes these boxes of this rank. The library checks that those of all ranks fill each tensor, and none twice."""
+    """Planner that writes this rank's boxes. The library checks that all boxes fill each tensor once."""
 
     def __init__(self, mine: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.mine = {piece.index: piece for piece in mine}
 
     def create_local_plan(self) -> SavePlan:
-        """One item a box."""
+        """Plan one item per box."""
         return SavePlan(
             [
                 WriteItem(
@@ -179,15 +181,15 @@ class SavePieces(DefaultSavePlanner):
         )
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        return all_plans  # a box that two ranks write is a mistake to be seen, not to be mended
+        return all_plans  # keep duplicates: the library then reports them
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The numbers of a box."""
+        """Return the numbers of a box."""
         return self.mine[index].tensor
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """Reads these boxes of this rank, each out of the boxes that were written, straight into its numbers."""
+    """Planner that reads this rank's boxes from the overlapping stored boxes, straight into its tensors."""
 
     def __init__(self, mine: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -199,11 +201,11 @@ class LoadPieces(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """What was written; what to read is known."""
+        """Store the checkpoint's metadata."""
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """One item for each pair of boxes that overlap. Raises ValueError for a piece that they do not fill."""
+        """Plan one item per pair of overlapping boxes. Raises ValueError if they do not fill a piece."""
         assert self.metadata is not None
         items = []
         for piece in self.mine.values():
@@ -216,5 +218,5 @@ class LoadPieces(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where the numbers of a box go."""
+        """Return the tensor into which a box is read."""
         return self.mine[index].tensor

@@ -1,13 +1,13 @@
-"""What a run trains on: samples of a text or of a token file, in an order that is no state.
+"""Training data: samples of a text or of a token file, in an order that needs no saved state.
 
     positions  0  1  2  3 | 4  5  6  7 | 8 ...       step t takes positions t B to (t+1) B of the endless order
     ranks      0  0  1  1 | 0  0  1  1 |             places along dp and ep a range each, on any mesh
 
-So a run that is resumed at step t, on another mesh, sees the very next batch: nothing was to be saved for it. The
-order is shuffled anew in every epoch (common/data/sampler.py).
+A run that resumes at step t, on any mesh, therefore sees the very next batch, without any saved state of the
+data. The order is shuffled anew in every epoch (common/data/sampler.py).
 
-Token files are mapped into memory, so they may be larger than it: NumPy's .npy, or the bare numbers as nanoGPT and
-Megatron-LM write them.
+Token files are mapped into memory, so they may be larger than the memory: NumPy's .npy, or the bare numbers
+as nanoGPT and Megatron-LM write them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hybrid_options import TrainOptions
 from torch import Tensor
 
 from common import comm
 from common.data.sampler import samples_at
 from common.data.text import Text, Tokens, lm_samples, load_text, rank_slice
 from common.errors import UsageError
-from common.training import Batches
+from common.lesson.training import Batches
 
-LOOKED_AT = 1 << 24  # tokens for the entropy: enough for its third digit
-SUMMED = 64  # parts whose sums ranks make at the same time
+from hybrid_options import TrainOptions
+
+LOOKED_AT = 1 << 24  # tokens from which the entropy is computed: enough for its third digit
+SUMMED = 64  # parts of each text, which the ranks hash in parallel
 
 
 class Shuffled(Batches):
@@ -37,7 +38,7 @@ class Shuffled(Batches):
     options: TrainOptions
 
     def load(self) -> Text:
-        """The text of the options. Raises UsageError where it has no sample, or tokens that the model does not know."""
+        """Load the text. Raises UsageError if it has no sample, or tokens outside the model's vocabulary."""
         o, vocabulary = self.options, self.options.model_config().vocabulary
         text = load_tokens(o.data, o.tokens)
         for part in (text.train, text.validation):
@@ -48,7 +49,7 @@ class Shuffled(Batches):
                     f"{text.name} has {len(text.train)} tokens to train on and {len(text.validation)} for validation, "
                     f"no sample of {o.sequence}; {hint}"
                 )
-            # each rank looks at its part of a file that may be long
+            # each rank checks only its part, since the file may be long
             mine = part[slice(*rank_slice(len(part), self.group.rank, self.group.size))]
             least, largest = int(mine.min(initial=0)), int(mine.max(initial=0))
             if least < 0 or largest >= vocabulary:
@@ -60,19 +61,20 @@ class Shuffled(Batches):
         return text
 
     def take(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """Samples [lo, hi) of the step's global batch."""
+        """Return samples [lo, hi) of the step's global batch: (tokens_BS, targets_BS)."""
         o, first = self.options, step * self.options.batch
         return lm_samples(self.text.train, samples_at(o.seed, self.held, first + lo, first + hi), o.sequence)
 
     @property
     def evaluated(self) -> int:
-        """Samples in an evaluation: `--evaluation`, or as many as the validation text has."""
+        """Number of samples in an evaluation: `--evaluation`, or fewer if the validation text is short."""
         return min(self.options.evaluation, (len(self.text.validation) - 1) // self.options.sequence)
 
     def validation(self, first: int) -> list[tuple[Tensor, Tensor]]:
-        """Micro-batches of a global batch of validation samples, from number `first` of all `--evaluation` on.
+        """Return the micro-batches of a global batch of validation samples, from sample number `first` on.
 
-        They lie evenly in the validation text. Beyond the last there are repeats whose targets count for nothing.
+        The `evaluated` samples are spread evenly over the validation text. Beyond the last one there are
+        repeats, whose targets are ignored (-100).
         """
         o, count, parts = self.options, self.evaluated, []
         held = (len(self.text.validation) - 1) // o.sequence
@@ -85,7 +87,7 @@ class Shuffled(Batches):
         return parts
 
     def about(self) -> dict[str, object]:
-        """What must be the same for a resumed run to see the very next batch."""
+        """Return the values that must agree for a resumed run to see the very next batch."""
         o = self.options
         return {
             "seed": o.seed,
@@ -112,7 +114,7 @@ class Shuffled(Batches):
 
 
 def load_tokens(data: Path | None, kind: str) -> Text:
-    """Text as bytes, or a file of tokens. Raises UsageError for one that cannot be read."""
+    """Load text as bytes, or a file of tokens. Raises UsageError if it cannot be read."""
     if data is None and kind != "bytes":
         raise UsageError(f"--tokens {kind} says how to read a file; give it as --data")
     if data is None or (kind == "bytes" and data.suffix != ".npy"):
@@ -135,7 +137,7 @@ def load_tokens(data: Path | None, kind: str) -> Text:
 
 
 def unigram_entropy(text: Text) -> float:
-    """Nats a token: the loss of a model that knows how often each token occurs in the text, and nothing else."""
+    """Return the entropy of the token frequencies in nats per token: the loss of a model of these alone."""
     counts = np.bincount(np.asarray(text.train[:LOOKED_AT]))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,17 +1,19 @@
-"""Checkpoints: written whole or not at all, by any mesh for any other, and believed only when their sums are right.
+"""Checkpoints: written whole or not at all, readable on any mesh, restored only if their checksums match.
 
     checkpoints = Checkpoints(folder, mesh, keep=3, asynchronous=True)
-    about = checkpoints.restore(entries_of(model, optimizer))          # None where there is none; then begin anew
+    about = checkpoints.restore(entries_of(model, optimizer))          # None if there is no checkpoint
     ...
     checkpoints.save(step, entries_of(model, optimizer), {"seed": 0})  # returns when the numbers are copied
     checkpoints.finish()                                               # at the end
 
-hybrid_pieces.py says which numbers are written and read by which rank, hybrid_files.py how they get to the disk.
+hybrid_pieces.py assigns the numbers to the ranks that write and read them; hybrid_files.py writes and reads
+the files.
 
-Asynchronous: the numbers are copied, then a thread of each rank writes them while training goes on. Threads of
-different ranks must talk at any time, among them while the ranks themselves compute and talk in another order; so they
-have a group of their own, on gloo, since NCCL and MPI would mix up two threads' messages on one communicator.
-torch's async_save is not used: it copies what other ranks will write, too, and a checkpoint has no name when it ends.
+Asynchronous: the numbers are copied, then a thread of each rank writes them while training goes on. The
+threads communicate at any time, also while the main threads communicate in another order. They therefore have
+a group of their own, on gloo: NCCL and MPI would mix up two threads' messages on one communicator. torch's
+async_save is not used: it also copies what other ranks write, and the checkpoint does not have its final name
+when it ends.
 """
 
 from __future__ import annotations
@@ -29,32 +31,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hybrid_files import Reader, Writer, describe, fault, hold, put_back, release, steps
-from hybrid_pieces import Entry, LoadPieces, Piece, SavePieces, pieces, writes
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common import comm
-from common.equality import Named
+from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.mesh import Mesh
+from common.lesson.equality import Named
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs no group, and knows it
+from hybrid_files import Reader, Writer, describe, fault, hold, put_back, release, steps
+from hybrid_pieces import Entry, LoadPieces, Piece, SavePieces, pieces, writes
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs no process group
 
 
 class SaveFailed(UsageError):
-    """A checkpoint was not written, on all ranks alike; those before it are as they were. Training may go on."""
+    """Error on all ranks: a checkpoint was not written. Earlier ones are unchanged; training may go on."""
 
 
 def entries_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, owner: Named | None = None
 ) -> list[Entry]:
-    """All that a run must have again: parameters, buffers that are saved, the optimizer's states.
+    """List the state that a run needs to resume: parameters, saved buffers, optimizer states.
 
-    owner: who has the parameters that the optimizer steps on, if not the model. Those of a Zero are its pieces:
-    call its `changed` after a restore. A state that the optimizer has not made yet is made, of zeros, so that it can
-    be restored.
+    owner: the holder of the parameters that the optimizer steps on, if not the model. Those of a Zero are its
+    shards: call its `changed` after a restore. An optimizer state that does not exist yet is created, filled
+    with zeros, so that it can be restored.
     """
     named = {**dict(model.named_parameters()), **dict((owner or model).named_parameters())}
     saved = set(model.state_dict())
@@ -70,13 +73,13 @@ def entries_of(
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters on which it steps."""
+    """Return the parameters that the optimizer steps on."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """States of zeros where there are none: those that a step with lr = 0 makes, for which no weight changes."""
+    """Create missing optimizer states, filled with zeros, by a step with lr = 0, which changes no weight."""
     fresh = [p for p in stepped(optimizer) if not optimizer.state.get(p)]
     if not fresh:
         return
@@ -101,9 +104,9 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 class Checkpoints:
     """The checkpoints in one folder, which all ranks of the mesh must see.
 
-    keep: how many there are at the most. All ranks make one and call its methods alike. No other process can have the
-    folder until rank 0's ends or a `with` block around this one does: two runs would remove each other's partial saves.
-    Raises UsageError when another has it.
+    keep: the largest number of checkpoints in the folder. All ranks construct this object and call its
+    methods alike. Rank 0 locks the folder until its process ends, or a `with` block around this object: two
+    runs would remove each other's partial saves. Raises UsageError if another process holds the lock.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int = 3, asynchronous: bool = False) -> None:
@@ -128,10 +131,10 @@ class Checkpoints:
         release(self.folder)
 
     def save(self, step: int, entries: Iterable[Entry], about: Mapping[str, Any]) -> None:
-        """Write a checkpoint; `about` is kept with it as JSON. Then all but the last `keep` are removed.
+        """Write a checkpoint, with `about` beside it as JSON; then remove all but the last `keep`.
 
-        Asynchronous: returns when the numbers are copied; waits for the save before.
-        Raises SaveFailed on all ranks when any could not write, and for the save before when that could not.
+        Asynchronous: wait for the previous save, copy the numbers and return while a thread writes them.
+        Raises SaveFailed on all ranks if any rank could not write, and for the previous save if that failed.
         """
         self.finish()
         mine = [p for entry in entries if writes(entry, self.mesh) for p in pieces(entry, self.mesh)]
@@ -142,16 +145,16 @@ class Checkpoints:
             self._write(step, mine, text)
 
     def finish(self) -> None:
-        """Return when nothing is being written. Raises SaveFailed on all ranks when that went wrong."""
+        """Wait for the save in progress. Raises SaveFailed on all ranks if it failed."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()
 
     def restore(self, entries: Iterable[Entry]) -> dict[str, Any] | None:
-        """Fill the entries from the newest good checkpoint, whichever mesh wrote it; returns what `save` was told.
+        """Fill the entries from the newest good checkpoint of any mesh; return its step and `about`.
 
-        None when there is no checkpoint. One that is damaged is named by rank 0, and the one before it is tried.
-        Raises UsageError when all are damaged, or when it is that of another model.
+        Returns None if there is no checkpoint. Rank 0 names each damaged checkpoint, and the one before it is
+        tried. Raises UsageError if all are damaged, or if the checkpoint is of another model.
         """
         self.finish()
         world, damaged = self.mesh.world, []
@@ -171,7 +174,7 @@ class Checkpoints:
         return None
 
     def names(self) -> list[str]:
-        """The checkpoints that rank 0 sees, the oldest first."""
+        """Put replaced checkpoints back; return the names of those that rank 0 sees, the oldest first."""
         if self.mesh.world.rank == 0:
             try:
                 put_back(self.folder)
@@ -180,7 +183,7 @@ class Checkpoints:
         return comm.everyones(steps(self.folder), self.mesh.world)[0]
 
     def _copied(self, mine: list[Piece]) -> list[Piece]:
-        """The same pieces in memory that training does not touch, used again by the next save; pinned for a GPU."""
+        """Copy the pieces to host memory apart from training's, reused by each save; pinned for a GPU."""
         copies = []
         for piece in mine:
             x = piece.tensor
@@ -229,7 +232,7 @@ class Checkpoints:
         return about
 
     def _check_model(self, place: Path, there: dict[str, str], entries: list[Entry]) -> None:
-        """Raises UsageError that names the first tensor which is not the same there and here."""
+        """Check that names, shapes and types agree. Raises UsageError with the first tensor that differs."""
         mine = {
             e.name: describe(e.whole(self.mesh), e.tensor.dtype)
             for e in entries
@@ -246,7 +249,7 @@ class Checkpoints:
 
 
 def reason(failure: CheckpointException) -> str:
-    """The first rank that failed, and why, in one line."""
+    """Return the first rank that failed, and its error, in one line."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""

@@ -1,7 +1,8 @@
-"""The loss on text that training does not see: forward passes alone, on every mesh the same number.
+"""Validation loss: forward passes on text that training does not see, the same number on every mesh.
 
-A sum over tokens, divided by their number, as in training. Samples are cut over dp and ep and tokens over sp as in
-training, too; without a backward pass nothing is kept, and stages need no schedule but their order.
+As in training, the loss is a sum over tokens divided by their number, samples are split over dp and ep, and
+tokens over sp. Without a backward pass no activations are kept, and the stages run in their order, without a
+schedule.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from hybrid_data import Shuffled
-from hybrid_model import Hybrid
 
 from common import comm
+
+from hybrid_data import Shuffled
+from hybrid_model import Hybrid
 
 
 @contextmanager
 def evaluating(hybrid: Hybrid) -> Iterator[None]:
-    """Dropout is off inside."""
+    """Switch dropout off inside the block."""
     hybrid.model.eval()
     try:
         yield
@@ -27,7 +29,7 @@ def evaluating(hybrid: Hybrid) -> Iterator[None]:
 
 
 def validation_loss(hybrid: Hybrid, batches: Shuffled) -> float:
-    """Nats a token over the first samples of the validation text, the same on all ranks."""
+    """Return the loss in nats per token over the samples of an evaluation, the same on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=batches.device)  # of losses, and of targets
     with evaluating(hybrid):
         for first in range(0, batches.evaluated, batches.options.batch):

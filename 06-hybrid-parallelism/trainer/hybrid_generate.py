@@ -1,26 +1,27 @@
-"""Text from the model while it is on its mesh: the same text on every mesh.
+"""Text generation on a mesh: the same text on every mesh.
 
-    tokens  [ d  e  f  _  f  o  o  .  .  .  . ]      a window of S tokens, filled up with any: attention is causal,
-                             ^                       so what comes later changes nothing before it
+    tokens  [ d  e  f  _  f  o  o  .  .  .  . ]      a window of S tokens, padded with zeros: attention is causal,
+                             ^                       so padding does not change earlier logits
                              logits here, one more token, again
 
-Each token costs a forward pass over the window: no keys and values are kept, since that is another lesson. Logits at
-one position lie on one rank along sp, in pieces along tp, and on the last stage along pp. They are summed (zeros
-elsewhere) and gathered there, and one broadcast brings the chosen tokens to all. Which token is drawn follows from the
-bits of (seed, step, sample, position), no generator's state: the same on every mesh, up to a draw that falls within
-rounding of the border between two tokens.
+Each token costs a forward pass over the window: there is no key-value cache. Logits at one position lie on
+one rank along sp, in shards along tp, and on the last stage along pp. That stage sums them over sp (zeros
+elsewhere) and gathers them over tp, and one broadcast sends the chosen tokens to all ranks. The draw is a
+function of (seed, step, sample, position), without a generator's state: the same on every mesh, up to a draw
+that falls within rounding of the border between two tokens.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from hybrid_evaluate import evaluating
-from hybrid_model import Hybrid
 from torch import Tensor
 
 from common import comm, random
 from common.comm import sizes_of
+
+from hybrid_evaluate import evaluating
+from hybrid_model import Hybrid
 
 
 def generate(
@@ -33,7 +34,7 @@ def generate(
     temperature: float,
     samples: int = 1,
 ) -> list[list[int]]:
-    """`samples` continuations of `prompt`, `count` tokens each, the same on all ranks."""
+    """Return `samples` continuations of `prompt`, `count` tokens each, the same on all ranks."""
     device = next(hybrid.model.parameters()).device
     last_stage = hybrid.pipe.schedule.owner[-1] * (
         hybrid.mesh.world.size // hybrid.mesh.shape["pp"]
@@ -52,7 +53,7 @@ def generate(
 
 
 def last_logits(hybrid: Hybrid, tokens_BS: Tensor, at: int) -> Tensor:
-    """Logits that follow token `at`, [B, V], whole on the ranks of the last stage; zeros elsewhere."""
+    """Return the logits after token `at`, [B, V]: whole on the ranks of the last stage, zeros elsewhere."""
     mesh, vocabulary = hybrid.mesh, hybrid.config.vocabulary
     part = hybrid.split(tokens_BS, tokens_BS)
     positions_s = part[1] if len(part) == 3 else torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -69,7 +70,7 @@ def last_logits(hybrid: Hybrid, tokens_BS: Tensor, at: int) -> Tensor:
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> Tensor:
-    """A token for each row: the one in whose share of the probabilities, laid end to end, the number falls."""
+    """Choose a token per row: inverse cumulative distribution at uniform_B; temperature 0: the likeliest."""
     if temperature == 0:
         return logits_BV.argmax(-1)
     ends_BV = (logits_BV / temperature).softmax(-1).cumsum(-1)
@@ -78,7 +79,7 @@ def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> Tensor:
 
 
 def decode(tokens: list[int]) -> str:
-    """Bytes as text; other tokens as their numbers."""
+    """Return bytes as text, other tokens as their numbers."""
     if max(tokens, default=0) < 256:
         return bytes(tokens).decode(errors="replace")
     return " ".join(map(str, tokens))

@@ -1,12 +1,12 @@
-"""AdamW as language models use it, and how its learning rate goes over a run.
+"""AdamW with the settings of language models, and the schedule of its learning rate.
 
     rate(t) / largest     0 ____/‾‾‾-.__                up in a line for `warm_up` steps, then along half a cosine to
                                        ‾-.___           `final` at the last one (Loshchilov and Hutter,
                             warm_up          steps      arXiv:1608.03983; Brown et al., arXiv:2005.14165, appendix B)
 
-Weight decay (Loshchilov and Hutter, arXiv:1711.05101) acts on the matrices and embeddings, not on norms and biases:
-those are one number a feature, and pulling a norm's weight of 1 to 0 would switch its feature off. A name says which it
-is; a shape would not, since ZeRO's pieces of all parameters are flat.
+Weight decay (Loshchilov and Hutter, arXiv:1711.05101) acts on the matrices and embeddings, not on norms and
+biases: those are one number per feature, and pulling a norm's weight from 1 to 0 would switch its feature
+off. The name tells the two kinds apart; the shape cannot, since ZeRO's shards of all parameters are flat.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from __future__ import annotations
 import math
 
 import torch
+
 from hybrid_model import Hybrid
 from hybrid_options import TrainOptions
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay acts on the parameter of that name."""
+    """Return True if weight decay acts on the parameter of this name."""
     return name.endswith("weight") and "norm" not in name
 
 
 def make_optimizer(hybrid: Hybrid, o: TrainOptions) -> torch.optim.AdamW:
-    """Steps on what this rank owns; decay on matrices and embeddings alone. eps is LLaMA 2's (common/equality.py)."""
+    """Return AdamW for the parameters that this rank owns, with decay on matrices and embeddings alone.
+
+    eps is LLaMA 2's (common/lesson/equality.py).
+    """
     named = dict(hybrid.named_parameters())
     groups = [
         {"params": [p for name, p in named.items() if decays(name)], "weight_decay": o.weight_decay},
@@ -34,7 +38,7 @@ def make_optimizer(hybrid: Hybrid, o: TrainOptions) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, o: TrainOptions) -> float:
-    """Of step 0, 1, ... of the run."""
+    """Return the learning rate of step 0, 1, ... of the run."""
     if step < o.warm_up:
         return o.learning_rate * (step + 1) / o.warm_up
     done = (step - o.warm_up) / max(1, o.steps - 1 - o.warm_up)

@@ -1,22 +1,23 @@
-"""A checkpoint on the disk: all of it or nothing, and a sum of every file.
+"""Checkpoint files: written whole or not at all, with a checksum of every file.
 
     step-00000200/   __0_0.distcp ... __7_0.distcp   a file of each rank, which holds boxes of whole tensors
-                     .metadata                       whose names, shapes and boxes are where
-                     about.json                      the step, and what the caller wants to know again
+                     .metadata                       names, shapes, and the file of each box
+                     about.json                      the step and the caller's metadata
                      SHA256SUMS                      of all these; `sha256sum -c SHA256SUMS` checks them by hand
 
-Files are written by torch.distributed.checkpoint, so its own `load` reads them, too. They are written to
-step-N.partial, each is on the disk before the next step, SHA256SUMS comes last, and then one rename makes the
-checkpoint. Whatever happens before leaves a folder that nobody takes for a checkpoint; the next save removes it. When
-any rank fails, all learn it, with its rank and its reason, and what was there stays.
+torch.distributed.checkpoint writes the files, so its own `load` can read them. They are written to
+step-N.partial; each file is synced to the disk before the next stage, SHA256SUMS is the last, and then one
+rename makes the checkpoint. A failure before the rename leaves a folder that is never taken for a checkpoint;
+the next save removes it. If any rank fails, all ranks raise an error with its rank and reason, and earlier
+checkpoints stay.
 
-Sums are made of the bytes on their way to the disk. They find what disks and copies do to files, not a forger: then
-sign SHA256SUMS. SHA-256 takes a second for 0.4 GB of each rank's own file, zlib's crc32 for 0.7 GB, on one core here;
-but every machine has a command for the first.
+Checksums are computed from the bytes on their way to the disk. They detect damage by disks and copies, not
+forgery: against that, sign SHA256SUMS. In one second one core here computes SHA-256 of 0.4 GB of its rank's
+file, or zlib's crc32 of 0.7 GB; SHA-256 is used because every machine has a command for it.
 
 A forged checkpoint holds wrong numbers, but runs no code: `.metadata` is a pickle, which may call any function, so
-`Reader` makes nothing of it but the classes that the library writes; tensors are read with weights_only=True.
-One run at a time has a folder: `hold`.
+`Reader` creates only the classes that the library writes; tensors are read with weights_only=True.
+One run at a time uses a folder: `hold` locks it.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ HELD: dict[tuple[int, int], IO[str]] = {}  # locks of this process
 
 
 def hold(folder: Path) -> str:
-    """Keep other processes out of a folder until `release`, or this one's end. Returns who else has it, or "".
+    """Lock a folder for this process until `release` or its end; return who else holds the lock, or "".
 
-    Nobody is kept out of a folder that cannot be written, or that is on a disk without locks.
+    A folder that cannot be written, or that lies on a disk without locks, is left unlocked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,32 +107,35 @@ def hold(folder: Path) -> str:
 
 
 def release(folder: Path) -> None:
-    """Let other processes have a folder."""
+    """Unlock a folder."""
     with suppress(OSError, KeyError):
         HELD.pop(inode(folder / LOCK)).close()
 
 
 def inode(file: Path | int) -> tuple[int, int]:
-    """A file by its disk and number there, whatever its name is. Raises OSError."""
+    """Return (device, inode number), which identify a file whatever its name is. Raises OSError."""
     status = os.stat(file)
     return status.st_dev, status.st_ino
 
 
 def steps(folder: Path) -> list[str]:
-    """The checkpoints of a folder by name, the oldest first."""
+    """List the checkpoints of a folder by name, the oldest first."""
     found = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=lambda name: int(name[5:]))
 
 
 def remove(path: Path) -> None:
-    """A folder, or a file where a checkpoint should have been; what cannot be removed stays."""
+    """Remove a folder, or a file in a checkpoint's place; leave it if that fails."""
     with suppress(OSError):
         folder = path.is_dir() and not path.is_symlink()
         shutil.rmtree(path, ignore_errors=True) if folder else path.unlink()
 
 
 def put_back(folder: Path) -> None:
-    """Checkpoints that were to be replaced, where the other one has no name yet, or is damaged. Raises OSError."""
+    """Restore each checkpoint that a save was replacing, unless its replacement is complete and undamaged.
+
+    Raises OSError.
+    """
     for left in folder.glob("step-*.replaced"):
         there = left.with_suffix("")
         if not re.fullmatch(r"step-\d{8,}", there.name):
@@ -144,7 +148,7 @@ def put_back(folder: Path) -> None:
 
 
 def fault(place: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint, or None. Of its files only each `parts`-th is read, from `part` on."""
+    """Return a description of a checkpoint's damage, or None. Read every `parts`-th file, from `part` on."""
     try:
         with opened(place / SUMS) as file:
             lines = file.read().splitlines()
@@ -169,7 +173,7 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def sum_of(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     total = hashlib.sha256()
     with opened(path) as file:
         while block := file.read(1 << 20):
@@ -178,30 +182,30 @@ def sum_of(path: Path) -> str:
 
 
 class Summed(io.IOBase):
-    """A file that is summed as it is written."""
+    """Stream into a file that also computes the SHA-256 of the bytes written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.sum = file, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write, and add to the sum."""
+        """Write data and add it to the checksum; return the number of bytes written."""
         self.sum.update(data)
         return self.file.write(data)
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return the position in the file, in bytes."""
         return self.file.tell()
 
 
 class SummedFiles(FileSystem):
-    """Files that are on the disk when they are closed, and whose sums are known then, by name."""
+    """File system that syncs each file to the disk when it is closed, and then knows its SHA-256 by name."""
 
     def __init__(self) -> None:
         self.sums: dict[str, str] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """A new file."""
+        """Yield a new file; at the end sync it and record its checksum."""
         with open(path, mode) as file:
             stream = Summed(cast(IO[bytes], file))
             yield stream
@@ -210,13 +214,13 @@ class SummedFiles(FileSystem):
         self.sums[Path(path).name] = stream.sum.hexdigest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """A file gets its final name."""
+        """Rename a file and its checksum."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class Writer(FileSystemWriter):
-    """The library's writer, into step-N.partial, which becomes step-N when every rank has written all."""
+    """The library's writer, into step-N.partial, which is renamed to step-N once every rank has written."""
 
     def __init__(self, folder: Path, step: int, about: str, keep: int) -> None:
         self.final, self.about, self.keep = folder / f"step-{step:08d}", about, keep
@@ -224,7 +228,7 @@ class Writer(FileSystemWriter):
         self.fs: SummedFiles = SummedFiles()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """One rank makes the folder, before any writes: one that does not see it does not see the same disk."""
+        """Create the folder on the coordinator, before any rank writes; others must see it, or fail."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -235,18 +239,18 @@ class Writer(FileSystemWriter):
             Path(self.path).mkdir()
 
     def storage_meta(self) -> StorageMeta:
-        """The checkpoint's name, where the library would write a path, in a class that only some Pythons have."""
+        """Return the checkpoint's name. The library stores a path, in a class that some Pythons lack."""
         return StorageMeta(self.final.name)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The folder is there."""
+        """Return the plan unchanged: the coordinator has created the folder."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """This rank's file. What comes last among the results is its sum."""
+        """Write this rank's file. The last of the results holds its checksum."""
         try:
             results = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch.save hides what the file said
+        except RuntimeError as error:  # torch.save hides the file's own error
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         results.append(WriteResult(MetadataIndex(SUMS), 0, self.fs.sums))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -254,7 +258,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank, after all have written: what describes the files, the name, and the end of older ones."""
+        """Write metadata and checksums on one rank, at the end; rename the folder, remove old checkpoints."""
         folder = self.final.parent
         for of_rank in results:
             self.fs.sums.update(of_rank.pop().storage_data)
@@ -271,8 +275,8 @@ class Writer(FileSystemWriter):
         before = [name for name in steps(folder) if int(name[5:]) <= int(self.final.name[5:])]
         for name in before[: -self.keep]:
             removed = (folder / name).with_suffix(".removed")
-            with suppress(OSError):  # one that cannot go stays; the new one is there all the same
-                (folder / name).rename(removed)  # at once, so that half of it is never taken for a checkpoint
+            with suppress(OSError):  # an old checkpoint that cannot be removed stays
+                (folder / name).rename(removed)  # atomic: half of it is never taken for a checkpoint
                 remove(removed)
 
     def _write(self, name: str, text: str) -> None:
@@ -287,20 +291,20 @@ def build(unpickler: Any) -> None:
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
-class MetadataUnpickler(pickle._Unpickler):  # of the two that Python has, the one whose BUILD can be replaced
-    """Makes what a `.metadata` file is made of; refuses every other class and function before it can be called."""
+class MetadataUnpickler(pickle._Unpickler):  # its BUILD can be replaced, the C unpickler's cannot
+    """Unpickler of `.metadata` files, which refuses any other class or function before it can be called."""
 
     dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: build}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, or the type of numbers. Raises UnpicklingError."""
+        """Return the class, function or dtype if it is on the list. Raises UnpicklingError."""
         if (module, name) not in IN_METADATA:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.80}")
         return IN_METADATA[module, name]
 
 
 class Reader(FileSystemReader):
-    """The library's reader, which runs nothing that a file asks for. `tensors`: shapes and types by name."""
+    """The library's reader, without running code from a file. `tensors`: shapes and types by name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata: which file holds each tensor. Raises UsageError for a file that is no such metadata."""
@@ -315,7 +319,7 @@ class Reader(FileSystemReader):
             for at in metadata.storage_data.values():
                 if not re.fullmatch(r"[\w.-]+\.distcp", at.relative_path):  # `fault` has read all of these
                     raise ValueError(f"it asks for the file {at.relative_path!a:.80}")
-        except Exception as error:  # a pickle that is none raises whatever it likes
+        except Exception as error:  # an invalid pickle may raise any exception
             why = ascii(str(error) or type(error).__name__)[1:-1]  # it may quote the file
             raise UsageError(f"{path} is not checkpoint metadata: {why:.200}") from None
         return metadata
@@ -333,12 +337,12 @@ class Reader(FileSystemReader):
 
 
 def describe(shape: torch.Size, dtype: torch.dtype) -> str:
-    """A tensor in a message: [8, 6] float64."""
+    """Describe a tensor for a message: [8, 6] float64."""
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def sync(folder: Path) -> None:
-    """Return when the names in a folder are on the disk."""
+    """Sync a folder's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,13 +1,14 @@
-"""What a rank is told from outside, and how all come to know it.
+"""Signals to one rank, and how all ranks react to them together.
 
     SIGTERM, SIGINT     stop after this step, with a checkpoint
     SIGUSR1             trace the next step
 
-A signal reaches one rank, or all at different moments, while ranks may leave the loop only together. So a handler
-notes it and nothing else. The notes travel with the gradient's norm, which is summed over the world in every step
-anyway: then all ranks know the same, in the same step.
+A signal reaches one rank, or all at different moments, while ranks may leave the loop only together. So a
+handler only sets a flag. The flags are summed over the world in one message with the gradient's norm, in
+every step: all ranks then have the same flags in the same step.
 
-Ranks that this Python started itself (--nproc) are behind the process that one sees; it passes on what it gets.
+Ranks that this Python started itself (--nproc) are children of the process that the user sees, which forwards
+its signals to them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TRACE = signal.SIGUSR1
 
 
 class Signals:
-    """Notes of this rank, while the `with` block runs."""
+    """Flags that this rank's signal handlers set, inside the `with` block."""
 
     def __enter__(self) -> Signals:
         self.stop = self.trace = False
@@ -38,12 +39,12 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self.before.items():  # told twice, it is still on its way out
+        for number, handler in self.before.items():  # further stop signals must not interrupt the end
             signal.signal(number, signal.SIG_IGN if self.stop and number in STOP else handler)
 
 
 def pass_on() -> None:
-    """From now on the ranks that this process has started get its signals; without any, they do what they did."""
+    """Forward this process's signals to the ranks that it starts; without ranks the stop signals end it."""
     for number in (*STOP, TRACE):
         signal.signal(number, _to_ranks)
 

@@ -1,15 +1,15 @@
-"""How fast a run is, and how fast its machine.
+"""Throughput of a run, and the peak speed of its machine.
 
-    MFU = operations of a token * tokens a second / what all devices could do            (model FLOPs utilisation)
+    MFU = operations of a token * tokens a second / peak of all devices            (model FLOPs utilisation)
 
-Operations of a token: Transformer.flops_per_token, forward and backward, attention included; what activation
-checkpointing computes again does not count (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). What a device
-could do is `--peak-tflops`, the number of its data sheet, for each rank; without that it is measured: all ranks
-multiply square matrices at the same time, in the type in which the model multiplies, and their rates are added. Ranks
-that share cores or a card share its peak then, so that MFU says what the run makes of this machine.
+Operations of a token: Transformer.flops_per_token, forward and backward, attention included; recomputation by
+activation checkpointing does not count (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). The peak per
+rank is `--peak-tflops`, the number of the device's data sheet. Without the option it is measured: all ranks
+multiply square matrices at the same time, in the type in which the model multiplies, and their rates are
+added. Ranks that share cores or a GPU then share its peak, so that MFU is relative to this machine.
 
-Tokens a second are those of training steps, from the first forward pass to the end of the optimizer's step; evaluation,
-text and checkpoints are not in them.
+Tokens per second are those of training steps, from the first forward pass to the end of the optimizer's step;
+evaluation, text and checkpoints are not included.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from __future__ import annotations
 import time
 
 import torch
-from hybrid_options import TrainOptions
 
 from common import comm
-from common.lesson import DTYPES
-from common.runtime import Runtime
-from common.training import shape_of
+from common.launch.runtime import Runtime
+from common.lesson.runner import DTYPES
+from common.lesson.training import shape_of
 from common.utils.profiler import peak_resident
+
+from hybrid_options import TrainOptions
 
 
 class Meter:
-    """Of the steps since the last reading."""
+    """Speed and memory of the steps since the last reading."""
 
     def __init__(self, rt: Runtime, o: TrainOptions) -> None:
         self.rt, self.batch_tokens = rt, o.batch * o.sequence
@@ -37,11 +38,14 @@ class Meter:
         self.seconds, self.steps = 0.0, 0
 
     def add(self, seconds: float) -> None:
-        """A step took so long."""
+        """Add the seconds of one step."""
         self.seconds, self.steps = self.seconds + seconds, self.steps + 1
 
     def read(self) -> dict[str, float]:
-        """Tokens/s, MFU, seconds a step, memory of the rank that took most in MB (10^6 bytes). All ranks call it."""
+        """Return tokens/s, MFU, seconds per step, and the largest peak memory of a rank in MB (10^6 bytes).
+
+        The next reading begins anew, except for memory. All ranks call it.
+        """
         cuda = self.rt.device.type == "cuda"
         taken = torch.cuda.max_memory_allocated() if cuda else peak_resident()
         memory = torch.tensor(taken / 1e6, dtype=torch.float64, device=self.rt.device)
@@ -58,7 +62,7 @@ class Meter:
 
 
 def measured_peak(rt: Runtime, o: TrainOptions) -> float:
-    """Operations a second of all ranks together, in products of square matrices."""
+    """Measure operations per second of all ranks together, in products of square matrices."""
     cuda = rt.device.type == "cuda"
     dtype = o.layout().precision or DTYPES[o.dtype]
     n = 4096 if cuda else 512

@@ -6,7 +6,7 @@
 
     python train_llama.py --config configuration.toml --steps 10        # the file's options, but 10 steps
 
-Paths in a file are taken as on the command line: from the folder one stands in.
+Paths in a file are relative to the working directory, as on the command line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from hybrid_training import HybridOptions
-
-from common import options
 from common.errors import UsageError
+from common.launch import command_line as options
+from common.launch.command_line import Count, Size, Within, check_folder
 from common.models.huggingface import read_config
 from common.models.transformer import TransformerConfig
-from common.options import Count, Size, Within, check_folder
+
+from hybrid_training import HybridOptions
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -37,36 +37,36 @@ Factor = Annotated[float, Within(0, 1e30)]
 
 @dataclass
 class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
-    """Everything that a run can be told."""
+    """Options of a training run."""
 
     config: Path | None = None
-    """TOML file with options; those of the command line come over them."""
+    """TOML file with options; the command line overrides them."""
     model: str = "llama-tiny"
-    """A name of common/models/configs.py."""
+    """Name of a model in common/models/configs.py."""
     init: Path | None = None
-    """Folder with a model of Hugging Face's to begin with, instead of --model."""
+    """Folder with a Hugging Face model to start from, instead of --model."""
     steps: CountOrNone = 100
-    """Steps of the whole run, those before it was resumed included."""
+    """Steps of the whole run, including those before a resume."""
     batch: Size = 16
-    """Samples of the global batch; places along dp and ep take parts that differ by one sample at the most."""
+    """Samples in the global batch; the shares of places along dp and ep differ by one sample at most."""
     sequence: Size = 64
-    """Tokens of a sample."""
+    """Tokens per sample."""
     dtype: Literal["float64", "float32"] = "float32"
     """Type of weights and gradients."""
     tokens: Literal["bytes", "uint16", "uint32"] = "bytes"
-    """How to read --data: bytes of text, or a file of token numbers; a .npy file says itself what it holds."""
+    """Format of --data: bytes of text, or token numbers of this type; a .npy file states its own type."""
     learning_rate: Factor = 1e-3
-    """The largest; it grows to it for --warm-up steps, then falls along a cosine."""
+    """Largest learning rate; reached after --warm-up steps, then it falls along a cosine."""
     warm_up: CountOrNone = 10
     """Steps in which the learning rate grows."""
     final: Factor = 0.1
-    """Share of the learning rate that the last step has."""
+    """Learning rate of the last step, as a share of --learning-rate."""
     weight_decay: Factor = 0.1
-    """AdamW's, on matrices and embeddings; norms and biases have none."""
+    """AdamW's weight decay on matrices and embeddings; norms and biases have none."""
     clip: Factor = 1.0
-    """Largest norm of the gradient; 0 leaves it as it is."""
+    """Largest norm of the gradient; 0 means no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does: stop all ranks, or leave out the step."""
+    """Reaction to a loss or gradient that is not finite: stop all ranks, or skip the step."""
     log_every: Count = 10
     """Steps from one line of numbers to the next."""
     evaluate_every: CountOrNone = 50
@@ -76,43 +76,43 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
     generate: CountOrNone = 0
     """Tokens of text to write after each evaluation, and at the end."""
     prompt: str = "def "
-    """What that text begins with."""
+    """Beginning of the generated text."""
     temperature: Factor = 0.8
-    """0 takes the likeliest token; 1 draws as the model says."""
+    """Sampling temperature; 0 takes the likeliest token, 1 draws from the model's distribution."""
     checkpoints: Path | None = None
-    """Folder for checkpoints, seen by all ranks. The newest good one in it is where the run begins."""
+    """Folder for checkpoints, seen by all ranks; the run resumes from its newest good checkpoint."""
     checkpoint_every: Count = 100
     """Steps between checkpoints; there is one more at the end, and when the run is told to stop."""
     keep: Count = 3
-    """Checkpoints to keep."""
+    """Number of checkpoints to keep."""
     asynchronous: bool = False
     """Write checkpoints while training goes on."""
     resume: Literal["auto", "no"] = "auto"
-    """no: begin anew; the folder of checkpoints must be empty, or what is in it would be taken for this run's."""
+    """no: begin anew; the checkpoint folder must then hold no checkpoint, which a later run would resume."""
     export: Path | None = None
-    """Folder for the trained model as Hugging Face's transformers reads it."""
+    """Folder for the trained model in the format of Hugging Face's transformers."""
     tensorboard: Path | None = None
     """Folder for TensorBoard."""
     peak_tflops: Factor | None = None
-    """What a rank's device can do, its share where ranks share one, in 10^12 operations a second, for MFU; measured by
-    products of matrices if left out."""
+    """Peak of a rank's device, or its share of a shared one, in 10^12 operations per second, for MFU;
+    default: measured by matrix products."""
     trace: Path | None = None
     """Folder for Chrome traces: of this run's third step, and of the next one after a rank gets SIGUSR1."""
     plot: Path | None = None
-    """Picture of all runs in the --json file, drawn at the end."""
+    """File for a plot of all runs in the --json file, drawn at the end."""
     timeout: Annotated[float, Within(1e-3, 1e6)] = 60.0
-    """Seconds, the longest that any wait may last, also that for the disk to take a checkpoint or --export."""
+    """Longest wait, in seconds, also for writing a checkpoint or --export to the disk."""
     trace_all: ClassVar[bool] = False
 
     def model_config(self) -> TransformerConfig:
-        """The model's shape: that of the folder, or of the name."""
+        """Return the model's shape: that of the folder --init, or of the name --model."""
         return read_config(self.init) if self.init else super().model_config()
 
     def look_at_data(self) -> None:
-        """A file of tokens may be larger than the memory: `Shuffled` looks at it."""
+        """No-op: `Shuffled` checks the data, since a token file may be larger than the memory."""
 
     def check(self) -> None:
-        """Raises UsageError for options that contradict one another."""
+        """Check that the options do not contradict one another. Raises UsageError."""
         super().check()
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
@@ -125,7 +125,7 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
                 )
 
     def make_folders(self) -> None:
-        """What will be written at the end can be written now. Raises UsageError."""
+        """Check up front that the output paths are writable; create their folders. Raises UsageError."""
         for name in ("checkpoints", "export", "trace", "tensorboard", "plot"):
             target: Path | None = getattr(self, name)
             if target is not None:
@@ -133,17 +133,17 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
 
 
 def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:
-    """The options of the command line over those of its --config file. Raises UsageError for a bad file."""
+    """Return the command line's options over those of its --config file. Raises UsageError for a bad file."""
     given = list(sys.argv[1:] if args is None else args)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path, nargs="?")  # tyro says what is wrong with one without a value
+    finder.add_argument("--config", type=Path, nargs="?")  # tyro reports a --config without a value
     file = finder.parse_known_args(given)[0].config
     default = from_file(options_type, file) if file else options_type()
     return options.parse(options_type, description, given, default)
 
 
 def from_file(options_type: type[T], file: Path) -> T:
-    """The options of a file. Raises UsageError for a file, a key or a value that is none."""
+    """Return the options of a file. Raises UsageError for an invalid file, key or value."""
     try:
         if file.exists() and not file.is_file():
             raise UsageError(f"cannot read --config {file}: Not a regular file")  # a device may never end
@@ -169,7 +169,7 @@ def from_file(options_type: type[T], file: Path) -> T:
 
 
 def as_arguments(key: str, value: object) -> list[str]:
-    """One line of the file as arguments of the command line."""
+    """Return one entry of the file as arguments of the command line."""
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no-{key}"]
     return [f"--{key}={value}"]

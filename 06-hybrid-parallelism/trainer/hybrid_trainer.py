@@ -1,14 +1,14 @@
-"""A run: steps from the newest good checkpoint to the last, with all that happens between them.
+"""Training run: steps from the newest good checkpoint to the last, with logging, evaluation and checkpoints.
 
     trainer = start(rt, options)        # checked; model, data, optimizer; the newest good checkpoint, if there is one
     finished = trainer.run()
 
-Ranks leave the loop only together: whether any was told to stop, or found a number that is not finite, travels with the
-gradient's norm, a message that is there in every step. A step that is not finite moves no weight.
+Ranks leave the loop only together: the flags for a stop signal and for a number that is not finite are summed
+in one message with the gradient's norm, in every step. A step that is not finite changes no weight.
 
-All that a run is lies in its weights, the optimizer's states and the number of the step. The rest follows from that
-number: the batch, the learning rate, the masks of dropout, the text that is drawn. So a run goes on from a checkpoint,
-on any mesh, as if it had never stopped.
+The only state is the weights, the optimizer state and the step number. The rest is a function of the step
+number: the batch, the learning rate, the dropout masks, the generated text. A run therefore resumes from a
+checkpoint, on any mesh, as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from common.comm import blocked_in
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.lesson.runner import DTYPES, console
+from common.lesson.training import training_step
+from common.models.huggingface import model_type, read_weights
+from common.utils.profiler import profile
+
 from hybrid_bytes import StepBytes
 from hybrid_check import check
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
@@ -39,17 +48,9 @@ from hybrid_options import TrainOptions
 from hybrid_signals import Signals
 from hybrid_training import samples_of
 
-from common.comm import blocked_in
-from common.errors import UsageError
-from common.lesson import DTYPES, console
-from common.models.huggingface import model_type, read_weights
-from common.runtime import Runtime
-from common.training import training_step
-from common.utils.profiler import profile
-
 
 class Trainer:
-    """One rank's part of a run; every rank makes one and calls the same methods."""
+    """One rank's part of a run; every rank constructs one and calls the same methods."""
 
     def __init__(self, rt: Runtime, o: TrainOptions, hybrid: Hybrid) -> None:
         self.rt, self.o, self.hybrid = rt, o, hybrid
@@ -63,9 +64,10 @@ class Trainer:
         self.stopped = self.trace_next = False
 
     def resume(self) -> int:
-        """Weights and states of the newest good checkpoint; the number of steps it has behind it.
+        """Load weights and states of the newest good checkpoint; return the number of steps that it has done.
 
-        Raises UsageError for a checkpoint whose run had other batches: their order could not go on; or more steps.
+        Raises UsageError for a checkpoint of a run with other batches, whose order could not go on, or of a
+        later step than --steps; and with --resume no if there is any checkpoint.
         """
         if self.checkpoints is None:
             return 0
@@ -95,11 +97,11 @@ class Trainer:
         return int(found["step"])
 
     def entries(self) -> Any:
-        """What a checkpoint holds."""
+        """Return the entries of a checkpoint."""
         return entries_of(self.hybrid.model, self.optimizer, self.hybrid.zero)
 
     def run(self) -> bool:
-        """All steps that are left. True at the end, or when told to stop; False where it could not go on."""
+        """Run the remaining steps. Return True at the end or after a stop signal, False after a failure."""
         o = self.o
         held = self.checkpoints or nullcontext()
         with held, Log(self.rt, o, self.begin) as self.log, Signals() as self.signals:
@@ -107,7 +109,7 @@ class Trainer:
             self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter)
             good = True
             if self.begin and self.due(o.evaluate_every):
-                self.evaluate()  # again, or at last: whoever ended the run may have come before it
+                self.evaluate()  # the earlier run may have ended before this evaluation
             while self.step < o.steps and not self.stopped:
                 with self.traced():
                     found = self.train()
@@ -135,7 +137,7 @@ class Trainer:
         return good
 
     def exported(self, folder: Path) -> bool:
-        """Whether the model is there; rank 0 alone can find that it is not."""
+        """Export the model; return True if that succeeded. Only rank 0 can return False."""
         try:
             export(self.hybrid, folder)
         except UsageError as error:
@@ -146,15 +148,15 @@ class Trainer:
 
     @property
     def cut_short(self) -> bool:
-        """Told to stop before the last step."""
+        """True if the run was told to stop before the last step."""
         return self.stopped and self.step < self.o.steps
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, or 0, and after the last happens now."""
+        """Return True every `every` steps (0: never), at the last step, and after a stop signal."""
         return self.stopped or self.step == self.o.steps or (every > 0 and self.step % every == 0)
 
     def train(self) -> dict[str, float]:
-        """One step: what it found. All ranks know the same after it."""
+        """Run one step; return its loss, gradient norm, learning rate and `finite`, the same on all ranks."""
         start, o = time.perf_counter(), self.o
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, o)
@@ -184,7 +186,7 @@ class Trainer:
         }
 
     def give_up(self, found: dict[str, float]) -> bool:
-        """Say why, once; the checkpoints stay as they are."""
+        """Print the reason on rank 0 and return False; the checkpoints stay as they are."""
         self.attempt(self.checkpoints.finish if self.checkpoints else lambda: None)
         if self.rt.rank == 0:
             print(
@@ -195,10 +197,10 @@ class Trainer:
         return False
 
     def attempt(self, write: Callable[[], None]) -> bool:
-        """Whether it could be written; if not, training goes on, and the reason is shown."""
+        """Call `write`; if it fails, show the reason and return False, so that training goes on."""
         blocked_in.update(
             op="a checkpoint", axis="world", since=time.perf_counter()
-        )  # for the report on a hang
+        )  # shown if the run hangs
         failed = ""
         try:
             write()
@@ -209,7 +211,7 @@ class Trainer:
         return not failed
 
     def save(self, last: bool) -> bool:
-        """A checkpoint. False when it is the last one and is not on the disk."""
+        """Write a checkpoint. Return False if it is the last one and is not on the disk."""
         assert self.checkpoints
         start = time.perf_counter()
         self.attempt(self.checkpoints.finish)
@@ -220,7 +222,7 @@ class Trainer:
         return good or not last
 
     def evaluate(self) -> None:
-        """The validation loss, if there are evaluations, and text."""
+        """Log the validation loss, with --evaluate-every, and a generated text, with --generate."""
         o = self.o
         if o.evaluate_every:
             loss = validation_loss(self.hybrid, self.batches)
@@ -236,7 +238,7 @@ class Trainer:
             self.log.record("text", self.step, text=text)
 
     def traced(self) -> Any:
-        """Around a step: its trace, when --trace asks for it or a rank got SIGUSR1."""
+        """Return a context that traces this step if --trace asks for it or a rank got SIGUSR1."""
         folder = self.o.trace
         if folder and (self.trace_next or self.step == self.begin + 2):
             self.log.say(f"step {self.step + 1} is traced: {folder / f'step-{self.step + 1}' / 'trace.json'}")
@@ -245,25 +247,28 @@ class Trainer:
 
 
 def make(rt: Runtime, o: TrainOptions) -> Hybrid:
-    """This rank's part of the model, explained if that was asked for. Raises UsageError for bad input."""
+    """Make this rank's part of the model, and explain it with --explain. Raises UsageError for bad input."""
     o.check()
     mesh = o.mesh(rt)
     config = o.model_config()
     check(config, mesh, o.layout(), o.batch, o.sequence)
     if o.export:
-        model_type(config)  # known now, not at the end
+        model_type(config)  # fails now, not at the end
     whole = read_weights(o.init, config) if o.init else None
     hybrid = Hybrid(config, mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed, whole)
     if o.explain:
         formula = StepBytes(
             hybrid, samples_of(o, hybrid), o.sequence, clip=4
-        )  # three flags travel with the norm
+        )  # three flags are summed with the norm
         console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
     return hybrid
 
 
 def start(rt: Runtime, o: TrainOptions) -> Trainer:
-    """A run from its options: this rank's part of the model, and where to go on. Raises UsageError for bad input."""
+    """Make a run from its options: this rank's part of the model, and the step to resume from.
+
+    Raises UsageError for bad input.
+    """
     trainer = Trainer(rt, o, make(rt, o))
     if rt.rank == 0:
         o.make_folders()

@@ -1,11 +1,12 @@
-"""What the machinery costs on one rank: the trainer's step beside a loop of a dozen lines of plain PyTorch.
+"""Overhead of the trainer on one rank: its step beside a loop of a dozen lines of plain PyTorch.
 
     for inputs, targets in micro-batches:
         (cross_entropy(model(inputs), targets, reduction="sum") / tokens).backward()
     clip_grad_norm_;  AdamW.step;  zero_grad
 
-Both see the same batches; the weights after the timed steps must be equal. What the trainer does beside that: it runs
-the loop as a schedule of one stage, asks whether anybody stopped or found a number that is not finite, and counts.
+Both train on the same batches; their weights after the timed steps must be equal. In addition the trainer
+runs the loop as a schedule of one stage, checks for a stop signal and for numbers that are not finite, and
+counts.
 
     OMP_NUM_THREADS=1 python hybrid_plain_loop.py --model llama-10m --sequence 128 --steps 11
 """
@@ -17,23 +18,24 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.nn.functional as F
+from torch import nn
+
+from common.errors import UsageError
+from common.launch.command_line import Count
+from common.launch.runtime import Runtime
+from common.lesson.comparison import records, report
+from common.lesson.equality import TOLERANCE, largest
+from common.lesson.measure import in_turn
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import make_model, shape_of
+from common.models.transformer import Transformer
+
 from hybrid_log import Log
 from hybrid_metrics import Meter
 from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
 from hybrid_signals import Signals
 from hybrid_trainer import Trainer, start
-from torch import nn
-
-from common.comparison import records, report
-from common.equality import TOLERANCE, largest
-from common.errors import UsageError
-from common.lesson import DTYPES, console, run
-from common.measure import in_turn
-from common.models.transformer import Transformer
-from common.options import Count
-from common.runtime import Runtime
-from common.training import make_model, shape_of
 
 WARM_UP = 2
 OF_MANY_RANKS = (
@@ -47,14 +49,14 @@ OF_A_LONG_RUN = (
 
 @dataclass
 class Options(TrainOptions, without=(OF_MANY_RANKS + OF_A_LONG_RUN).split()):
-    """The model and the batch; everything else is the trainer's default."""
+    """Options: the model and the batch; everything else is the trainer's default."""
 
     steps: Count = 7
-    """Timed steps of each."""
+    """Timed steps of each loop."""
 
 
 def plain_loop(model: Transformer, trainer: Trainer) -> Callable[[], None]:
-    """A step of training, without any of this repository but the model and the data."""
+    """Return a training step in plain PyTorch, with the trainer's data, AdamW settings and learning rate."""
     o, batches, at = trainer.o, trainer.batches, iter(range(10**9))
     optimizer = make_optimizer(cast(Any, model), o)
 
@@ -75,7 +77,7 @@ def plain_loop(model: Transformer, trainer: Trainer) -> Callable[[], None]:
 
 
 def main(rt: Runtime, o: Options) -> bool:
-    """Time both in turn; then hold their weights against each other."""
+    """Time both in turn, then compare their weights; return True if these are equal."""
     if rt.world_size > 1:
         raise UsageError(f"a plain loop runs on one rank, not on {rt.world_size}; leave --nproc out")
     if not o.clip:

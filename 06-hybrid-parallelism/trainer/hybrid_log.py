@@ -1,7 +1,8 @@
-"""Where the numbers of a run go: the screen, a file of JSON lines, TensorBoard, a picture. Rank 0 alone writes.
+"""Log of a run: the screen, a file of JSON lines, TensorBoard, a plot. Rank 0 alone writes.
 
-A record is a line {"kind": ..., "step": ..., ...}: run (once a start), step, evaluation, text, checkpoint, end. A run
-that was resumed after a crash repeats the steps since its checkpoint; whoever reads the file takes the last of each.
+A record is a line {"kind": ..., "step": ..., ...}: run (once per start), step, evaluation, text, checkpoint,
+end. A run that resumes after a crash repeats the steps since its checkpoint; of each step the last record
+counts.
 """
 
 from __future__ import annotations
@@ -13,31 +14,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hybrid_data import unigram_entropy
-from hybrid_metrics import Meter
-from hybrid_options import TrainOptions
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.data.text import Text
 from common.errors import UsageError
-from common.lesson import console, write_records
-from common.runtime import Runtime
+from common.launch.runtime import Runtime
+from common.lesson.runner import console, write_records
 from common.utils.visualizer import figure, run_curves
 
-# of a record, what TensorBoard shows
+from hybrid_data import unigram_entropy
+from hybrid_metrics import Meter
+from hybrid_options import TrainOptions
+
+# values of a record that go to TensorBoard
 SHOWN = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_mb", "validation_loss")
 
 
 class Log:
-    """Open while the `with` block runs."""
+    """Log of one run, open inside its `with` block."""
 
     def __init__(self, rt: Runtime, o: TrainOptions, begin: int) -> None:
         self.rt, self.begin = rt, begin
         self.speaks, self.file, self.out, self.board = rt.rank == 0, o.json, console(rt), None
         if o.tensorboard and self.speaks:
             try:
-                from torch.utils.tensorboard import SummaryWriter  # takes a second, and not everyone has it
+                from torch.utils.tensorboard import SummaryWriter  # optional, and takes a second to import
             except ImportError:
                 raise UsageError("--tensorboard needs the package: pip install tensorboard") from None
             try:
@@ -64,7 +66,7 @@ class Log:
                 self.board.close()
 
     def announce(self, o: TrainOptions, mesh: dict[str, int], text: Text, meter: Meter) -> None:
-        """What runs, on what, from where."""
+        """Print model, mesh, data, peak speed and first step; write the record of the run."""
         if not self.speaks:
             return
         axes = " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "one rank"
@@ -86,15 +88,15 @@ class Log:
         self.record("run", self.begin, mesh=axes, ranks=ranks, unigram_entropy=entropy, peak=peak)
 
     def say(self, text: str) -> None:
-        """A line on the screen."""
+        """Print a line on rank 0."""
         self.out.print(escape(text), soft_wrap=True)
 
     def at(self, step: int, loss: float) -> None:
-        """Move the bar."""
+        """Move the progress bar to `step`."""
         self.bar.update(self.task, completed=step, description=f"loss {loss:.3f}")
 
     def record(self, kind: str, step: int, **values: Any) -> None:
-        """Into the files."""
+        """Append a record to the JSON file and to TensorBoard, on rank 0."""
         if not self.speaks:
             return
         try:
@@ -109,7 +111,7 @@ class Log:
             self.board = None
 
     def show_on_board(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Into TensorBoard. Raises OSError, also for what was given earlier."""
+        """Write a record's values to TensorBoard. Raises OSError, also for values of earlier calls."""
         if self.board:
             for name in SHOWN:
                 if name in values:
@@ -119,7 +121,7 @@ class Log:
             self.board.flush()
 
     def numbers(self, step: int, found: dict[str, float]) -> None:
-        """The line of a step."""
+        """Print and record the numbers of a step."""
         self.say(
             f"{step:6d}  {found['loss']:7.4f}   {found['gradient_norm']:13.4f}   {found['learning_rate']:13.2e}"
             f"   {found['tokens_per_second']:8,.0f}   {found['mfu']:4.0%}   {found['memory_mb']:,.0f}"
@@ -128,7 +130,7 @@ class Log:
 
 
 def records_of(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of runs in a file; other lines, and one that a crash cut short, are passed over."""
+    """Yield the records of runs in a file; skip other lines, and a line that a crash cut short."""
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -137,7 +139,7 @@ def records_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def draw(file: Path, picture: Path) -> None:
-    """All runs of a file of records in one plot, and the unigram entropy as a line."""
+    """Plot all runs of a file of records, and the unigram entropy as a line."""
     losses: dict[str, dict[int, float]] = {}
     evaluated: dict[str, dict[int, float]] = {}
     name, entropy = "", 0.0

@@ -1,10 +1,10 @@
-"""The model out of its mesh, and into it: Hugging Face's folders, one parameter at a time.
+"""Export of a model from its mesh, and import into a mesh: Hugging Face's folders, one parameter at a time.
 
-    out    every rank: its piece of a parameter  ->  whole on its stage  ->  rank 0, which writes the file
-    in     every rank: a parameter of its stages from the file  ->  its piece
+    export    every rank: its shard of a parameter  ->  whole on its stage  ->  rank 0, which writes the file
+    import    every rank: a parameter of its stages from the file  ->  its shard
 
-Out, all ranks of a stage hold one whole parameter at a time, and rank 0 the model's weights, in the host's memory. In,
-a rank holds its pieces and one whole parameter (hybrid_initial.py).
+On export, all ranks of a stage hold one whole parameter at a time, and rank 0 holds all weights in host
+memory. On import, a rank holds its shards and one whole parameter (hybrid_initial.py).
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from hybrid_model import Hybrid
 from torch import Tensor
 
 from common import comm
-from common.equality import whole
+from common.lesson.equality import whole
 from common.models.huggingface import write_weights
 from common.models.transformer import Transformer
 
+from hybrid_model import Hybrid
+
 
 def gather_to_rank_0(hybrid: Hybrid) -> dict[str, Tensor]:
-    """Every parameter whole, under its name in the plain model, on rank 0; empty elsewhere. All ranks call it."""
+    """Gather every parameter whole on rank 0, by its name in the plain model.
+
+    Returns {} on other ranks. All ranks call it.
+    """
     mesh, mine = hybrid.mesh, dict(hybrid.named_parameters())
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(hybrid.config).named_parameters()}
@@ -45,7 +49,7 @@ def gather_to_rank_0(hybrid: Hybrid) -> dict[str, Tensor]:
 
 
 def export(hybrid: Hybrid, folder: Path) -> None:
-    """Write a folder that transformers' from_pretrained reads. Raises UsageError where it cannot, on rank 0."""
+    """Write a folder that transformers' from_pretrained reads. Raises UsageError on rank 0 if that fails."""
     weights = gather_to_rank_0(hybrid)
     if hybrid.mesh.world.rank == 0:
         write_weights(hybrid.config, weights, folder)
