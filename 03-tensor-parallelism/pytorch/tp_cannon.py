@@ -8,11 +8,13 @@
     A10 A11 A12       A11 A12 A10                     A12 A10 A11
     A20 A21 A22       A22 A20 A21                     A20 A21 A22
 
-At every step a rank holds the A and the B of one k, and over q steps it sees every k once. Backward goes the same
-way round; the terms of dA travel with the blocks of A, those of dB with the blocks of B, and are whole at the end.
+At every step a rank holds the blocks of A and B with one k, and over q steps it sees every k once. The
+backward pass shifts in the same direction: the partial sums of dA travel with the blocks of A, those of dB
+with the blocks of B, and both are complete after the last step.
 
-Cost: a rank sends q-1 blocks of A and of B, and one more of each to skew them where it is not in row or column 0.
-Memory: two blocks more of A and of B, whatever q. (L. E. Cannon, PhD thesis, Montana State University, 1969.)
+Cost: forward, a rank sends q-1 blocks of A and of B, one more of A to skew it unless the rank is in row 0,
+and one more of B unless it is in column 0. Memory: two extra blocks of A and of B, for any q, and in the
+backward pass two of dA and of dB. (L. E. Cannon, PhD thesis, Montana State University, 1969.)
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from torch import Tensor
-from tp_grid import Blocks, cut
 
 from common import comm
 from common.comm import Group, Pending
 from common.errors import UsageError
 
+from tp_grid import Blocks, cut
+
 
 class Cannon:
-    """The product of blocks that lie as `Blocks` says, in memory that is taken once.
+    """Cannon's product of blocks that are distributed as `Blocks` describes, with buffers allocated once.
 
     Raises UsageError where the grid is not square.
     """
@@ -51,16 +54,16 @@ class Cannon:
         }
 
     def at(self, step: int) -> int:
-        """k of the blocks that this rank multiplies in a step."""
+        """Return k of the blocks that this rank multiplies in this step."""
         return (self.grid.row.rank + self.grid.column.rank + step) % self.q
 
     def room(self, line: str, step: int, k: int) -> Tensor:
-        """A landing for block k of A or of B; the two are used in turn."""
+        """Return the receive buffer for block k of A ("row") or B ("column"); two buffers alternate."""
         shape = (self.m, self.k[k]) if line == "row" else (self.k[k], self.j)
         return self.work[line][step % 2][: shape[0] * shape[1]].view(shape)
 
     def turns(self, a: Tensor, b: Tensor, use: Callable[[int, Tensor, Tensor], object]) -> None:
-        """Calls use(k, A(r, k), B(k, c)) for every k, while the blocks of the next step are under way."""
+        """Call use(k, A(r, k), B(k, c)) for every k, while the blocks of the next step are in flight."""
         r, c = self.grid.column.rank, self.grid.row.rank
         a, skewing_a = move(a, self.room("row", 1, self.at(0)), self.grid.row, r)
         b, skewing_b = move(b, self.room("column", 1, self.at(0)), self.grid.column, c)
@@ -77,11 +80,11 @@ class Cannon:
             a, b = next_a, next_b
 
     def multiply(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """c = this rank's block of A B."""
+        """Write this rank's block of A B into c."""
         self.turns(a, b, lambda k, a, b: c.addmm_(a, b, beta=int(k != self.at(0))))
 
     def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
-        """da, db = this rank's blocks of dA = dC B^T and dB = A^T dC."""
+        """Write this rank's blocks of dA = dC B^T and dB = A^T dC into da and db."""
         r, c, first = self.grid.column.rank, self.grid.row.rank, self.at(0)
         sum_a, sum_b = dc.new_zeros(self.m, self.k[first]), dc.new_zeros(self.k[first], self.j)
 
@@ -89,9 +92,9 @@ class Cannon:
             nonlocal sum_a, sum_b
             sum_a.addmm_(dc, b.T)
             sum_b.addmm_(a.T, dc)
-            if k == self.at(self.q - 1):  # home, to where the block was before it was skewed
+            if k == self.at(self.q - 1):  # back to the rank that held the block before skewing
                 left, up, k_a, k_b = 1 - r, 1 - c, c, r
-            else:  # on, with the block
+            else:  # onward, with the block
                 left, up, k_a, k_b = 1, 1, (k + 1) % self.q, (k + 1) % self.q
             sum_a, moving_a = move(sum_a, dc.new_empty(self.m, self.k[k_a]), self.grid.row, left, tag=1)
             sum_b, moving_b = move(sum_b, dc.new_empty(self.k[k_b], self.j), self.grid.column, up, tag=1)
@@ -102,11 +105,9 @@ class Cannon:
         db.copy_(sum_b)
 
     def bytes(self, item: int) -> tuple[Fraction, Fraction]:
-        """What this rank sends forward and backward, by formula. item: bytes of a number."""
+        """Return the bytes this rank sends (forward, backward), by formula. item: bytes per number."""
         r, c, q, K = self.grid.column.rank, self.grid.row.rank, self.q, sum(self.k)
-        last = self.k[
-            self.at(q - 1)
-        ]  # the block that it has at the end, the only one that it never passes on
+        last = self.k[self.at(q - 1)]  # width of the last block, the only one that this rank does not pass on
         a, b = self.m * (K - last), self.j * (K - last)
         forward = a + b + self.m * self.k[c] * (r > 0) + self.j * self.k[r] * (c > 0)
         home = last * (self.m * ((r - 1) % q > 0) + self.j * ((c - 1) % q > 0))
@@ -114,9 +115,10 @@ class Cannon:
 
 
 def move(x: Tensor, room: Tensor, group: Group, by: int, tag: int = 0) -> tuple[Tensor, list[Pending]]:
-    """Round the ring: x goes `by` places back, what is `by` places ahead lands in `room`; returns where it will be.
+    """Start a ring shift: send x to the rank `by` places back, receive into `room` from `by` places ahead.
 
-    Nothing moves where `by` is a whole turn. Empty blocks do not travel.
+    Return (the tensor that will hold the result, the pending exchange). Where `by` is a multiple of the
+    ring's size nothing is sent, and the result is x. Empty blocks do not travel.
     """
     if by % group.size == 0:
         return x, []
@@ -125,6 +127,6 @@ def move(x: Tensor, room: Tensor, group: Group, by: int, tag: int = 0) -> tuple[
 
 
 def finish(moving: list[Pending]) -> None:
-    """Wait until all has arrived and left."""
+    """Wait until all of these exchanges are complete."""
     for pending in moving:
         pending.wait()

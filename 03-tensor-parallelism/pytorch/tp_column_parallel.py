@@ -13,12 +13,13 @@
     dx           dy0 A0^T          +        dy1 A1^T               P: all-reduced, which is the adjoint of using the
     dA           x^T dy0                    x^T dy1                S: complete       same x on n ranks
 
-So the forward pass needs no message, and the backward pass needs one: `copy`, the identity whose adjoint is an
-all-reduce (Megatron-LM's f; Shoeybi et al., 2019, arXiv:1909.08053, section 3). Without it the loss is right and every
-gradient behind it is wrong. torch's nn.Linear keeps A^T, [out, in]: the columns of A are its rows.
+So the forward pass needs no message, and the backward pass needs one: `copy`, the identity whose adjoint is
+an all-reduce (Megatron-LM's f; Shoeybi et al., 2019, arXiv:1909.08053, section 3). Without it the loss is
+right, but the gradients of all earlier layers are wrong. torch's nn.Linear stores A^T, [out, in]: the columns
+of A are its rows.
 
-Cost of one layer, x of |x| bytes: 2(n-1)/n |x| a rank in the backward pass; (n-1)/n |y| more in the forward pass where
-the result is gathered. Memory: A, its gradient, its optimizer states and y take 1/n; x takes all.
+Cost of one layer, x of |x| bytes: per rank 2(n-1)/n |x| in the backward pass; (n-1)/n |y| more in the forward
+pass where the result is gathered. Memory: A, its gradient, its optimizer states and y take 1/n; x takes all.
 
     python tp_column_parallel.py --nproc 4     torchrun --nproc_per_node=4 tp_column_parallel.py
     mpirun -np 4 python tp_column_parallel.py
@@ -26,33 +27,35 @@ the result is gathered. Memory: A, its gradient, its optimizer states and y take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tp_training import TensorOptions, lesson, tp_group
 
-from common import collectives
-from common.comm import Group, padded, sizes_of
-from common.lesson import console, run
+from common.comm import Group, collectives, sizes_of
+from common.comm.placement import shard
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
 from common.models.transformer import Transformer
-from common.placement import shard
-from common.runtime import Runtime
-from common.training import Version
 from common.utils.ranks import table_of_ranks
+
+from tp_costs import column_bytes
+from tp_training import TensorOptions, lesson, tp_group
 
 VERSIONS = ("gathered",)
 
 
 class ColumnParallelLinear(nn.Module):
-    """x_BSD to y_BSf: the features f of this rank, of as many as the plain `linear` has.
+    """Linear layer split by columns: maps x_BSD to y_BSf, this rank's share f of the output features.
 
-    linear: the whole layer, the same on all ranks; this one keeps its rows of the weight and of the bias, which differ
-    by one at the most in number. gather_output: return y_BSF, all features on all ranks. enter: what x passes first;
-    give the identity when a region of several layers has already made x ready for all of them.
+    linear: the whole layer, the same on all ranks. This rank keeps its rows of the weight and of the bias;
+    their number differs by at most one between ranks. gather_output: return y_BSF, all features on all ranks.
+    enter: the function applied to x first, by default `copy`; give the identity when a region of several
+    layers has already applied it for all of them.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def toy(rt: Runtime, group: Group) -> bool:
-    """The picture of the docstring with 2 columns a rank, forward and backward, against the product on one rank."""
+    """Run the example of the docstring with 2 columns per rank; True if y and dx equal those of one rank."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     whole = nn.Linear(2, 2 * group.size, bias=False)
     with torch.no_grad():
@@ -97,9 +100,9 @@ def toy(rt: Runtime, group: Group) -> bool:
 
 
 def column_parallel(model: Transformer, group: Group) -> Transformer:
-    """Every projection into a layer (queries, keys, values, up, gate) split by columns, each result gathered.
+    """Split every input projection (queries, keys, values, up, gate) by columns, and gather each result.
 
-    Correct, and as simple as it gets; tp_megatron.py leaves out the gathering.
+    This is correct and simple; tp_megatron.py avoids the gathering.
     """
     for module in list(model.layers.modules()):
         for name, child in list(module.named_children()):
@@ -119,30 +122,34 @@ class ColumnOptions(TensorOptions):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: ColumnOptions) -> Version:
-    """The model with its layers split along all ranks."""
-    assert isinstance(model, Transformer)
-    return Version(column_parallel(model, tp_group(rt)))
+def train(job: Job[ColumnOptions]) -> Iterator[Tensor]:
+    """Train with every input projection split by columns; yield the loss of each batch."""
+    model, group = job.model, job.group
+    column_parallel(model, group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: ColumnOptions) -> Fraction:
-    """Bytes a rank sends in a step: the results gathered, the gradients of the inputs all-reduced."""
-    assert isinstance(model, Transformer)
-    c, size = model.config, next(model.parameters()).element_size()
-    columns = [c.heads * c.head_width, *[c.kv_heads * c.head_width] * 2, c.mlp_width]
-    columns += [c.mlp_width] if c.mlp == "swiglu" else []
-    gathered = sum(padded(number, group.size) for number in columns)
-    numbers = c.layers * (gathered + 2 * len(columns) * c.width)
-    return Fraction((group.size - 1) * o.batch * o.sequence * numbers * size, group.size)
+LESSON = Lesson("tp", {"gathered": train}, column_bytes)
 
 
 def main(rt: Runtime, o: ColumnOptions) -> bool:
-    """What comes first, then a Transformer; with --benchmark its time alone."""
+    """Check the example of the docstring, then prove a Transformer; with --benchmark only time it."""
     group = tp_group(rt)
-    return lesson(rt, o, VERSIONS, make_version, step_bytes, lambda: toy(rt, group))
+    return lesson(rt, o, LESSON, lambda: toy(rt, group))
 
 
 if __name__ == "__main__":

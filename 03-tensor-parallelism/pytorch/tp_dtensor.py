@@ -1,20 +1,21 @@
-"""The library's tensor parallelism: the same plan in torch.distributed.tensor.parallel, equal numbers, bytes compared.
+"""PyTorch's tensor parallelism: the plan in torch.distributed.tensor.parallel, results and bytes compared.
 
     ColwiseParallel     q, k, v, up, gate       weight Shard(0), input Replicate, output Shard(-1)
     RowwiseParallel     o, down, embedding      weight Shard(1), of the embedding Shard(0); output Replicate
     loss_parallel       the loss                of logits that are Shard(-1)
 
-A DTensor is a tensor that knows how it lies over a mesh of devices. Each operation looks at the placements of its
-inputs and chooses that of its output; where they do not fit, it redistributes, and those are the messages.
-tp_megatron.py writes each message down; here they follow from the plan.
+A DTensor is a tensor with a placement on a mesh of devices. Each operation derives the placement of its
+output from those of its inputs; inputs whose placements do not fit are redistributed, and these
+redistributions are the messages. tp_megatron.py spells out each message; here the messages follow from the
+plan.
 
     megatron    tensor_parallel of tp_megatron.py
     dtensor     the plan above; the input of attention and MLP becomes a DTensor once, so that q, k and v share one
                 all-reduce in the backward pass
 
-Cost: the same messages, by formula and as counted at torch's dispatcher; what differs is the time to find them. A plan
-is short and works on any module with linear layers; it has no rule for what is not in it, such as key-value heads that
-ranks share.
+Cost: the same messages, by formula and as counted at torch's dispatcher; DTensor needs extra time to derive
+them. A plan is short and works on any module with linear layers; it has no rule for anything else, such as
+key-value heads that several ranks share.
 
     python tp_dtensor.py --nproc 4     torchrun --nproc_per_node=4 tp_dtensor.py     mpirun -np 4 python tp_dtensor.py
     mpirun -np 2 --bind-to core python tp_dtensor.py --benchmark --model gpt2-10m --dtype float32 --batch 4
@@ -22,6 +23,7 @@ ranks share.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,24 +40,26 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from tp_megatron import MegatronOptions, check_split
-from tp_megatron import make_version as make_megatron
-from tp_megatron import step_bytes as megatron_bytes
-from tp_training import lesson
 
 from common.comm import Group
 from common.errors import UsageError
-from common.lesson import run
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
+from common.lesson.job import Job, total
+from common.lesson.runner import run
 from common.models.transformer import Transformer
-from common.runtime import Runtime
-from common.training import Version
+
+import tp_megatron
+from tp_costs import megatron_bytes
+from tp_megatron import MegatronOptions, check_split
+from tp_training import lesson
 
 VERSIONS = ("megatron", "dtensor")
-_parallel_losses = ExitStack()  # the backward pass, too, must run inside; an empty stack enters nothing
+_parallel_losses = ExitStack()  # stays entered, because the backward pass must run inside loss_parallel, too
 
 
 def dtensor_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """The plan, carried out on the model in place. Weights are DTensors on `mesh`, whose axis is tp."""
+    """Apply the plan to the model, in place. Weights become DTensors on `mesh`, whose only axis is tp."""
     into = PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None))
     into_mlp = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {
@@ -96,26 +100,38 @@ class DTensorOptions(MegatronOptions, without=("dropout",)):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: DTensorOptions) -> Version:
-    """Ours or the library's."""
-    assert isinstance(model, Transformer)
-    if name == "megatron" or rt.world_size == 1:  # a DTensor needs a process group
-        return make_megatron("plain", model, rt, o)
-    assert rt.world.pg is not None
-    dtensor_parallel(model, DeviceMesh.from_group(rt.world.pg, rt.device.type, mesh_dim_names=("tp",)))
-    return Version(model, loss=model.loss)
+def train(job: Job[DTensorOptions]) -> Iterator[Tensor]:
+    """Train with the library's split; yield the loss of each batch."""
+    model, pg = job.model, job.group.pg
+    if pg is not None:  # a DTensor needs a process group; one rank has none
+        dtensor_parallel(model, DeviceMesh.from_group(pg, job.rt.device.type, mesh_dim_names=("tp",)))
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses)
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: DTensorOptions) -> Fraction:
-    """Bytes a rank sends in a step: the same."""
+    """Return the bytes a rank sends in a step, the same for both versions."""
     return megatron_bytes("plain", model, group, o)
 
 
+LESSON = Lesson("tp", {"megatron": tp_megatron.train, "dtensor": train}, step_bytes, unseen=("dtensor",))
+
+
 def main(rt: Runtime, o: DTensorOptions) -> bool:
-    """Both on one Transformer; with --benchmark their times alone."""
+    """Prove both versions on one Transformer; with --benchmark only time them."""
     check_split(o.model_config(), rt.world_size)
     for what, number in (
         ("key-value heads", o.model_config().kv_heads),
@@ -126,7 +142,7 @@ def main(rt: Runtime, o: DTensorOptions) -> bool:
                 f"{number} {what} do not divide over {rt.world_size} ranks, which this plan needs; "
                 f"tp_megatron.py does without"
             )
-    return lesson(rt, o, VERSIONS, make_version, step_bytes, unseen=("dtensor",))
+    return lesson(rt, o, LESSON)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks on a grid: who talks with whom, and which block of each matrix a rank holds.
+"""Grid of ranks: its communication groups, and the block of each matrix that a rank holds.
 
               column 0   column 1   column 2        rank = (layer R + row) C + column
     row 0        0          1          2            row group      0 1 2        differ in their column
@@ -8,7 +8,7 @@
     B_KJ  K over rows, J over columns               K is cut over the layers first: each sums over its own part of it
     C_MJ  M over rows, J over columns               the rows of a block of C are cut once more over the layers
 
-Pieces differ by one at the most (`sizes_of`), so any shape goes on any grid; a piece may be empty.
+Sizes of pieces differ by at most one (`sizes_of`), so any shape fits any grid; a piece may be empty.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch.distributed as dist
 
 from common.comm import Group, sizes_of
 from common.errors import UsageError
-from common.lesson import LessonOptions
-from common.options import Count, Size
+from common.launch.command_line import Count, Size
+from common.lesson.runner import LessonOptions
 
 ALGORITHMS = ("summa", "cannon")
 
 
 def most_square(n: int) -> tuple[int, int]:
-    """Rows and columns of the grid of n ranks whose sides differ least, rows <= columns."""
+    """Return (rows, columns) of the grid of n ranks whose sides differ least, with rows <= columns."""
     rows = next(r for r in range(isqrt(n), 0, -1) if n % r == 0)
     return rows, n // rows
 
 
 def cut(whole: slice, parts: int, i: int) -> slice:
-    """Piece i of a range of places."""
+    """Return piece i of the range `whole`, cut into `parts` pieces."""
     sizes = sizes_of(whole.stop - whole.start, parts)
     begin = whole.start + sum(sizes[:i])
     return slice(begin, begin + sizes[i])
@@ -43,7 +43,7 @@ def cut(whole: slice, parts: int, i: int) -> slice:
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's three lines of the grid."""
+    """Groups of this rank in the grid: its row, its column and its depth group."""
 
     row: Group
     column: Group
@@ -51,25 +51,25 @@ class Grid:
 
     @property
     def rows(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return self.column.size
 
     @property
     def columns(self) -> int:
-        """C."""
+        """Number of columns, C."""
         return self.row.size
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return self.depth.size
 
 
 def make_grid(group: Group, rows: int, columns: int, layers: int = 1, timeout: float | None = None) -> Grid:
-    """Lay the ranks of a group out as a grid. Collective over the group.
+    """Lay out the ranks of a group as a grid. Every rank of the group must call this.
 
-    timeout: seconds, for the groups that it makes. Raises UsageError when rows * columns * layers ranks are not
-    what the group has.
+    timeout: of the new process groups, in seconds. Raises UsageError unless the group has rows * columns *
+    layers ranks.
     """
     if min(rows, columns, layers) < 1 or rows * columns * layers != group.size:
         near = " ".join(map(str, most_square(group.size)))
@@ -85,7 +85,7 @@ def make_grid(group: Group, rows: int, columns: int, layers: int = 1, timeout: f
         if len(ranks) in (1, group.size):
             return Group(name, at, len(ranks), ranks, group.pg if len(ranks) > 1 else None)
         limit = None if timeout is None else timedelta(seconds=timeout)
-        # only the members call: grids of different groups of a mesh are made side by side
+        # only the members call this, so that several groups of a mesh can make their grids at once
         pg = dist.new_group(list(ranks), limit, use_local_synchronization=True)
         return Group(name, at, len(ranks), ranks, pg)
 
@@ -101,28 +101,28 @@ def make_grid(group: Group, rows: int, columns: int, layers: int = 1, timeout: f
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which places of an M x K times K x J product are this rank's."""
+    """Index ranges of this rank in a product of M x K by K x J."""
 
     shape: tuple[int, int, int]
     grid: Grid
 
     @property
     def rows(self) -> slice:
-        """Of M: those of the block of C that this rank computes."""
+        """Range of M: the rows of the block of C that this rank computes."""
         return cut(slice(0, self.shape[0]), self.grid.rows, self.grid.column.rank)
 
     @property
     def inner(self) -> slice:
-        """Of K: this layer's part, over which its ranks sum."""
+        """Range of K: this layer's part of the inner dimension, over which its ranks sum."""
         return cut(slice(0, self.shape[1]), self.grid.layers, self.grid.depth.rank)
 
     @property
     def columns(self) -> slice:
-        """Of J."""
+        """Range of J: the columns of the block of C that this rank computes."""
         return cut(slice(0, self.shape[2]), self.grid.columns, self.grid.row.rank)
 
     def place(self, name: str) -> tuple[slice, slice]:
-        """Rows and columns of this rank's block of A, B, C or of the gradient of one."""
+        """Return (rows, columns) of this rank's block of "A", "B", "C" or of a gradient: "dA", "dB", "dC"."""
         grid = self.grid
         return {
             "A": (self.rows, cut(self.inner, grid.columns, grid.row.rank)),
@@ -133,7 +133,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Panel:
-    """Some of the inner dimension: columns of A that one grid column holds, rows of B that one grid row holds."""
+    """Range of the inner dimension: columns of A in one grid column, rows of B in one grid row."""
 
     begin: int
     end: int
@@ -142,9 +142,10 @@ class Panel:
 
 
 def panels(inner: slice, grid: Grid, each: int = 1) -> list[Panel]:
-    """The inner dimension in panels with one owner of A's part and one of B's, each of those cut in `each`.
+    """Cut the inner dimension into panels, each with one owner of A and one of B, and each panel into `each`.
 
-    On a grid that is not square A and B are cut at different places; every place of either begins a panel.
+    On a grid that is not square, A and B are cut at different indices, and a panel begins at every cut of
+    either.
     """
     columns = [cut(inner, grid.columns, i) for i in range(grid.columns)]
     rows = [cut(inner, grid.rows, i) for i in range(grid.rows)]
@@ -164,24 +165,24 @@ class GridOptions(LessonOptions, without=("data",)):
     """Sizes and grid of tp_summa.py."""
 
     steps: Count = 5
-    """Rounds that are timed."""
+    """Timed rounds."""
     shape: tuple[Size, Size, Size] = (211, 190, 167)
     """Rows of A, inner dimension, columns of B."""
     grid: tuple[Count, Count] | None = None
-    """Rows and columns of the grid of ranks; the most square one when left out."""
+    """Rows and columns of the grid of ranks; by default the most square one."""
     layers: Count = 1
-    """Grids on top of one another; each takes a part of the sum."""
+    """Number of layers of the grid; each sums over its own part of the inner dimension."""
     algorithms: tuple[str, ...] = ()
-    """summa, cannon; when left out, those that the grid allows."""
+    """Algorithms to run: summa, cannon; by default those that the grid allows."""
     panels: Size = 1
-    """Panels in which SUMMA broadcasts a block."""
+    """Number of panels in which SUMMA broadcasts a block."""
     overlap: bool = True
     """Broadcast the next panel while one is multiplied."""
     benchmark: bool = False
-    """Time beside one rank and beside the ceiling without communication; compare some rows alone."""
+    """Only time, beside one rank and the ceiling without communication; check only some rows of C."""
 
     def check(self, n: int) -> None:
-        """Settles the grid for n ranks. Raises UsageError for what cannot run."""
+        """Fill in the grid and the algorithms for n ranks. Raises UsageError for options that cannot run."""
         if n % self.layers:
             fitting = ", ".join(str(x) for x in range(1, n + 1) if n % x == 0)
             raise UsageError(f"--layers {self.layers}: {n} ranks divide into {fitting} layers")

@@ -1,7 +1,7 @@
-"""What a product sends, one dimension against two, by formula: the table of tp_summa.py.
+"""Numbers sent by a product, one dimension against two, by formula: the table of tp_summa.py.
 
-A_MK, B_KJ and C_MJ all lie cut in n pieces before and after. A grid of R x C ranks in L layers, n = R C L.
-Numbers a rank sends, the mean over ranks:
+A_MK, B_KJ and C_MJ are each split into n blocks, before and after the product. The grid has R x C ranks in L
+layers, n = R C L. Numbers that a rank sends, the mean over ranks:
 
     SUMMA            ((C-1) MK + (R-1) KJ) / n     forward; twice that backward: A and B again, and dA and dB
     1-D              the grids n x 1 (B moves) and 1 x n (A moves)
@@ -17,13 +17,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rich.table import Table
+
 from tp_grid import most_square
 
 Shape = tuple[int, int, int]
 
 
 def summa(shape: Shape, rows: int, columns: int, layers: int = 1) -> tuple[Fraction, Fraction]:
-    """Numbers sent forward and backward by SUMMA; sizes that divide evenly."""
+    """Return the numbers per rank that SUMMA sends (forward, backward), for sizes that divide evenly."""
     M, K, J = shape
     n = rows * columns * layers
     factors = Fraction((columns - 1) * M * K + (rows - 1) * K * J, n)
@@ -32,7 +33,10 @@ def summa(shape: Shape, rows: int, columns: int, layers: int = 1) -> tuple[Fract
 
 
 def cannon(shape: Shape, q: int, layers: int = 1) -> tuple[Fraction, Fraction]:
-    """Numbers sent forward and backward by Cannon's product on q x q ranks in layers; sizes that divide evenly."""
+    """Return the numbers per rank that Cannon sends (forward, backward), for sizes that divide evenly.
+
+    The grid has q x q ranks in each of `layers` layers.
+    """
     M, K, J = shape
     factors = Fraction(M * K + K * J, q * q * layers)  # the blocks of A and B that a rank holds
     skew, terms = Fraction(q - 1, q), Fraction((layers - 1) * M * J, q * q * layers)
@@ -40,13 +44,13 @@ def cannon(shape: Shape, q: int, layers: int = 1) -> tuple[Fraction, Fraction]:
 
 
 def best_layers(shape: Shape, n: int) -> int:
-    """The number of layers, each of the most square grid, for which SUMMA sends least forward and backward."""
+    """Return the number of layers, each the most square grid, for which SUMMA sends least in both passes."""
     fitting = [layers for layers in range(1, n + 1) if n % layers == 0]
     return min(fitting, key=lambda layers: sum(summa(shape, *most_square(n // layers), layers)))
 
 
 def table(shape: Shape, ranks: tuple[int, ...] = (4, 16, 64, 1024)) -> Table:
-    """Megabytes a rank sends in float32, forward and forward + backward, and how many blocks of C it holds at once."""
+    """Return a table of MB sent per rank in float32, forward and in both passes, and of blocks of C held."""
     found = Table(
         title=f"MB a rank sends, {' x '.join(map(str, shape))}, float32, by formula", title_justify="left"
     )

@@ -1,4 +1,4 @@
-"""The product of matrices on a grid, whatever moves the blocks: its gradients, the sum over layers, its bytes.
+"""Matrix product on a grid, for any method that moves the blocks: gradients, sum over layers, bytes.
 
     C = A B      C_l = the product of layer l's part of the inner dimension (SUMMA, Cannon)
                  C   = sum over the layers, cut by rows over them: a reduce-scatter
@@ -16,24 +16,26 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from tp_grid import Blocks
 
-from common import collectives, comm
+from common import comm
+from common.comm import collectives
+
+from tp_grid import Blocks
 
 
 class Method(Protocol):
-    """What Summa and Cannon share."""
+    """Interface that Summa and Cannon share."""
 
     blocks: Blocks
 
     def multiply(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """c = this rank's block of A B, of its layer."""
+        """Write this rank's block of A B into c, the term of its layer."""
 
     def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
-        """da, db = this rank's blocks of dC B^T and A^T dC."""
+        """Write this rank's blocks of dC B^T and A^T dC into da and db."""
 
     def bytes(self, item: int) -> tuple[Fraction, Fraction]:
-        """What this rank sends forward and backward inside its layer."""
+        """Return the bytes this rank sends inside its layer (forward, backward). item: bytes per number."""
 
 
 class _Multiply(torch.autograd.Function):
@@ -54,16 +56,17 @@ class _Multiply(torch.autograd.Function):
 
 
 def multiply(a: Tensor, b: Tensor, method: Method) -> Tensor:
-    """This rank's block of C = A B, differentiable. Blocks lie as `Blocks` says, and so do their gradients.
+    """Return this rank's block of C = A B, differentiable. `Blocks` places the blocks and their gradients.
 
-    a [m, k], b [k, j]; with layers, each has a term of C, and the sum is cut by rows over them.
+    a is [m, k], b [k, j]. With several layers each computes a term of C, and the sum is cut by rows over the
+    layers.
     """
     terms = cast(Tensor, _Multiply.apply(a.contiguous(), b.contiguous(), method))
     return collectives.reduce_scatter(terms, method.blocks.grid.depth, 0)
 
 
 def bytes_by_formula(method: Method, item: int) -> tuple[Fraction, Fraction]:
-    """What this rank sends forward and backward, the sum over the layers included."""
+    """Return the bytes this rank sends (forward, backward), including the sum over layers."""
     depth, blocks = method.blocks.grid.depth.size, method.blocks
     longest = ceil((blocks.rows.stop - blocks.rows.start) / depth)
     sum_over_layers = (depth - 1) * longest * (blocks.columns.stop - blocks.columns.start) * item
@@ -72,9 +75,9 @@ def bytes_by_formula(method: Method, item: int) -> tuple[Fraction, Fraction]:
 
 
 def prepared(a: Tensor, b: Tensor, method: Method) -> Callable[[], Tensor]:
-    """The forward pass of `multiply` in memory that is taken once: each call writes into the same terms of C.
+    """Return the forward pass of `multiply` as a function whose calls all write into the same terms of C.
 
-    A fresh block of 64 MiB costs 16384 page faults, which is more than it costs to send it.
+    A newly allocated block of 64 MiB costs 16384 page faults, which take longer than sending the block.
     """
     terms = a.new_empty(a.shape[0], b.shape[1])
 

@@ -4,9 +4,9 @@
     tp_libtorch    the same functions in C++ on LibTorch's autograd and a c10d process group
     tp_mpi         own forward and backward pass on MPI and BLAS, no torch
 
-All three hold the same pieces of GPT-2's layer, take the same x_BSD and sum the same two messages each way. The loss is
-half the squared distance to a fixed y_BSD, over the number of tokens. dx, which a layer before would get, is compared
-with the gradients.
+All three hold the same shards of GPT-2's layer, take the same x_BSD and all-reduce the same two tensors in
+each pass. The loss is half the squared distance to a fixed y_BSD, divided by the number of tokens. dx, the
+gradient for an earlier layer, is compared along with the gradients of the parameters.
 
     mpirun -np 2 python tp_languages.py
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python tp_languages.py --benchmark --model gpt2-10m --dtype float32
@@ -22,24 +22,25 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tp_layers import LANGUAGES, LanguageOptions, make, plain_layer
-from tp_megatron import check_split
 
 from common import random
-from common.comparison import check, report
-from common.equality import Followed, Start, unmoved
+from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.languages import Part, check_modules, follow, prove
-from common.lesson import DTYPES, run
-from common.measure import BenchmarkRecord, in_turn, peak_memory
-from common.mesh import Mesh
-from common.runtime import Runtime
+from common.launch.runtime import Runtime
+from common.lesson.comparison import check, report
+from common.lesson.equality import Followed, Start, unmoved
+from common.lesson.languages import Part, check_modules, follow, prove
+from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson.runner import DTYPES, run
+
+from tp_layers import LANGUAGES, LanguageOptions, make, plain_layer
+from tp_megatron import check_split
 
 VERSIONS = tuple(LANGUAGES)
 
 
 def samples(o: LanguageOptions) -> tuple[Tensor, Tensor]:
-    """x_BSD and the y_BSD that it should become: normal numbers, a function of the seed."""
+    """Return (x_BSD, its target y_BSD): normal numbers that depend on the seed alone."""
     shape = (o.batch, o.sequence, o.model_config().width)
     made = (random.normals(o.seed, random.stream_of(name), math.prod(shape)).reshape(shape) for name in "xy")
     x, y = (torch.from_numpy(values).to(DTYPES[o.dtype]) for values in made)
@@ -47,7 +48,7 @@ def samples(o: LanguageOptions) -> tuple[Tensor, Tensor]:
 
 
 def step(part: Part, x_BSD: Tensor, y_BSD: Tensor) -> tuple[float, Tensor]:
-    """(loss, dx) of a forward and backward pass."""
+    """Run a forward and backward pass; return (loss, dx)."""
     tokens = y_BSD.shape[0] * y_BSD.shape[1]
     away_BSD = part.forward(x_BSD) - y_BSD
     return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
@@ -56,7 +57,7 @@ def step(part: Part, x_BSD: Tensor, y_BSD: Tensor) -> tuple[float, Tensor]:
 def train(
     rt: Runtime, o: LanguageOptions, name: str, optimizer: str, start: Start = unmoved
 ) -> tuple[Followed, Fraction, Fraction]:
-    """What the steps leave, gathered, the bytes this rank sent, and those by formula."""
+    """Train `o.steps` steps; return (gathered results, bytes this rank sent, bytes by formula)."""
     x_BSD, y_BSD = samples(o)
     plain, mesh = dict(plain_layer(o).named_parameters()), Mesh(rt.world, tp=rt.world_size)
     part = start(make(name, rt, o, optimizer))
@@ -65,13 +66,13 @@ def train(
 
 
 def step_bytes(rt: Runtime, o: LanguageOptions) -> Fraction:
-    """Bytes a rank sends in a step: four all-reduces of x."""
+    """Return the bytes a rank sends in a step: four all-reduces of x."""
     n, numbers = rt.world_size, o.batch * o.sequence * o.model_config().width
     return Fraction(4 * 2 * (n - 1) * numbers * DTYPES[o.dtype].itemsize, n)
 
 
 def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
-    """Forward, backward and AdamW of every version in turn; `o.steps` rounds after one to warm up."""
+    """Time forward, backward and AdamW of every version in turn: `o.steps` rounds after a warm-up."""
     x_BSD, y_BSD = samples(o)
 
     def case(name: str) -> Callable[[], object]:
@@ -111,7 +112,7 @@ def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
 
 
 def prepare(rt: Runtime, o: LanguageOptions) -> None:
-    """Refuse what cannot run; give every library of this rank one thread."""
+    """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
     check(rt, VERSIONS, o)
     c, n = o.model_config(), rt.world_size
     check_split(c, n)
@@ -123,7 +124,7 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
 
 
 def main(rt: Runtime, o: LanguageOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     prepare(rt, o)
     if o.benchmark:
         report(rt, o, benchmark(rt, o))

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+
+from common.launch.runtime import Runtime
+from common.lesson.languages import InLibTorch, InNumpy, InTorch, Part
+from common.lesson.runner import DTYPES
+from common.models.transformer import Layer, Transformer
+
 from tp_megatron import Region, split_layer
 from tp_training import TensorOptions, tp_group
-
-from common.languages import InLibTorch, InNumpy, InTorch, Part
-from common.lesson import DTYPES
-from common.models.transformer import Layer, Transformer
-from common.runtime import Runtime
 
 LANGUAGES = {"pytorch": "pytorch", "tp_libtorch": "libtorch", "tp_mpi": "cpp-mpi"}
 
@@ -28,21 +29,22 @@ class LanguageOptions(TensorOptions, without=("micro_batches", "scaling", "data"
     """Shape of the layer and of x."""
 
     versions: tuple[str, ...] = tuple(LANGUAGES)
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def plain_layer(o: LanguageOptions) -> Layer:
-    """The first layer of the model, on the CPU."""
+    """Return the first layer of the model, on the CPU."""
     return cast(Layer, Transformer(replace(o.model_config(), layers=1), o.seed, DTYPES[o.dtype]).layers[0])
 
 
 def make(name: str, rt: Runtime, o: LanguageOptions, optimizer: str) -> Part:
-    """The layer in a language; "one device" is the plain one."""
+    """Return the layer in the language `name`; "one device" is the plain layer."""
     layer, c = plain_layer(o), o.model_config()
     positions_S, named = torch.arange(o.sequence), dict(layer.named_parameters())
     if name == "tp_mpi":
-        import tp_mpi
         from mpi4py import MPI
+
+        import tp_mpi
 
         comm = MPI.COMM_WORLD if rt.world_size > 1 else None
         return InNumpy(tp_mpi.Layer(c.width, c.heads, c.mlp_width, comm, o.seed, o.dtype), named, optimizer)

@@ -1,4 +1,4 @@
-"""Megatron's tensor parallelism: a whole Transformer split inside its layers, two messages a layer each way.
+"""Megatron's tensor parallelism: a Transformer split inside its layers, two messages per layer and pass.
 
                  attention                                        MLP
     x  R --enter--> q k v by columns, that is by heads --> o --leave--> R --enter--> up --gelu--> down --leave--> R
@@ -8,20 +8,22 @@
     plain                   copy       R -> R          reduce          P -> R     norms and residuals: on all ranks
     sequence_parallel       gather     S(1) -> R       reduce_scatter  P -> S(1)  norms and residuals: a slice each
 
-A region is what lies between `enter` and `leave`: column parallel, then anything that works on single numbers or single
-heads, then row parallel. An all-reduce is a reduce-scatter and an all-gather; Megatron's sequence parallelism moves the
-norms, residuals and dropouts in between the two. It sends the same bytes, and what was on all ranks is now on one
-(Korthikanti et al., "Reducing activation recomputation", 2022, arXiv:2205.05198, section 4.2.2). There each rank sees
-other tokens, so by the rule of placement.py the gradients of what is replicated (norms, the biases after `leave`,
-positions) are partial over tp, too; `sum_gradients` sums them.
+A region is the part between `enter` and `leave`: a column-parallel layer, then operations on single numbers
+or single heads, then a row-parallel layer. An all-reduce is a reduce-scatter and an all-gather; Megatron's
+sequence parallelism puts the norms, residuals and dropouts between the two. It sends the same bytes, and each
+of these activations is on one rank instead of on all (Korthikanti et al., "Reducing activation
+recomputation", 2022, arXiv:2205.05198, section 4.2.2). Outside the regions each rank then sees different
+tokens, so by the rule of placement.py the gradients of replicated parameters (norms, biases after `leave`,
+positions) are partial over tp; `sum_gradients` sums them.
 
     tensor_parallel(model, mesh.group("tp"), sequence_parallel=True)
-    total, targets = model.loss(model(tokens_BS), targets_BS)            # logits stay split: model.loss knows
+    total, targets = model.loss(model(tokens_BS), targets_BS)            # of logits that stay split
 
-Cost, x of |x| = B S D numbers: 2 x 2 all-reduces of |x| a layer, 2 more for embedding and head, 3 numbers a token for
-the loss. Memory: weights, their states, and the activations inside of regions take 1/n; those outside all, or 1/n with
-sequence_parallel. Heads must divide by n; n may exceed the key-value heads: then each rank computes those that its
-query heads read, from weights that are replicated.
+Cost, x of |x| = B S D numbers: 2 x 2 all-reduces of |x| per layer, 2 more for embedding and head, 3 numbers
+per token for the loss. Memory: weights, their states, and the activations inside regions take 1/n;
+activations outside regions are whole on every rank, or take 1/n with sequence_parallel. n must divide the
+heads. n may exceed the key-value heads: then each rank computes those that its query heads read, from
+replicated weights.
 
     python tp_megatron.py --nproc 4 --model llama-tiny      torchrun --nproc_per_node=4 tp_megatron.py --dropout 0.1
     mpirun -np 4 python tp_megatron.py
@@ -29,63 +31,62 @@ query heads read, from weights that are replicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import partial
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from common.comm import Group, collectives, sizes_of
+from common.comm.placement import split_tokens_along, sum_gradients
+from common.errors import UsageError
+from common.launch.command_line import Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
+from common.lesson.job import Job, total
+from common.lesson.runner import run
+from common.models.dropout import Dropout
+from common.models.transformer import Attention, Layer, Transformer, TransformerConfig
+
 from tp_column_parallel import ColumnParallelLinear
+from tp_costs import megatron_bytes
 from tp_row_parallel import RowParallelLinear
 from tp_training import TensorOptions, lesson
 from tp_vocabulary import split_vocabulary
-
-from common import collectives
-from common.comm import Group, padded, sizes_of
-from common.errors import UsageError
-from common.lesson import run
-from common.mesh import Mesh
-from common.models.dropout import Dropout
-from common.models.transformer import Attention, Layer, Transformer, TransformerConfig
-from common.options import Within
-from common.placement import split_tokens_along, sum_gradients
-from common.runtime import Runtime
-from common.training import Version
 
 VERSIONS = ("plain", "sequence-parallel")
 SplitMLP = Callable[[nn.Module, "Region"], None]
 
 
 class Region:
-    """How activations x_BSD enter what is split over the group, and how they leave it.
+    """Entry and exit of the regions that are split over the group, for activations x_BSD.
 
-    With sequence_parallel they come and go as slices of the sequence.
+    With sequence_parallel, x is a slice of the sequence before `enter` and after `leave`.
     """
 
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel, self.length = group, sequence_parallel, 0
 
     def note(self, positions_S: Tensor) -> None:
-        """The sequence that these positions are of is what `enter` will gather."""
+        """Store the length of the sequence with these positions; `enter` gathers that many tokens."""
         self.length = positions_S.shape[-1]
 
     def enter(self, x: Tensor) -> Tensor:
-        """R or S(1) to R."""
+        """Make x replicated for a region: R or S(1) to R."""
         if not self.sequence_parallel:
             return collectives.copy(x, self.group)
         return collectives.gather(x, self.group, 1, "partial", sizes_of(self.length, self.group.size))
 
     def leave(self, x: Tensor) -> Tensor:
-        """P to R or S(1)."""
+        """Sum a region's partial result over the ranks: P to R or S(1)."""
         if not self.sequence_parallel:
             return collectives.reduce(x, self.group)
         return collectives.reduce_scatter(x, self.group, 1)
 
     def slice(self, positions_S: Tensor) -> Tensor:
-        """The positions outside of the region."""
+        """Return the positions that this rank holds outside of the region."""
         if not self.sequence_parallel:
             return positions_S
         sizes = sizes_of(positions_S.shape[-1], self.group.size)
@@ -94,9 +95,9 @@ class Region:
 
 
 class SharedRows(nn.Module):
-    """A projection to heads that several ranks share: the weight on all ranks, each computes the `rows` it needs.
+    """Projection to heads that several ranks share: each has the whole weight and uses the `rows` it needs.
 
-    Every rank adds to the gradient, so the weight passes `copy`, whose adjoint sums.
+    Every rank contributes to the weight's gradient, so the weight passes through `copy`, whose adjoint sums.
     """
 
     rows: Tensor
@@ -114,7 +115,7 @@ class SharedRows(nn.Module):
 
 
 def split_attention(attention: Attention, config: TransformerConfig, region: Region) -> None:
-    """Heads over ranks; a rank has the key-value heads that its query heads read."""
+    """Split the heads over ranks; a rank computes the key-value heads that its query heads read."""
     group, heads, kv_heads = region.group, config.heads, config.kv_heads
     projections: list[tuple[str, nn.Module]] = [
         ("q_proj", ColumnParallelLinear(attention.q_proj, group, enter=_as_it_is)),
@@ -128,7 +129,7 @@ def split_attention(attention: Attention, config: TransformerConfig, region: Reg
         else:
             read = [head * kv_heads // heads for head in mine]
             once = sorted(set(read))
-            # as few as may be, where all of them are read equally often
+            # each head once, if all of them are read equally often
             read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
             width = config.head_width
             rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
@@ -150,7 +151,7 @@ def _leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
 
 
 def split_mlp(mlp: Any, region: Region) -> None:
-    """Up and gate by columns, down by rows."""
+    """Split up and gate by columns, down by rows."""
     for name in ("up_proj", "gate_proj"):
         if hasattr(mlp, name):
             setattr(mlp, name, ColumnParallelLinear(getattr(mlp, name), region.group, enter=_as_it_is))
@@ -158,7 +159,7 @@ def split_mlp(mlp: Any, region: Region) -> None:
 
 
 def split_layer(layer: Layer, config: TransformerConfig, region: Region, split: SplitMLP = split_mlp) -> None:
-    """Attention and MLP become regions; what is around them stays."""
+    """Turn attention and MLP into regions; the rest of the layer stays as it is."""
     split_attention(layer.attention, config, region)
     split(layer.mlp, region)
     layer.register_forward_pre_hook(lambda _, given: region.note(given[1]))
@@ -167,7 +168,7 @@ def split_layer(layer: Layer, config: TransformerConfig, region: Region, split: 
 
 
 class PositionsOutside(nn.Module):
-    """Learned positions of the rank's slice of the sequence."""
+    """Embedding of learned positions for this rank's slice of the sequence."""
 
     def __init__(self, embedding: nn.Embedding, region: Region) -> None:
         super().__init__()
@@ -182,10 +183,11 @@ def tensor_parallel(
 ) -> Region:
     """Split the model over the ranks of `group`, in place; the same whole model must be on all of them.
 
-    model(tokens_BS) takes the same tokens on all ranks and returns logits_BSv, this rank's part of the vocabulary;
-    `model.loss` sums their cross-entropies. Call `placement.sum_gradients` after the backward pass: with
-    sequence_parallel some gradients are partial. split: what makes a region of each MLP, for MLPs that are more than
-    one. Returns the way into regions and out of them. Raises UsageError where heads do not divide by the ranks.
+    model(tokens_BS) takes the same tokens on all ranks and returns logits_BSv, this rank's part of the
+    vocabulary; `model.loss` sums their cross-entropies. Call `placement.sum_gradients` after the backward
+    pass: with sequence_parallel some gradients are partial. split: the function that turns each MLP into a
+    region; mixtures of experts need their own. Returns the region. Raises UsageError where the ranks do not
+    divide the heads.
     """
     config, region = model.config, Region(group, sequence_parallel)
     (check_split if split is split_mlp else check_sizes)(config, group.size)
@@ -207,14 +209,14 @@ def tensor_parallel(
 
 
 def check_split(config: TransformerConfig, n: int) -> None:
-    """Raises UsageError where n ranks cannot hold whole heads, some of the vocabulary and the MLP, or for experts."""
+    """Raise UsageError for a model with experts, and where `check_sizes` does."""
     if config.experts:
         raise UsageError(f"this splits one MLP a layer over tp, not {config.experts} experts; see chapter 06")
     check_sizes(config, n)
 
 
 def check_sizes(config: TransformerConfig, n: int) -> None:
-    """Raises UsageError where n ranks cannot hold whole heads, some of the vocabulary and of an MLP."""
+    """Raise UsageError where n ranks cannot hold whole heads, and parts of the vocabulary and of an MLP."""
     if config.heads % n:
         fits = ", ".join(str(k) for k in range(1, config.heads + 1) if config.heads % k == 0)
         raise UsageError(f"{config.heads} heads do not divide over {n} ranks along tp; {fits} would do")
@@ -230,46 +232,41 @@ class MegatronOptions(TensorOptions):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
     dropout: Annotated[float, Within(0, 0.999999)] = 0.0
-    """Share of numbers that training sets to zero: the same ones on every mesh."""
+    """Share of numbers that training sets to zero; these are the same on every mesh."""
 
     def model_config(self) -> TransformerConfig:
-        """The model's shape, with dropout."""
+        """Return the model's shape, with dropout."""
         return replace(super().model_config(), dropout=self.dropout)
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: MegatronOptions) -> Version:
-    """The model split over all ranks, without and with sequence parallelism."""
-    assert isinstance(model, Transformer)
-    mesh = Mesh(rt.world, tp=rt.world_size)
-    tensor_parallel(model, mesh.group("tp"), sequence_parallel=name == "sequence-parallel")
-    finish = partial(sum_gradients, list(model.parameters()), mesh)
-    return Version(model, finish=finish, loss=model.loss)
+def train(job: Job[MegatronOptions]) -> Iterator[Tensor]:
+    """Train the split model, with or without sequence parallelism; yield the loss of each batch."""
+    model, group = job.model, job.group
+    tensor_parallel(model, group, sequence_parallel=job.version == "sequence-parallel")
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # norms and biases that saw only this rank's tokens
+        optimizer.step()
+        yield total(losses)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: MegatronOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
-    assert isinstance(model, Transformer)
-    c, n, size = model.config, group.size, next(model.parameters()).element_size()
-    outside = name == "sequence-parallel"
-    length = padded(o.sequence, n) if outside else o.sequence
-    numbers = o.batch * length * c.width * (4 * c.layers + 2)
-    numbers += 3 * o.batch * o.sequence  # the loss
-    if c.kv_heads % n:  # the gradients of weights that ranks share
-        times = min(o.micro_batches, o.batch)
-        numbers += times * c.layers * 2 * c.kv_heads * c.head_width * (c.width + c.bias)
-    if outside:  # the gradients that are partial
-        norm = c.width * (2 if c.norm == "layernorm" else 1)
-        numbers += (2 * c.layers + 1) * norm + 2 * c.layers * c.width * c.bias
-        numbers += c.sequence * c.width * (c.positions == "learned")
-    return Fraction(2 * (n - 1) * numbers * size, n)
+LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), megatron_bytes)
 
 
 def main(rt: Runtime, o: MegatronOptions) -> bool:
-    """A Transformer, split; with --benchmark its time alone."""
+    """Prove the split Transformer; with --benchmark only time it."""
     check_split(o.model_config(), rt.world_size)
-    return lesson(rt, o, VERSIONS, make_version, step_bytes)
+    return lesson(rt, o, LESSON)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""What a layer keeps for its backward pass under tensor parallelism, by formula and counted.
+"""Activations that a layer keeps for its backward pass under tensor parallelism, by formula and counted.
 
-Numbers a token and layer of GPT-2 keeps, D wide, M in the MLP, H heads, over n ranks:
+Numbers kept per token and layer of GPT-2, with width D, MLP width M and H heads, on each of n ranks:
 
                           one device       plain, n ranks           sequence parallel, n ranks
     norms: their inputs   2 D + 4          2 D + 4                  2 D / n + 4 / n
     regions: inputs       2 D              2 D                      2 D
     regions: inside       4 D + 2 M + H    (4 D + 2 M + H) / n      (4 D + 2 M + H) / n
 
-Inside are q, k, v, the result of attention and H log-sums of its softmax, up before and after its GELU. What lies
-outside of the regions is on all ranks until sequence parallelism cuts it (Korthikanti et al., 2022, arXiv:2205.05198,
-section 4.2). The gathered inputs of the regions stay whole here; Megatron-LM keeps their slices and gathers them once
-more in the backward pass: (n-1)/n of 2 D numbers sent, for 2 D (n-1)/n kept less.
+Inside a region are q, k, v, the result of attention and the H log-sums of its softmax, and up before and
+after the GELU. Activations outside the regions are whole on all ranks unless sequence parallelism splits them
+(Korthikanti et al., 2022, arXiv:2205.05198, section 4.2). The gathered inputs of the regions stay whole here;
+Megatron-LM keeps their slices and gathers them again in the backward pass: it sends (n-1)/n of 2 D numbers
+more, to keep as many fewer.
 
     python tp_memory.py --nproc 4     torchrun --nproc_per_node=4 tp_memory.py     mpirun -np 4 python tp_memory.py
 """
@@ -22,23 +23,24 @@ from fractions import Fraction
 
 import torch
 from rich.table import Table
-from tp_megatron import MegatronOptions, check_split, tensor_parallel
-from tp_training import tp_group
 
 from common.comm import Group
-from common.comparison import check
+from common.comm.ledger import show_bytes
 from common.errors import UsageError
-from common.ledger import show_bytes
-from common.lesson import DTYPES, console, run
+from common.launch.runtime import Runtime
+from common.lesson.comparison import check
+from common.lesson.runner import DTYPES, console, run
 from common.models.transformer import Transformer, TransformerConfig
-from common.runtime import Runtime
 from common.utils.memory import saved_bytes
+
+from tp_megatron import MegatronOptions, check_split, tensor_parallel
+from tp_training import tp_group
 
 VERSIONS = ("one device", "plain", "sequence-parallel")
 
 
 def by_formula(name: str, c: TransformerConfig, tokens: int, size: int, n: int) -> Fraction:
-    """Bytes that a layer of GPT-2 keeps of so many tokens, numbers of `size` bytes."""
+    """Return the bytes that a layer of GPT-2 keeps for so many tokens, with numbers of `size` bytes."""
     inside, outside = 4 * c.width + 2 * c.mlp_width + c.heads, 2 * c.width + 4
     if name == "one device":
         n = 1
@@ -47,7 +49,7 @@ def by_formula(name: str, c: TransformerConfig, tokens: int, size: int, n: int) 
 
 
 def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -> int:
-    """Bytes that a layer keeps: those that two layers keep, less those that one keeps."""
+    """Return the bytes that a layer keeps: those that two layers keep minus those that one keeps."""
     tokens_BS = torch.zeros(o.batch, o.sequence, dtype=torch.long, device=device)
     kept = []
     for layers in (1, 2):
@@ -66,11 +68,11 @@ class MemoryOptions(
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
-    """The table; True where what is counted is the formula, to the byte."""
+    """Print the table; True if the counted bytes are exactly those of the formula."""
     c, n = o.model_config(), rt.world_size
     check_split(c, n)
     check(rt, VERSIONS, o)

@@ -1,31 +1,34 @@
-"""Messages behind products: the all-gather before a layer and the reduce-scatter after it, cut into pieces.
+"""Overlap of messages with products: all-gather before a layer and reduce-scatter after it, in pieces.
 
     whole     |------- gather -------|------------ multiply ------------|
     pieces    |- g0 -|- g1 -|- g2 -|
                      |--- m0 ---|--- m1 ---|--- m2 ---|                    each is multiplied as it arrives
 
-With Megatron's sequence parallelism every region begins with an all-gather and ends with a reduce-scatter of B S D
-numbers, and the product next to each cannot wait for another: it needs the message. But a row of the product needs one
-row of the input. So the rank cuts its slice of the sequence into P pieces, and piece j + 1 travels while piece j is
-multiplied; at the end of the region the other way round (Wang et al., "Overlap communication with dependent computation
-via decomposition", ASPLOS 2023). The adjoint of one is the other, so the backward pass overlaps as well.
+With Megatron's sequence parallelism every region begins with an all-gather and ends with a reduce-scatter of
+B S D numbers. The first product needs the gathered input, and the reduce-scatter needs the last product, so
+as wholes they cannot overlap. But one row of the product needs only one row of the input. So the rank cuts
+its slice of the sequence into P pieces, and piece j + 1 travels while piece j is multiplied; at the end of
+the region piece j travels while piece j + 1 is multiplied (Wang et al., "Overlap communication with dependent
+computation via decomposition", ASPLOS 2023). The two are each other's adjoints, so the backward pass overlaps
+as well.
 
     T(P) = max(Tc, Tm) + min(Tc, Tm) / P + P o        best at P* = sqrt(min(Tc, Tm) / o)
 
-Tc the product, Tm the message, o what a piece more costs. The gain is at most a factor of 2, at Tc = Tm.
+Tc is the time of the product, Tm that of the message, o the overhead per piece. The gain is at most a factor
+of 2, at Tc = Tm.
 
-Cost: the bytes of the plain version. Memory: one piece more in flight.
+Cost: the bytes of the plain version. Memory: one more piece, in flight.
 
     python tp_overlap.py --nproc 4     torchrun --nproc_per_node=4 tp_overlap.py     mpirun -np 4 python tp_overlap.py
     mpirun -np 2 --bind-to core python tp_overlap.py --benchmark --dtype float32      # T(P), by formula and measured
-    mpirun -np 2 --bind-to core python tp_overlap.py --benchmark --trace traces       # and where the time went
+    mpirun -np 2 --bind-to core python tp_overlap.py --benchmark --trace traces       # with a trace
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -34,35 +37,36 @@ from typing import Annotated, Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from tp_megatron import MegatronOptions, check_split, tensor_parallel
-from tp_megatron import step_bytes as megatron_bytes
-from tp_training import lesson, tp_group
 
 from common import comm
 from common.comm import Group, Pending, sizes_of
-from common.equality import TOLERANCE, difference
+from common.comm.placement import sum_gradients
 from common.errors import UsageError
-from common.lesson import DTYPES, console, run
-from common.measure import in_turn
-from common.mesh import Mesh
+from common.launch.command_line import Size, Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
+from common.lesson.equality import TOLERANCE, difference
+from common.lesson.job import Job, total
+from common.lesson.measure import in_turn
+from common.lesson.runner import DTYPES, console, run
 from common.models.transformer import Transformer
-from common.options import Size, Within
-from common.placement import sum_gradients
-from common.runtime import Runtime
-from common.training import Version
+
+from tp_costs import megatron_bytes
+from tp_megatron import MegatronOptions, check_split, tensor_parallel
+from tp_training import lesson, tp_group
 
 VERSIONS = ("whole", "pieces")
-LINK = 0.1  # GB/s of the link that the benchmark pretends
+LINK = 0.1  # GB/s of the link that the benchmark simulates
 
 
 class Link:
-    """What carries the messages: the process group, and nothing sooner than a link of `speed` bytes a second would."""
+    """Simulated link: no message of the process group completes sooner than at `speed` bytes per second."""
 
     def __init__(self, speed: float = math.inf) -> None:
         self.speed, self.free = speed, 0.0
 
     def send(self, start: Callable[[], Pending], size: float) -> Callable[[], None]:
-        """Start a message of which this rank sends `size` bytes; the result waits for it."""
+        """Start a message of which this rank sends `size` bytes; return a function that waits for it."""
         pending = start()
         self.free = due = max(self.free, time.perf_counter()) + size / self.speed
 
@@ -75,24 +79,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a rank's slice of the sequence is cut, and what carries the pieces."""
+    """Number of pieces of a rank's slice of the sequence, and the group and link that carry them."""
 
     group: Group
     count: int
     link: Link
 
     def places(self, length: int) -> list[tuple[int, int]]:
-        """[lo, hi) of each piece; no more pieces than positions."""
+        """Return [lo, hi) of each piece; there are at most as many pieces as positions."""
         sizes = sizes_of(length, min(self.count, length))
         return [(sum(sizes[:j]), sum(sizes[: j + 1])) for j in range(len(sizes))]
 
     def sent(self, x: Tensor) -> float:
-        """Bytes that this rank sends where x is the whole of a gather or of a scatter."""
+        """Return the bytes that this rank sends where x is the whole tensor of a gather or a scatter."""
         return x.numel() * x.element_size() * (self.group.size - 1) / self.group.size
 
 
 def gather_multiply(x_BsD: Tensor, matrix_DF: Tensor, pieces: Pieces) -> tuple[Tensor, list[Tensor]]:
-    """(gather(x) matrix, of the whole sequence; the gathered pieces [n, B, piece, D]): S(1) to R.
+    """Return (gather(x) matrix for the whole sequence, the gathered pieces [n, B, piece, D]): S(1) to R.
 
     Piece j + 1 travels while piece j is multiplied. Sends (n-1)/n of the gathered x.
     """
@@ -119,7 +123,7 @@ def gather_multiply(x_BsD: Tensor, matrix_DF: Tensor, pieces: Pieces) -> tuple[T
 
 
 def multiply_scatter(x_BSf: Tensor, matrix_fD: Tensor, pieces: Pieces) -> Tensor:
-    """This rank's slice of the sum over ranks of x matrix: P to S(1).
+    """Return this rank's slice of the sum over ranks of x matrix: P to S(1).
 
     Piece j travels while piece j + 1 is multiplied. Sends (n-1)/n of the product.
     """
@@ -140,7 +144,7 @@ def multiply_scatter(x_BSf: Tensor, matrix_fD: Tensor, pieces: Pieces) -> Tensor
 
 
 def _weight_gradient(whole_BSf: Tensor, in_pieces: Sequence[Tensor], pieces: Pieces) -> Tensor:
-    """Sum over tokens of whole^T gathered, [f, D]."""
+    """Return the product whole^T gathered, summed over the tokens, [f, D]."""
     whole_Bnsf = whole_BSf.unflatten(1, (pieces.group.size, -1))
     total_fD = whole_BSf.new_zeros(whole_BSf.shape[-1], in_pieces[0].shape[-1])
     for (lo, hi), piece in zip(pieces.places(whole_Bnsf.shape[2]), in_pieces, strict=True):
@@ -179,7 +183,7 @@ class _LinearScatter(torch.autograd.Function):
 
 
 class OverlappedUp(nn.Module):
-    """The layer that opens a region: x_BsD, a slice of the sequence, to y_BSf."""
+    """First layer of a region: maps x_BsD, a slice of the sequence, to y_BSf."""
 
     def __init__(self, linear: Any, pieces: Pieces) -> None:
         super().__init__()
@@ -191,7 +195,7 @@ class OverlappedUp(nn.Module):
 
 
 class OverlappedDown(nn.Module):
-    """The layer that closes it: x_BSf to y_BsD, a slice of the sequence."""
+    """Last layer of a region: maps x_BSf to y_BsD, a slice of the sequence."""
 
     def __init__(self, linear: Any, pieces: Pieces) -> None:
         super().__init__()
@@ -203,10 +207,10 @@ class OverlappedDown(nn.Module):
 
 
 def overlap(model: Transformer, pieces: Pieces) -> Transformer:
-    """Overlap both ends of every MLP of a model that is sequence parallel; attention stays as it is."""
+    """Overlap both ends of every MLP of a sequence-parallel model; attention stays as it is."""
     for layer in model.layers:
         mlp: Any = layer.mlp
-        mlp._forward_pre_hooks.clear()  # the region's gather, which up_proj does now
+        mlp._forward_pre_hooks.clear()  # the region's gather; from now on up_proj gathers
         mlp.up_proj, mlp.down_proj = OverlappedUp(mlp.up_proj, pieces), OverlappedDown(mlp.down_proj, pieces)
     return model
 
@@ -216,36 +220,49 @@ class OverlapOptions(MegatronOptions):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
     pieces: Size = 2
-    """Pieces into which a rank cuts its slice."""
+    """Number of pieces into which a rank cuts its slice of the sequence."""
     link: Annotated[float, Within(1e-6, 1e6)] = LINK
-    """GB/s of the link that --benchmark pretends in its second table."""
+    """Bandwidth in GB/s of the link that --benchmark simulates in its second table."""
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: OverlapOptions) -> Version:
-    """Megatron's sequence parallelism, its messages whole or in pieces."""
-    assert isinstance(model, Transformer)
-    mesh = Mesh(rt.world, tp=rt.world_size)
-    tensor_parallel(model, mesh.group("tp"), sequence_parallel=True)
-    if name == "pieces":
-        overlap(model, Pieces(mesh.group("tp"), o.pieces, Link()))
-    parameters = list(model.parameters())
-    return Version(model, finish=lambda: sum_gradients(parameters, mesh), loss=model.loss)
+def train(job: Job[OverlapOptions]) -> Iterator[Tensor]:
+    """Train with sequence parallelism, messages whole or in pieces; yield the loss of each batch."""
+    model, group = job.model, job.group
+    tensor_parallel(model, group, sequence_parallel=True)
+    if job.version == "pieces":
+        overlap(model, Pieces(group, job.options.pieces, Link()))
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)
+        optimizer.step()
+        yield total(losses)
 
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: OverlapOptions) -> Fraction:
-    """Bytes a rank sends in a step: those of whole messages."""
+    """Return the bytes a rank sends in a step, for both versions those of whole messages."""
     return megatron_bytes("sequence-parallel", model, group, o)
 
 
+LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), step_bytes)
+
+
 def predicted(compute: float, message: float, piece: float, count: int) -> float:
-    """T(P), in the units of what is given."""
+    """Return T(P), in the unit of the given times. piece: the overhead per piece, o. count: P."""
     return max(compute, message) + min(compute, message) / count + count * piece
 
 
 def sweep(rt: Runtime, o: OverlapOptions, speed: float, title: str) -> bool:
-    """T(P) of the layer that opens an MLP, forward, by formula and measured; are all results the same?"""
+    """Show T(P) of an MLP's first layer, forward, by formula and measured; True if 1 and 16 pieces agree."""
     group, tokens, width = tp_group(rt), 2048 // rt.world_size, 1024
     generator = torch.Generator().manual_seed(group.rank)
     x_BsD = torch.randn(1, tokens, width, dtype=DTYPES[o.dtype], generator=generator).to(rt.device)
@@ -297,7 +314,7 @@ def sweep(rt: Runtime, o: OverlapOptions, speed: float, title: str) -> bool:
 
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
-    """A Transformer both ways; with --benchmark T(P) on this machine and on the link that we pretend."""
+    """Prove a Transformer both ways; with --benchmark show T(P) on this machine and on a simulated link."""
     check_split(o.model_config(), rt.world_size)
     if o.model_config().mlp != "gelu":
         raise UsageError(
@@ -309,7 +326,7 @@ def main(rt: Runtime, o: OverlapOptions) -> bool:
             f"--sequence {o.sequence} does not divide over {rt.world_size} ranks; {below or rt.world_size} would do"
         )
     if not o.benchmark:
-        return lesson(rt, o, VERSIONS, make_version, step_bytes)
+        return lesson(rt, o, LESSON)
     if rt.world_size > 1:
         torch.set_num_threads(1)
     right = sweep(rt, o, math.inf, "as messages travel here")

@@ -1,4 +1,4 @@
-"""Row parallelism: each rank holds some rows of the matrix and computes a part of every number of the result.
+"""Row parallelism: each rank holds some rows of the matrix and computes a partial sum of every result.
 
     y = x A + b,   A = [A0; A1; ...]  by rows,   x = [x0 | x1 | ...]      so      y = x0 A0 + x1 A1 + ... + b
 
@@ -13,18 +13,19 @@
     dx           dy A0^T                    dy A1^T                S: complete, and nothing is sent
     dA           x0^T dy                    x1^T dy                S: complete
 
-This is column parallelism's mirror image: the forward pass needs one message, the backward pass none. `reduce`, the
-all-reduce whose adjoint is the identity, is Megatron-LM's g (arXiv:1909.08053, section 3). Rows want an input that is
-split already, and columns leave one: columns then rows is a whole MLP with one all-reduce each way,
+This is column parallelism's mirror image: the forward pass needs one message, the backward pass none.
+`reduce`, the all-reduce whose adjoint is the identity, is Megatron-LM's g (arXiv:1909.08053, section 3). A
+row-parallel layer takes a split input, and a column-parallel layer returns one: columns, then rows, is a
+whole MLP with one all-reduce per pass,
 
     x  R --copy--> x A0, x A1  S --gelu--> S --x B0, x B1--> P --reduce--> R
 
-because gelu works on one number at a time, and each rank has whole numbers. The other way round it has parts of them,
-and gelu(p0 + p1) is not gelu(p0) + gelu(p1): rows then columns must all-reduce before the gelu and once more after it.
-`gelu_of_parts` shows both.
+because gelu works on one number at a time, and each rank has complete numbers. In the other order each rank
+has partial sums, and gelu(p0 + p1) is not gelu(p0) + gelu(p1): rows, then columns, needs an all-reduce before
+the gelu and an all-gather after the columns. `gelu_of_parts` shows both orders.
 
-Cost of a layer, y of |y| bytes: 2(n-1)/n |y| a rank in the forward pass; (n-1)/n |x| more in the backward pass where x
-is not split already. Memory: A, its gradient and states and x take 1/n; y takes all.
+Cost of a layer, y of |y| bytes: per rank 2(n-1)/n |y| in the forward pass; (n-1)/n |x| more in the backward
+pass where x is not split already. Memory: A, its gradient and states and x take 1/n; y takes all.
 
     python tp_row_parallel.py --nproc 4     torchrun --nproc_per_node=4 tp_row_parallel.py
     mpirun -np 4 python tp_row_parallel.py
@@ -32,7 +33,7 @@ is not split already. Memory: A, its gradient and states and x take 1/n; y takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -40,29 +41,31 @@ import torch
 import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
-from tp_column_parallel import ColumnParallelLinear
-from tp_training import TensorOptions, lesson, tp_group
 
-from common import collectives
-from common.comm import Group, padded
-from common.equality import TOLERANCE, difference
-from common.ledger import Ledger, show_bytes
-from common.lesson import console, run
+from common.comm import Group, collectives, padded
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.placement import shard
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
+from common.lesson.equality import TOLERANCE, difference
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
 from common.models.transformer import Transformer
-from common.placement import shard
-from common.runtime import Runtime
-from common.training import Version
 from common.utils.ranks import table_of_ranks
+
+from tp_column_parallel import ColumnParallelLinear
+from tp_costs import row_bytes
+from tp_training import TensorOptions, lesson, tp_group
 
 VERSIONS = ("scattered", "column-row")
 
 
 class RowParallelLinear(nn.Module):
-    """x_BSf, the features of this rank, to y_BSD, which is whole on all ranks.
+    """Linear layer split by rows: maps x_BSf, the features of this rank, to y_BSD, whole on all ranks.
 
-    linear: the whole layer, the same on all ranks; this one keeps its columns of the weight, and all of the bias, which
-    is added after the sum, once. input_is_parallel: False where x_BSF is whole on all ranks and must be cut first.
-    leave: what the partial result passes; the sum over ranks when absent.
+    linear: the whole layer, the same on all ranks. This rank keeps its columns of the weight, and the whole
+    bias, which is added once, after the sum. input_is_parallel: False where x_BSF is whole on all ranks and
+    must be cut first. leave: the function applied to the partial result, by default the sum over ranks.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class RowParallelLinear(nn.Module):
 
 
 def toy(rt: Runtime, group: Group) -> bool:
-    """The picture of the docstring with a column of x and a row of A on each rank, against the product on one rank."""
+    """Run the docstring's example, a column of x and a row of A per rank; True if it equals one rank's."""
     n = group.size
     whole_x = torch.arange(1.0, 2 * n + 1).view(2, n)
     whole = nn.Linear(n, 2)
@@ -106,7 +109,10 @@ def toy(rt: Runtime, group: Group) -> bool:
 
 
 def gelu_of_parts(rt: Runtime, group: Group) -> bool:
-    """A GELU between two layers: what each order of the splits gives, and sends forward."""
+    """Show difference to one device and bytes sent forward for each order of the splits around a GELU.
+
+    True if only the order that sums after the GELU is wrong, and all bytes are those of the formulas.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 8, dtype=torch.float64, generator=generator)
     first, second = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(2))
@@ -122,7 +128,7 @@ def gelu_of_parts(rt: Runtime, group: Group) -> bool:
 
     def rows_columns(early: bool) -> Tensor:
         part = RowParallelLinear(first, group, False, leave=lambda y: y)(x)
-        # the sum must come before the gelu; here it may come too late
+        # the sum must come before the gelu; without `early` it comes too late
         h = F.gelu(collectives.reduce(part, group)) if early else collectives.reduce(F.gelu(part), group)
         y: Tensor = ColumnParallelLinear(second, group, gather_output=True)(h)
         return y
@@ -150,7 +156,7 @@ def gelu_of_parts(rt: Runtime, group: Group) -> bool:
 
 
 def row_parallel(model: Transformer, group: Group, version: str) -> Transformer:
-    """scattered: the layers' last projections by rows, each input cut first. column-row: the MLPs whole."""
+    """Split by version: `scattered` o_proj and down_proj, their inputs cut first; `column-row` the MLPs."""
     scattered = version == "scattered"
     for module in list(model.layers.modules()):
         for name, child in list(module.named_children()):
@@ -168,36 +174,34 @@ class RowOptions(TensorOptions):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: RowOptions) -> Version:
-    """The model with its layers split along all ranks."""
-    assert isinstance(model, Transformer)
-    return Version(row_parallel(model, tp_group(rt), name))
+def train(job: Job[RowOptions]) -> Iterator[Tensor]:
+    """Train with projections split by rows; yield the loss of each batch."""
+    model, group = job.model, job.group
+    row_parallel(model, group, job.version)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: RowOptions) -> Fraction:
-    """Bytes a rank sends in a step.
-
-    scattered: two sums forward, the gradients of two inputs gathered. column-row: one sum each way, one more
-    backward for SwiGLU's second first layer.
-    """
-    assert isinstance(model, Transformer)
-    c, size = model.config, next(model.parameters()).element_size()
-    if name == "scattered":
-        numbers = 2 * 2 * c.width + padded(c.width, group.size) + padded(c.mlp_width, group.size)
-    else:
-        numbers = 2 * c.width * (3 if c.mlp == "swiglu" else 2)
-    return Fraction((group.size - 1) * c.layers * o.batch * o.sequence * numbers * size, group.size)
+LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), row_bytes)
 
 
 def main(rt: Runtime, o: RowOptions) -> bool:
-    """What comes first, then a Transformer; with --benchmark its time alone."""
+    """Check the two examples, then prove a Transformer; with --benchmark only time it."""
     group = tp_group(rt)
-    return lesson(
-        rt, o, VERSIONS, make_version, step_bytes, lambda: toy(rt, group) and gelu_of_parts(rt, group)
-    )
+    return lesson(rt, o, LESSON, lambda: toy(rt, group) and gelu_of_parts(rt, group))
 
 
 if __name__ == "__main__":

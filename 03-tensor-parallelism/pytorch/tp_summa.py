@@ -1,4 +1,4 @@
-"""C = A B on a grid of ranks: both factors cut twice, panels of them broadcast along rows and columns (SUMMA).
+"""C = A B on a grid of ranks (SUMMA): both factors cut twice, panels broadcast along rows and columns.
 
     C(r, c)  =  sum over panels p of  A(r, p) B(p, c)          dA = dC B^T          dB = A^T dC
 
@@ -10,11 +10,12 @@
     backward                   the same broadcasts; terms of dA are summed along the row to the owner of the panel,
                                terms of dB along the column
 
-Cost on R x C ranks: forward (C-1)/C of a block row of A and (R-1)/R of a block column of B a rank, backward twice that.
-For N x N on sqrt(n) x sqrt(n) that is about 2 N^2/sqrt(n) numbers; a split in one dimension sends about N^2 on any n.
-Memory: 1/n of A, B and C, and two panels. L layers (--layers) each take 1/L of the sum and add C up at the end: they
-send about 2 N^2/sqrt(L n) + (L-1) N^2/n and hold L times as much of C ("2.5D", Solomonik and Demmel, Euro-Par 2011).
-SUMMA: van de Geijn and Watts, Concurrency 9(4), 1997. Cannon's product, on square grids: tp_cannon.py.
+Cost per rank on R x C ranks: forward (C-1)/C of a block row of A and (R-1)/R of a block column of B, backward
+twice that. For N x N on sqrt(n) x sqrt(n) that is about 2 N^2/sqrt(n) numbers; a split in one dimension sends
+about N^2 on any n. Memory: 1/n of A, B and C, and two panels. L layers (--layers) each take 1/L of the sum
+and add C up at the end: they send about 2 N^2/sqrt(L n) + (L-1) N^2/n and hold L times as much of C ("2.5D",
+Solomonik and Demmel, Euro-Par 2011). SUMMA: van de Geijn and Watts, Concurrency 9(4), 1997. Cannon's product,
+on square grids: tp_cannon.py.
 
     python tp_summa.py --nproc 4                       torchrun --nproc_per_node=4 tp_summa.py
     python tp_summa.py --nproc 6 --grid 3 2            python tp_summa.py --nproc 8 --layers 2
@@ -30,26 +31,28 @@ from functools import partial
 import torch
 from rich.table import Table
 from torch import Tensor
+
+from common import comm
+from common.comm import Pending
+from common.comm.ledger import Ledger, show_bytes
+from common.launch.runtime import Runtime
+from common.lesson.matrices import ALONE, Product, proved, record, timed, times_table
+from common.lesson.measure import BenchmarkRecord, in_turn
+from common.lesson.runner import DTYPES, console, run
+from common.utils.visualizer import figure, throughput_bars
+
 from tp_cannon import Cannon
 from tp_grid import Blocks, Grid, GridOptions, Panel, make_grid, panels
 from tp_grid_costs import table as costs_table
 from tp_grid_product import Method, bytes_by_formula, multiply, prepared
 from tp_summa_peers import dtensor
 
-from common import comm
-from common.comm import Pending
-from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run
-from common.measure import BenchmarkRecord, in_turn
-from common.runtime import Runtime
-from common.utils.matrices import ALONE, Product, proved, record, timed, times_table
-from common.utils.visualizer import figure, throughput_bars
-
 
 class Summa:
-    """The product of blocks that lie as `Blocks` says, panel by panel, in memory that is taken once.
+    """SUMMA's product of blocks that are distributed as `Blocks` describes, with buffers allocated once.
 
-    each: panels in which a block travels. overlap: broadcast the next panel while one is multiplied.
+    each: number of panels in which a block travels. overlap: broadcast the next panel while one is
+    multiplied.
     """
 
     def __init__(self, blocks: Blocks, like: Tensor, each: int = 1, overlap: bool = True) -> None:
@@ -62,12 +65,12 @@ class Summa:
         )
 
     def mine(self, p: Panel, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the panel in this rank's blocks; they mean something where it is the owner."""
+        """Return views of the panel in this rank's blocks of A and B, each valid only on its owner."""
         of_a, of_b = self.blocks.place("A")[1].start, self.blocks.place("B")[0].start
         return a[:, p.begin - of_a : p.end - of_a], b[p.begin - of_b : p.end - of_b]
 
     def start(self, i: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, list[Pending]]:
-        """Begin to broadcast panel i; the tensors are A(r, p) and B(p, c) when all is done."""
+        """Start to broadcast panel i; return (A(r, p), B(p, c), broadcasts); wait before using the blocks."""
         p, row, column = self.panels[i], self.grid.row, self.grid.column
         k = p.end - p.begin
         a_mk, b_kj = (
@@ -87,7 +90,7 @@ class Summa:
         return a_mk, b_kj, moving if self.overlap else []
 
     def each_panel(self, a: Tensor, b: Tensor, use: Callable[[Panel, Tensor, Tensor], object]) -> None:
-        """Calls use(p, A(r, p), B(p, c)) for every panel."""
+        """Call use(p, A(r, p), B(p, c)) for every panel."""
         started = [self.start(0, a, b)] if self.panels else []
         for i, p in enumerate(self.panels):
             a_mk, b_kj, moving = started.pop()
@@ -98,13 +101,13 @@ class Summa:
             use(p, a_mk, b_kj)
 
     def multiply(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """c = this rank's block of A B."""
+        """Write this rank's block of A B into c."""
         if not self.panels:
             c.zero_()
         self.each_panel(a, b, lambda p, a_mk, b_kj: c.addmm_(a_mk, b_kj, beta=int(p is not self.panels[0])))
 
     def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
-        """da, db = this rank's blocks of dA = dC B^T and dB = A^T dC."""
+        """Write this rank's blocks of dA = dC B^T and dB = A^T dC into da and db."""
 
         def add(p: Panel, a_mk: Tensor, b_kj: Tensor) -> None:
             own_da, own_db = self.mine(p, da, db)
@@ -120,19 +123,19 @@ class Summa:
         self.each_panel(a, b, add)
 
     def bytes(self, item: int) -> tuple[Fraction, Fraction]:
-        """What this rank sends forward and backward, by formula. item: bytes of a number."""
+        """Return the bytes this rank sends (forward, backward), by formula. item: bytes per number."""
         R, C, K = self.grid.rows, self.grid.columns, self.blocks.inner.stop - self.blocks.inner.start
         once = (Fraction((C - 1) * self.m, C) + Fraction((R - 1) * self.j, R)) * K * item
         return once, 2 * once
 
 
 def make_method(name: str, blocks: Blocks, like: Tensor, o: GridOptions) -> Method:
-    """summa or cannon."""
+    """Return the method `name`, "summa" or "cannon"."""
     return Cannon(blocks, like) if name == "cannon" else Summa(blocks, like, o.panels, o.overlap)
 
 
 def prove(rt: Runtime, o: GridOptions, grid: Grid) -> bool:
-    """Each product forward and backward against numpy, its bytes against the formula, then its time."""
+    """Compare each product with numpy, forward and backward, and its bytes with the formula; then time it."""
     blocks = Blocks(o.shape, grid)
     factors = Product(o.shape, o.dtype, o.seed, rt.device)
     place, item = blocks.place, DTYPES[o.dtype].itemsize
@@ -170,14 +173,14 @@ def prove(rt: Runtime, o: GridOptions, grid: Grid) -> bool:
 
 
 def mean_over_ranks(values: list[Fraction], rt: Runtime) -> list[Fraction]:
-    """Blocks that differ by a row let ranks send different numbers of bytes; tables show the mean."""
+    """Return the means over ranks: where blocks differ by a row, ranks send different numbers of bytes."""
     shares = torch.tensor([float(x) for x in values], dtype=torch.float64, device=rt.device)
     comm.all_reduce(shares, rt.world)
     return [Fraction(x).limit_denominator(1000) / rt.world_size for x in shares.tolist()]
 
 
 def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
-    """Each product, its rank's share of it without communication (the ceiling), DTensor, and one rank, in turn."""
+    """Time in turn each product, its local part without messages (the ceiling), DTensor, one rank."""
     blocks = Blocks(o.shape, grid)
     factors = Product(o.shape, o.dtype, o.seed, rt.device)
     cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
@@ -215,7 +218,7 @@ def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
 
 
 def main(rt: Runtime, o: GridOptions) -> bool:
-    """Prove, or with --benchmark time and check some rows."""
+    """Prove equality with numpy, or with --benchmark time and check some rows."""
     o.check(rt.world_size)
     assert o.grid is not None
     if rt.world_size > 1:

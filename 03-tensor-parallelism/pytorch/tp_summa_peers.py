@@ -1,8 +1,9 @@
-"""The same product by torch's DTensor, to be timed beside ours.
+"""The product of tp_summa.py by torch's DTensor, to be timed beside ours.
 
-It gets the blocks that our own version gets and returns C in the same blocks, in two ways: as it plans a product
-itself, and told to gather a block row of A and a block column of B first, which is SUMMA with a single panel. Both
-allocate what they gather, and C, anew each time; there is no form that writes into given memory.
+DTensor gets the same blocks as our own version and returns C in the same blocks, in two ways: by its own plan
+for the product, and told to gather a block row of A and a block column of B first, which is SUMMA with a
+single panel. Both allocate the gathered blocks and C anew in each call; DTensor cannot write into given
+memory.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
 from tp_grid import Blocks
 
-# it says on every rank that it does without an all-to-all on CPUs
+# silence a warning of every rank, that on CPUs DTensor does without an all-to-all
 logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
 
 
 def dtensor(a: Tensor, b: Tensor, blocks: Blocks) -> dict[str, Callable[[], Tensor]]:
-    """C by DTensor; nothing for one rank, for layers, and for sizes that the grid does not divide.
+    """Return functions that compute C by DTensor, by name.
 
-    The grid is one of all ranks of the world, in order.
+    The grid must hold all ranks of the world, in order. The result is empty for one rank, for several layers,
+    and for sizes that the grid does not divide.
     """
     grid = blocks.grid
     even = all(length % line == 0 for length in blocks.shape for line in (grid.rows, grid.columns))
@@ -39,7 +42,7 @@ def dtensor(a: Tensor, b: Tensor, blocks: Blocks) -> dict[str, Callable[[], Tens
         mesh = DeviceMesh.from_group([pg for _, pg in lines], a.device.type, ranks, mesh_dim_names=names)
 
     def lies(*cut: int) -> list[Placement]:
-        """Cut along these dimensions of the matrix, whole along the others."""
+        """Return the placements of a matrix that is sharded on these dimensions, replicated on the others."""
         return [Shard(dim) if dim in cut else Replicate() for dim, _ in lines]
 
     whole_a = DTensor.from_local(a, mesh, lies(0, 1), run_check=False)

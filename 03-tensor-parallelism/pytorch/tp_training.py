@@ -1,20 +1,16 @@
-"""What the lessons of chapter 03 share: their options, the group of all ranks, the bytes of a run."""
+"""Shared code of the lessons of chapter 03: their options, and the group of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
-
-from torch import nn
 
 from common.comm import Group
-from common.comparison import Formula, benchmark, check, prove, report
-from common.mesh import Mesh
-from common.options import Size
-from common.runtime import Runtime
-from common.training import TrainingOptions, Version
+from common.comm.mesh import Mesh
+from common.launch.command_line import Size
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, check, prove, time_in_turn
+from common.lesson.training import TrainingOptions
 
 
 @dataclass
@@ -22,41 +18,18 @@ class TensorOptions(TrainingOptions):
     """Model and batch of the lessons of chapter 03."""
 
     micro_batches: Size = 1
-    """Parts into which the samples are cut to accumulate gradients."""
+    """Number of micro-batches into which the samples are cut to accumulate gradients."""
 
 
 def tp_group(rt: Runtime) -> Group:
-    """All ranks, along tp."""
+    """Return the group of all ranks, along tp."""
     return Mesh(rt.world, tp=rt.world_size).group("tp")
 
 
-def run_bytes(step_bytes: Formula) -> Formula:
-    """Bytes a rank sends in `o.steps` steps, each with the 8 bytes of its gradient norm, all-reduced."""
-
-    def formula(name: str, model: nn.Module, group: Group, o: Any) -> Fraction:
-        norm = Fraction(2 * (group.size - 1) * 8, group.size)
-        total: Fraction = o.steps * (step_bytes(name, model, group, o) + norm)
-        return total
-
-    return formula
-
-
-def lesson(
-    rt: Runtime,
-    o: TensorOptions,
-    known: tuple[str, ...],
-    make_version: Callable[..., Version],
-    step_bytes: Formula,
-    first: Callable[[], bool] = lambda: True,
-    unseen: tuple[str, ...] = (),
-) -> bool:
-    """`first`, then the proof of every version; with --benchmark their times alone.
-
-    unseen: versions whose messages pass the ledger by.
-    """
-    check(rt, known, o)
+def lesson(rt: Runtime, o: TensorOptions, proved: Lesson, first: Callable[[], bool] = lambda: True) -> bool:
+    """Run `first`, then prove every version; with --benchmark only time the versions."""
+    check(rt, tuple(proved.versions), o)
     if o.benchmark:
-        report(rt, o, benchmark(rt, o, make_version, step_bytes, unseen, axis="tp"))
-        return True
+        return time_in_turn(rt, o, proved)
     right = first()
-    return prove(rt, o, make_version, run_bytes(step_bytes), step_bytes, unseen, axis="tp") and right
+    return prove(rt, o, proved) and right

@@ -6,17 +6,19 @@
     embedding    rows of 0 1 2; zeros        rows of 3 4 5; zeros         P -> R  all-reduce
                  for tokens of others        for tokens of others
     logits       z0 z1 z2                    z3 z4 z5                     S: never gathered
-    m            max of mine                 max of mine                  all-reduce (max) of a number a token
-    sum, z_t     of mine; z_t if I have t    of mine; z_t if I have t     all-reduce of two numbers a token
-    gradient     softmax of mine, minus 1    softmax of mine, minus 1     S: nothing to send
-                 at t if I have it           at t if I have it
+    m            max of z0 z1 z2             max of z3 z4 z5              all-reduce (max), 1 number per token
+    sum, z_t     of z0 z1 z2; z_t if here    of z3 z4 z5; z_t if here     all-reduce, 2 numbers per token
+    gradient     softmax of z0 z1 z2,        softmax of z3 z4 z5,         S: nothing to send
+                 minus 1 at t if here        minus 1 at t if here
 
-Logits are the largest activation of a small model with a large vocabulary: LLaMA 3's have 128,256 numbers a token, 31
-times its width of 4,096. This needs three numbers a token where gathering needs V (Shoeybi et al., 2019,
-arXiv:1909.08053, section 3). A tied head is the embedding's own piece, used twice.
+Logits are the largest activation of a small model with a large vocabulary: LLaMA 3's have 128,256 numbers per
+token, 31 times its width of 4,096. This loss reduces three numbers per token, where gathering the logits
+sends V (Shoeybi et al., 2019, arXiv:1909.08053, section 3). A tied head uses the embedding's shard a second
+time.
 
-Cost, N tokens, n ranks: the loss 2(n-1)/n of 3 N numbers a rank; embedding and head an all-reduce of N D numbers each,
-one forward, one backward. Memory: logits, their gradient and the softmax are N V/n numbers each.
+Cost, N tokens, n ranks: per rank, the loss sends 2(n-1)/n of 3 N numbers; embedding and head an all-reduce of
+N D numbers each, one forward, one backward. Memory: logits, their gradient and the softmax are N V/n numbers
+each.
 
     python tp_vocabulary.py --nproc 4     torchrun --nproc_per_node=4 tp_vocabulary.py
     mpirun -np 4 python tp_vocabulary.py
@@ -24,9 +26,8 @@ one forward, one backward. Memory: logits, their gradient and the softmax are N 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -34,26 +35,29 @@ import torch
 import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
-from tp_training import TensorOptions, lesson, tp_group
 
-from common import collectives, comm
-from common.comm import Group, padded, sizes_of
-from common.ledger import show_bytes
-from common.lesson import console, run
+from common import comm
+from common.comm import Group, collectives, sizes_of
+from common.comm.ledger import show_bytes
+from common.comm.placement import shard
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.placement import shard
-from common.runtime import Runtime
-from common.training import Version
 from common.utils.memory import peak_allocated
+
+from tp_costs import vocabulary_bytes
+from tp_training import TensorOptions, lesson, tp_group
 
 VERSIONS = ("gathered", "parallel")
 Map = Callable[[Tensor], Tensor]
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """tokens_BS to x_BSD: this rank's rows for the tokens it has, zeros for the others, then `leave`, the sum.
+    """Embedding split by tokens: maps tokens_BS to x_BSD, zeros for other ranks' tokens, then `leave`.
 
-    embedding: the whole table, the same on all ranks.
+    embedding: the whole table, the same on all ranks. leave: by default the sum over ranks.
     """
 
     def __init__(self, embedding: nn.Embedding, group: Group, leave: Map | None = None) -> None:
@@ -69,19 +73,19 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 def _check(tokens: Tensor, vocabulary: int) -> None:
-    """A token that no rank has would count as zeros. On a GPU the look would wait for it, so there none is taken."""
+    """Raise IndexError for a token that no rank has. Not on a GPU, where the check would synchronise."""
     if tokens.device.type == "cpu" and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise IndexError(f"tokens {tokens.min()} to {tokens.max()} of a vocabulary of {vocabulary}")
 
 
 def _inside(tokens: Tensor, begin: int, length: int) -> tuple[Tensor, Tensor]:
-    """(place of each token among this rank's, any place where it is another's; is it this rank's)."""
+    """Return (index of each token in this rank's rows, 0 for other ranks' tokens; mask of its own)."""
     inside = (tokens >= begin) & (tokens < begin + length)
     return torch.where(inside, tokens - begin, 0), inside
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each token, from this rank's part of its logits."""
+    """Cross-entropy of each token, from this rank's shard of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_Nv: Tensor, targets_N: Tensor, begin: int, group: Group) -> Tensor:
@@ -108,9 +112,10 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy_sum_parallel(
     logits_BSv: Tensor, targets_BS: Tensor, group: Group, vocabulary: int, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_sum` of logits that are split along the vocabulary, whole and the same on all ranks.
+    """Return `cross_entropy_sum` of logits split along the vocabulary; all ranks get the same result.
 
-    vocabulary: the number of logits of all ranks together. Raises IndexError for other targets, on a CPU.
+    vocabulary: the number of logits of all ranks together. On a CPU, raises IndexError for targets that are
+    neither in the vocabulary nor `ignore_index`.
     """
     precise = torch.promote_types(logits_BSv.dtype, torch.float32)
     begin = sum(sizes_of(vocabulary, group.size)[: group.rank])
@@ -134,7 +139,7 @@ class Unembed:
 def split_vocabulary(
     model: Transformer, group: Group, enter: Map | None = None, leave: Map | None = None
 ) -> Transformer:
-    """Embedding, head and loss of the model split along the vocabulary; the head's input passes `enter` first."""
+    """Split embedding, head and loss along the vocabulary; `enter` is applied to the head's input."""
     into = enter or (lambda x: collectives.copy(x, group))
     vocabulary = model.config.vocabulary
     pieces = VocabularyParallelEmbedding(model.embed_tokens, group, leave)
@@ -146,39 +151,50 @@ def split_vocabulary(
     return model
 
 
+def gather_logits(model: Transformer, group: Group) -> None:
+    """Gather the logits' shards and use the plain loss, so that every rank holds all logits."""
+    in_pieces, sizes = model.unembed, sizes_of(model.config.vocabulary, group.size)
+    model.unembed = lambda x, w: collectives.gather(in_pieces(x, w), group, -1, sizes=sizes)
+    model.loss = cross_entropy_sum
+
+
 @dataclass
 class VocabularyOptions(TensorOptions):
     """Model and batch of this lesson."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: VocabularyOptions) -> Version:
-    """gathered: logits all-gathered, then the plain loss. parallel: the loss on pieces."""
-    assert isinstance(model, Transformer)
-    group, sizes = tp_group(rt), sizes_of(model.config.vocabulary, rt.world_size)
+def train(job: Job[VocabularyOptions]) -> Iterator[Tensor]:
+    """Train with embedding, head and loss split along the vocabulary; yield the loss of each batch."""
+    model, group = job.model, job.group
     split_vocabulary(model, group)
-    if name == "gathered":
-        in_pieces = model.unembed
-        model.unembed = lambda x, w: collectives.gather(in_pieces(x, w), group, -1, sizes=sizes)
-        model.loss = cross_entropy_sum
-    return Version(model, loss=model.loss)
+    if job.version == "gathered":
+        gather_logits(model, group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: VocabularyOptions) -> Fraction:
-    """Bytes a rank sends in a step: the embedding's sum, the sum of the head's gradients, and the loss's."""
-    assert isinstance(model, Transformer)
-    c, n, size = model.config, group.size, next(model.parameters()).element_size()
-    loss = padded(c.vocabulary, n) if name == "gathered" else 2 * 3
-    return Fraction((n - 1) * o.batch * o.sequence * (2 * 2 * c.width + loss) * size, n)
+LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), vocabulary_bytes)
 
 
 def measure_memory(rt: Runtime, group: Group, tokens: int = 512, vocabulary: int = 8192) -> bool:
-    """The most that the loss of N tokens holds, forward and backward, logits not counted; held against formulas.
+    """Show the loss's peak memory for N tokens in both passes, without the logits' shard, and by formula.
 
-    parallel: softmax and gradient, 2 N V/n numbers. gathered: more than 3 N V, the logits, their log-softmax and its
-    gradient. The rest is a few numbers a token. True when the measured is the formula to 5 %.
+    parallel: softmax and gradient, 2 N V/n numbers. gathered: more than 3 N V, the logits, their log-softmax
+    and its gradient. The rest is a few numbers per token. True if the peak of `parallel` is within 5 % of its
+    formula.
     """
     generator = torch.Generator().manual_seed(group.rank)
     mine = sizes_of(vocabulary, group.size)[group.rank]
@@ -200,7 +216,7 @@ def measure_memory(rt: Runtime, group: Group, tokens: int = 512, vocabulary: int
     peaks = {}
     for name, call in {"gathered": gathered, "parallel": parallel}.items():
         logits_Nv.grad = None
-        call()  # what is made once
+        call()  # warm up: some allocations happen only once
         logits_Nv.grad = None
         peaks[name] = peak_allocated(call, rt.device.type)
     formula = 2 * tokens * mine * 4
@@ -215,9 +231,9 @@ def measure_memory(rt: Runtime, group: Group, tokens: int = 512, vocabulary: int
 
 
 def main(rt: Runtime, o: VocabularyOptions) -> bool:
-    """What comes first, then a Transformer; with --benchmark its time alone."""
+    """Measure the memory of the loss, then prove a Transformer; with --benchmark only time it."""
     group = tp_group(rt)
-    return lesson(rt, o, VERSIONS, make_version, step_bytes, lambda: measure_memory(rt, group))
+    return lesson(rt, o, LESSON, lambda: measure_memory(rt, group))
 
 
 if __name__ == "__main__":
