@@ -1,9 +1,9 @@
-"""Attention alone, forward and backward, causal: each way to split it beside one rank that runs torch's.
+"""Benchmark of causal attention, forward and backward: each way to split it beside torch's on one rank.
 
     speed-up          seconds of one rank's scaled_dot_product_attention / the slowest rank's, median over the rounds
-    blocked           seconds of these in which a rank waits for messages, the most of any rank
-    alone             seconds that the same messages take when there is nothing to compute meanwhile
-    pairs, seconds    query-key pairs, and seconds not blocked, of the slowest rank / the mean of the ranks
+    blocked           seconds in which a rank waits for messages, the maximum over ranks
+    alone             seconds that the same messages take without any computation
+    pairs, seconds    query-key pairs, and seconds not blocked: the maximum over ranks / the mean
 
 B batch (1)  S sequence  s = S / n, a rank's tokens  H heads  K width of a head
 """
@@ -20,17 +20,19 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 from rich.table import Table
-from sp_training import Attend, SequenceOptions
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import TOLERANCE, difference
-from common.ledger import Ledger
-from common.lesson import DTYPES, console, write_records
-from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
-from common.runtime import Runtime
+from common.comm.ledger import Ledger
+from common.launch.runtime import Runtime
+from common.lesson.equality import TOLERANCE, difference
+from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.lesson.runner import DTYPES, console, write_records
 from common.utils.visualizer import figure, share_bars, throughput_bars
+
+from sp_options import SequenceOptions
+from sp_training import Attend
 
 ONE = "one rank, torch's"
 ALONE = ", messages alone"
@@ -40,8 +42,9 @@ ALONE = ", messages alone"
 class AttentionCase:
     """A way to split attention.
 
-    places(S): indices of this rank's tokens. pairs: query-key pairs of this rank, all heads. sends: what it sends, in
-    sizes of its own keys. messages(qkv): the same messages with nothing to compute. language: PyTorch when left out.
+    places(S): indices of this rank's tokens. pairs: query-key pairs of this rank, all heads. sends: the bytes
+    it sends, in units of its own keys' bytes. messages(qkv): send the same messages without computing.
+    language: None is PyTorch.
     """
 
     attend: Attend
@@ -53,7 +56,7 @@ class AttentionCase:
 
 
 def forward_and_backward(attend: Attend, qkv: list[Tensor], do: Tensor, busy: list[float]) -> list[Tensor]:
-    """o, dq, dk, dv; adds to `busy` the seconds that this rank did not wait."""
+    """Return [o, dq, dk, dv], and append to `busy` the seconds that this rank did not wait."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
     with Ledger() as ledger:
         start = perf_counter()
@@ -66,7 +69,7 @@ def forward_and_backward(attend: Attend, qkv: list[Tensor], do: Tensor, busy: li
 
 
 def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, AttentionCase]) -> bool:
-    """Time them in turn; show the table, write the records. Are results and gradients those of one device?"""
+    """Time the cases in turn, show and record them; True if results, gradients and bytes are right."""
     S, H, K = o.shape
     draw = torch.Generator().manual_seed(o.seed)
     shape, dtype = (1, H, S, K), DTYPES[o.dtype]
@@ -94,7 +97,7 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, Attent
     shares = {name: pairs_of_ranks(rt, case.pairs) for name, case in cases.items()}
     show_times(rt, o, measured, work, equal, shares)
     if rt.rank == 0:
-        memory = peak_memory(Group("one", 0, 1, (0,)))
+        memory = peak_memory(Group.alone())
         for name, case in cases.items():
             sent = float(case.sends * own_keys)
             write_records(
@@ -108,7 +111,7 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: dict[str, Attent
 
 
 def balance(rt: Runtime, pairs: int, busy: list[float]) -> tuple[float, float]:
-    """Pairs, and median of the seconds, of the slowest rank / the mean."""
+    """Return (pairs, median of the seconds), each as its maximum over the ranks / its mean."""
     mine = torch.tensor([[float(pairs), median(busy)]], dtype=torch.float64, device=rt.device)
     of_ranks = comm.all_gather(mine, rt.world).T.tolist()
     by_pairs, by_seconds = (max(values) / mean(values) for values in of_ranks)
@@ -116,7 +119,7 @@ def balance(rt: Runtime, pairs: int, busy: list[float]) -> tuple[float, float]:
 
 
 def pairs_of_ranks(rt: Runtime, pairs: int) -> dict[str, float]:
-    """Query-key pairs by rank."""
+    """Return the query-key pairs by rank."""
     mine = torch.tensor([float(pairs)], dtype=torch.float64, device=rt.device)
     return {f"rank {r}": x for r, x in enumerate(comm.all_gather(mine, rt.world).tolist())}
 
@@ -129,9 +132,9 @@ def show_times(
     equal: dict[str, float],
     shares: dict[str, dict[str, float]],
 ) -> None:
-    """The table, and the picture of --plot.
+    """Print the table, and draw the figure of --plot.
 
-    work: of each case, both numbers of `balance`. shares: its query-key pairs by rank.
+    work: the two numbers of `balance` per case. shares: the query-key pairs by rank, per case.
     """
     S, H, K = o.shape
     one = measured[ONE]
@@ -184,7 +187,7 @@ def record(
     memory: int,
     difference: float,
 ) -> BenchmarkRecord:
-    """One line of --json. Operations: two products forward, five backward, of 2 K a pair and head."""
+    """Return one record of --json. Operations: two products forward, five backward, 2 K per pair and head."""
     S, H, K = o.shape
     return BenchmarkRecord(
         strategy="sp",

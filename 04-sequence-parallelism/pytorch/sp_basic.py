@@ -11,10 +11,11 @@
     the rest         norms, projections, MLP, head, loss: one token at a time, no communication
 
 The adjoint of the gather is a reduce-scatter, since the gradient of a gathered key is partial: the queries of each rank
-add their part. Weights are on all ranks, and their gradients are summed over sp by the rule of common/placement.py.
+add their part. Weights are on all ranks, and their gradients are summed over sp by the rule of placement.py.
 
-Cost: a layer sends 2(n-1) times a rank's keys and values, 2 * 2(n-1) B s G K numbers. Memory: activations fall as 1/n,
-but the gathered keys and values, 2 B S G K numbers a layer, do not. The same numbers as on one device.
+Cost: a layer sends 2(n-1) times a rank's keys and values, 2 * 2(n-1) B s G K numbers. Memory: activations
+fall as 1/n, but the gathered keys and values, 2 B S G K numbers a layer, do not. Results equal those of one
+device.
 
     python sp_basic.py --nproc 4      torchrun --nproc_per_node=4 sp_basic.py      mpirun -np 4 python sp_basic.py
 
@@ -23,49 +24,44 @@ B batch  S sequence  s = S / n, a rank's tokens  H query heads  G key-value head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sp_attention_benchmark import AttentionCase, attention_benchmark
-from sp_split import places
-from sp_training import (
-    SequenceOptions,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    make_batches,
-    shape_bytes,
-    sp_group,
-    version,
-)
-from torch import Tensor, nn
+from torch import Tensor
 
-from common import collectives
-from common.comm import Group
-from common.comparison import prove
-from common.lesson import run
-from common.models.transformer import Transformer
-from common.runtime import Runtime
-from common.training import Version
+from common.comm import Group, collectives
+from common.comm.placement import sum_gradients
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, prove
+from common.lesson.job import Job, total
+from common.lesson.runner import run
+from common.models.transformer import cross_entropy_sum
+
+from sp_attention_benchmark import AttentionCase, attention_benchmark
+from sp_costs import allgather_bytes, step_bytes
+from sp_options import SequenceOptions
+from sp_split import longest_sequence, places, split_sequence
+from sp_training import check, replace_attention, sp_group
 
 VERSIONS = ("allgather",)
 
 
 @dataclass
 class BasicOptions(SequenceOptions):
-    """Which versions."""
+    """Options: the versions to run."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def gathered_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: bool, group: Group) -> Tensor:
-    """This rank's rows of attention, [B, H, s, K]; pieces lie in the order of the ranks.
+    """Return this rank's rows of attention, [B, H, s, K]; pieces are in the order of the ranks.
 
-    Keys later than all of this rank's queries are dropped before the product; the mask is for those beside them.
+    Keys later than all of this rank's queries are dropped before the product; the mask hides later keys in
+    its own piece.
     """
     k_BGTK = collectives.gather(k_BGsK, group, 2, "partial")
     v_BGTK = collectives.gather(v_BGsK, group, 2, "partial")
@@ -78,32 +74,34 @@ def gathered_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: b
     return F.scaled_dot_product_attention(q_BHsK, k_BGTK, v_BGTK, attn_mask=seen_sT, enable_gqa=grouped)
 
 
-def attention_bytes(o: SequenceOptions, ranks: int) -> int:
-    """Bytes a rank sends for a layer's attention, forward and backward: keys and values, and their gradients."""
-    _, keys = shape_bytes(o, ranks)
-    return 2 * (ranks - 1) * 2 * keys
+def train(job: Job[BasicOptions]) -> Iterator[Tensor]:
+    """Train on this rank's piece of every sequence; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    replace_attention(model, partial(gathered_attention, group=group), group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # whole sequences, the same on all ranks
+        pieces = batch.cut(partial(split_sequence, group=group, longest=longest_sequence(model.config)))
+        count = pieces.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_Bs, positions_s, targets_Bs in pieces:
+            loss_sum, _ = cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # each rank has a part of every gradient
+        optimizer.step()
+        yield total(losses, group)
 
 
-def make_version(name: str, model: Transformer, rt: Runtime, o: SequenceOptions) -> Version:
-    """The model with gathered attention."""
-    return version(model, partial(gathered_attention, group=sp_group(rt)), rt)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
-    return bytes_of_step(model, group, o, attention_bytes(o, group.size))
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps."""
-    return bytes_of_run(model, group, o, attention_bytes(o, group.size))
+LESSON = Lesson("sp", {"allgather": train}, step_bytes(allgather_bytes))
 
 
 def main(rt: Runtime, o: BasicOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality with one device, or with --benchmark time attention alone."""
     check(rt, VERSIONS, o, ["contiguous"])
     if not o.benchmark:
-        return prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="sp")
+        return prove(rt, o, LESSON)
     n, s = rt.world_size, o.shape[0] // rt.world_size
     pairs = o.shape[1] * (s * (s + 1) // 2 + rt.rank * s * s)
     group = sp_group(rt)

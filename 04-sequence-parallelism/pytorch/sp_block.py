@@ -1,19 +1,22 @@
-"""Attention of some queries to some keys, so that blocks can be put together: the result and its log-sum-exp.
+"""Attention of some queries to a block of keys: the result and its log-sum-exp, by which blocks are merged.
 
     o = softmax(q k^T / sqrt(K)) v          lse = log sum exp(q k^T / sqrt(K))          over the keys of this block
 
     two blocks of keys, one row of queries:     w = exp(lse_2) / (exp(lse_1) + exp(lse_2)) = sigmoid(lse_2 - lse_1)
                                                 o = o_1 + w (o_2 - o_1)      lse = log(exp(lse_1) + exp(lse_2))
 
-So a rank that sees the keys block after block needs the sums of none before (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", arXiv:1805.02867). Backward, with the o and lse of *all* keys, a block's share is complete:
+So a rank that sees the keys block after block keeps only o and lse of the blocks before (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867). In the backward pass, the o and
+lse of *all* keys suffice to compute a block's share of the gradients:
 
     p = exp(q k^T / sqrt(K) - lse)     dv = p^T do     ds = p (do v^T - rowsum(do o))     dq = ds k     dk = ds^T q
 
-ds still divided by sqrt(K) (Dao, "FlashAttention-2", arXiv:2307.08691, section 3.1 and algorithm 2).
+where ds is still to be divided by sqrt(K) (Dao, "FlashAttention-2", arXiv:2307.08691, section 3.1 and
+algorithm 2).
 
-Kernels: `hand` is these lines, with B H S T scores in memory, on any device and in any type. `library` is torch's
-FlashAttention for CPUs, which cuts the scores into tiles that stay in cache. The numbers are the same.
+Kernels: `hand` computes these equations with B H S T scores in memory, on any device and in any type.
+`library` is torch's FlashAttention for CPUs, which cuts the scores into tiles that stay in cache. Their
+results are the same.
 
     B batch  H query heads  G key-value heads  S queries  T keys  K width of a head
 """
@@ -37,7 +40,7 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tupl
 
 @dataclass(frozen=True)
 class Block:
-    """A kernel.
+    """Attention kernel for one block of keys.
 
     forward(q_BHSK, k_BGTK, v_BGTK, causal) -> (o_BHSK, lse_BHS)
     backward(do_BHSK, q_BHSK, o_BHSK, lse_BHS, k_BGTK, v_BGTK, causal) -> (dq_BHSK, dk_BGTK, dv_BGTK)
@@ -50,13 +53,13 @@ class Block:
 
 
 def _rows(x_BHS: Tensor, heads: int) -> Tensor:
-    """The queries of the heads that share a key-value head, one head after the other: [B, G, H/G * S, ...]."""
+    """Return the queries of the heads that share a key-value head, head after head: [B, G, H/G * S, ...]."""
     rows: Tensor = x_BHS.unflatten(1, (heads, -1))
     return rows.flatten(2, 3)
 
 
 def _scores(q_BGRK: Tensor, k_BGTK: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(K), minus infinity where a query does not see the key."""
+    """Return q k^T / sqrt(K), minus infinity where a query does not see the key."""
     scores_BGRT = q_BGRK @ k_BGTK.transpose(-1, -2) / math.sqrt(q_BGRK.shape[-1])
     if causal:
         T = k_BGTK.shape[2]
@@ -66,7 +69,7 @@ def _scores(q_BGRK: Tensor, k_BGTK: Tensor, causal: bool) -> Tensor:
 
 
 def hand_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The equations above."""
+    """Compute (o_BHSK, lse_BHS) by the equations above."""
     scores_BGRT = _scores(_rows(q_BHSK, k_BGTK.shape[1]), k_BGTK, causal)
     lse_BGR = scores_BGRT.logsumexp(-1)
     o_BGRK = (scores_BGRT - lse_BGR[..., None]).exp() @ v_BGTK
@@ -82,7 +85,7 @@ def hand_backward(
     v_BGTK: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The equations above; heads that share keys add up in the products with ds^T and p^T."""
+    """Compute (dq, dk, dv) by the equations above; ds^T q and p^T do sum over heads that share keys."""
     G = k_BGTK.shape[1]
     q_BGRK, do_BGRK = _rows(q_BHSK, G), _rows(do_BHSK, G)
     p_BGRT = (_scores(q_BGRK, k_BGTK, causal) - _rows(lse_BHS, G)[..., None]).exp()
@@ -94,12 +97,12 @@ def hand_backward(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with the numbers of a head side by side: the library's kernel reads them so without asking."""
+    """Return x with the numbers of a head contiguous: the library's kernel assumes this without checking."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def library_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """What scaled_dot_product_attention runs on a CPU, with the log-sum-exp that it keeps to itself."""
+    """Call scaled_dot_product_attention's CPU kernel, which also returns lse: (o_BHSK, lse_BHS)."""
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     o_BHSK, lse_BHS = flash(*map(_dense, (q_BHSK, k_BGTK, v_BGTK)), 0.0, causal)
     return o_BHSK, lse_BHS
@@ -114,7 +117,7 @@ def library_backward(
     v_BGTK: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward takes o and lse from outside, so it is given those of all keys."""
+    """Call that kernel's backward pass, with the o and lse of all keys; return (dq, dk, dv)."""
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     qkvo = map(_dense, (q_BHSK, k_BGTK, v_BGTK, o_BHSK))
     dq_BHSK, dk_BGTK, dv_BGTK = flash(_dense(do_BHSK), *qkvo, lse_BHS, 0.0, causal)
@@ -128,14 +131,14 @@ KERNELS: dict[Kernel, Block] = {
 
 
 def block(kernel: Kernel, device: torch.device) -> Block:
-    """The kernel of that name. Raises UsageError for the library's anywhere but on a CPU."""
+    """Return the kernel of that name. Raises UsageError for `library` on any device but a CPU."""
     if kernel == "library" and device.type != "cpu":
         raise UsageError(f"kernel 'library' runs on CPUs, not on {device.type}; give 'hand'")
     return KERNELS[kernel]
 
 
 def merge_(o_BHSK: Tensor, lse_BHS: Tensor, more_BHSK: Tensor, more_lse_BHS: Tensor) -> None:
-    """Add a block of keys to (o, lse), in place, which then hold the attention to the keys of both."""
+    """Merge a block of keys into (o, lse), in place: both then cover the old keys and the new block."""
     o_BHSK.lerp_(
         more_BHSK.to(o_BHSK.dtype), torch.sigmoid(more_lse_BHS - lse_BHS)[..., None].to(o_BHSK.dtype)
     )

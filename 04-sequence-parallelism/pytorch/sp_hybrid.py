@@ -7,12 +7,13 @@
                 |  ring                        |  ring                      |  ring               |  ring
     row 1    tokens 8..11   all-to-all      tokens 12..15              heads 0 1 of 8..15    heads 2 3 of 8..15
 
-Heads limit Ulysses, not the product: u divides H, p is free. The all-to-all, which needs everybody's wires at once,
-stays inside a host; between hosts a ring passes on messages that the multiply hides. In zigzag order a row holds
+The number of heads limits u, which divides H, but not p. The all-to-all, which uses all links at once, stays
+inside a host; between hosts the messages of a ring overlap with the computation. In zigzag order a row holds
 chunks row and 2p-1-row of 2p, and cuts them among its columns. Fang and Zhao, "USP", arXiv:2405.07719.
 
-Cost: a layer sends 2(u-1)/u B s K (2H + 2G') numbers in its row and 3(p-1) 2 B s G' K in its column, s = S / (u p),
-G' the key-value heads with the copies that u ranks need (sp_ulysses.py). Memory: as the ring's, 1/(u p).
+Cost: a layer sends 2(u-1)/u B s K (2H + 2G') numbers in its row and 3(p-1) 2 B s G' K in its column, s = S /
+(u p), G' the key-value heads with the copies that u ranks need (sp_ulysses.py). Memory: 1/(u p), as for the
+ring.
 
     python sp_hybrid.py --nproc 4 --inner 2                 torchrun --nproc_per_node=4 sp_hybrid.py
     mpirun -np 8 python sp_hybrid.py --inner 4
@@ -22,66 +23,60 @@ B batch  S sequence  s a rank's tokens  H query heads  h = H / u  G key-value he
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
+
+from common.comm import Group
+from common.comm.placement import sum_gradients
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.lesson import comparison
+from common.lesson.comparison import Lesson, prove
+from common.lesson.job import Job, total
+from common.lesson.runner import run
+from common.models.configs import config
+from common.models.transformer import cross_entropy_sum
+
 from sp_attention_benchmark import AttentionCase, attention_benchmark
 from sp_block import Kernel, block
+from sp_costs import grid_bytes, step_bytes
+from sp_options import GridOptions
 from sp_ring_attention import ring_attention, work
 from sp_split import Order, check_length, longest_sequence, places
-from sp_training import (
-    SequenceOptions,
-    bytes_of_run,
-    bytes_of_step,
-    check_heads,
-    make_batches,
-    shape_bytes,
-    sp_group,
-    version,
-)
-from sp_ulysses import copies, exchanged, to_tokens
-from torch import Tensor, nn
-
-from common import comparison
-from common.comm import Group
-from common.comparison import prove
-from common.errors import UsageError
-from common.lesson import run
-from common.models.configs import config
-from common.models.transformer import Transformer
-from common.options import Count
-from common.runtime import Runtime
-from common.training import Version
+from sp_training import check_heads, replace_attention, sp_group
+from sp_ulysses import exchanged, to_tokens
 
 ORDERS: dict[str, Order] = {"hybrid": "contiguous", "hybrid-zigzag": "zigzag"}
 VERSIONS = tuple(ORDERS)
 
 
 @dataclass
-class HybridOptions(SequenceOptions):
-    """Which versions, and how many ranks swap heads."""
+class HybridOptions(GridOptions):
+    """Options: the versions to run, and the number of ranks that swap heads."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
-    inner: Count = 2
-    """Ranks of a row, which swap tokens for heads; the others of their column make a ring."""
+    """Versions to run."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of one row and of one column."""
+    """Groups of this rank in the grid: its row and its column."""
 
     row: Group
     column: Group
 
 
 def grid(sp: Group, inner: int, timeout: float | None = None) -> Grid:
-    """Rows of `inner` neighbouring ranks of the group. Every rank of the group must call this.
+    """Arrange the group in rows of `inner` neighbouring ranks. Every rank of the group must call this.
 
-    timeout: seconds, the longest that a wait may last. Raises UsageError where `inner` does not divide the ranks.
+    timeout: of the new process groups, in seconds. Raises UsageError where `inner` does not divide the
+    group's size.
     """
     if inner < 1 or sp.size % inner:
         fits = ", ".join(str(u) for u in range(1, sp.size + 1) if sp.size % u == 0)
@@ -97,7 +92,7 @@ def grid(sp: Group, inner: int, timeout: float | None = None) -> Grid:
 
 
 def _part(sp: Group, name: str, members: list[int], timeout: float | None) -> Group:
-    """Some of the group's ranks, in their order; only they take part in making it."""
+    """Return the group of these members, in their order; only they take part in creating it."""
     ranks = tuple(sp.ranks[member] for member in members)
     pg = None
     if len(ranks) == sp.size:
@@ -109,7 +104,7 @@ def _part(sp: Group, name: str, members: list[int], timeout: float | None) -> Gr
 
 
 def hybrid_places(length: int, on: Grid, order: Order) -> Tensor:
-    """Indices, in rising order, of this rank's tokens among `length`: its column's piece of its row's."""
+    """Return indices, in rising order, of this rank's tokens among `length`: its part of its row's tokens."""
     check_length(length, order, on.column.size, inner=on.row.size)
     of_row = places(length, on.column, order)
     return of_row[places(len(of_row), on.row, "contiguous")]
@@ -118,7 +113,7 @@ def hybrid_places(length: int, on: Grid, order: Order) -> Tensor:
 def split_hybrid(
     tokens_BS: Tensor, targets_BS: Tensor, on: Grid, order: Order, longest: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's (tokens_Bs, positions_s, targets_Bs), as `sp_split.split_sequence`."""
+    """Return this rank's (tokens_Bs, positions_s, targets_Bs), like `sp_split.split_sequence`."""
     check_length(tokens_BS.shape[1], order, on.column.size, longest, on.row.size)
     positions_s = hybrid_places(tokens_BS.shape[1], on, order).to(tokens_BS.device)
     return tokens_BS[:, positions_s], positions_s, targets_BS[:, positions_s]
@@ -133,39 +128,35 @@ def hybrid_attention(
     order: Order = "contiguous",
     kernel: Kernel = "library",
 ) -> Tensor:
-    """This rank's rows of attention, [B, H, s, K]; pieces of the sequence lie as `hybrid_places` cuts them."""
+    """Return this rank's rows of attention, [B, H, s, K]; the sequence is cut by `hybrid_places`."""
     qkv_BhtK = exchanged(q_BHsK, k_BGsK, v_BGsK, on.row)  # t: the tokens of the row
     return to_tokens(ring_attention(*qkv_BhtK, causal, on.column, order, kernel), on.row)
 
 
-def attention_bytes(o: HybridOptions, ranks: int) -> int:
-    """Bytes a rank sends for a layer's attention, forward and backward: along its row, down its column."""
-    queries, keys = shape_bytes(o, ranks)
-    keys *= copies(config(o.model).kv_heads, o.inner)
-    along_the_row = 2 * (o.inner - 1) * (2 * queries + 2 * keys) // o.inner
-    return along_the_row + 3 * (ranks // o.inner - 1) * 2 * keys
-
-
-def make_version(name: str, model: Transformer, rt: Runtime, o: HybridOptions) -> Version:
-    """The model with hybrid attention, the ring in contiguous or zigzag order."""
-    on = grid(sp_group(rt), o.inner, rt.timeout)
-    attend = partial(hybrid_attention, on=on, order=ORDERS[name], kernel=o.kernel)
-    split = partial(split_hybrid, on=on, order=ORDERS[name], longest=longest_sequence(model.config))
-    return version(model, attend, rt, split=split)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: HybridOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
-    return bytes_of_step(model, group, o, attention_bytes(o, group.size))
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: HybridOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps."""
-    return bytes_of_run(model, group, o, attention_bytes(o, group.size))
+def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
+    """Train on this rank's tokens of every sequence; yield the loss of each global batch."""
+    model, group, order = job.model, job.group, ORDERS[job.version]
+    on = grid(group, job.options.inner, job.rt.timeout)
+    attend = partial(hybrid_attention, on=on, order=order, kernel=job.options.kernel)
+    replace_attention(model, attend, group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # whole sequences, the same on all ranks
+        pieces = batch.cut(partial(split_hybrid, on=on, order=order, longest=longest_sequence(model.config)))
+        count = pieces.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_Bs, positions_s, targets_Bs in pieces:
+            loss_sum, _ = cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # each rank has a part of every gradient
+        optimizer.step()
+        yield total(losses, group)
 
 
 def check(rt: Runtime, o: HybridOptions) -> None:
-    """Refuse what cannot run, before any rank waits for another."""
+    """Raise UsageError for options that cannot run, before any rank waits for another."""
     comparison.check(rt, VERSIONS, o)
     if rt.world_size % o.inner:
         fits = ", ".join(str(u) for u in range(1, rt.world_size + 1) if rt.world_size % u == 0)
@@ -177,11 +168,14 @@ def check(rt: Runtime, o: HybridOptions) -> None:
     block(o.kernel, rt.device)
 
 
+LESSON = Lesson("sp", dict.fromkeys(VERSIONS, train), step_bytes(grid_bytes))
+
+
 def main(rt: Runtime, o: HybridOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality with one device, or with --benchmark time attention alone."""
     check(rt, o)
     if not o.benchmark:
-        return prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="sp")
+        return prove(rt, o, LESSON)
     on, cases = grid(sp_group(rt), o.inner, rt.timeout), {}
     u, p, t = on.row.size, on.column.size, o.shape[0] // on.column.size
     for name in o.versions:

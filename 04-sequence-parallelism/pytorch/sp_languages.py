@@ -1,12 +1,12 @@
-"""Ring attention in zigzag order in three languages: equal to one device, byte for byte the same messages.
+"""Ring attention in zigzag order in three languages: equal to one device, and with equal bytes sent.
 
     pytorch        sp_ring_attention.py, with torch's kernel for a block
     sp_libtorch    the same in C++ on LibTorch and a c10d process group, one autograd function
     sp_mpi         plain C++ on MPI and BLAS, with its own kernel
 
-Each gets this rank's pieces of the same q, k, v and of the gradient of o, and gives o, dq, dk and dv, which are
-compared with scaled_dot_product_attention on one rank. Two that are within a tolerance of it are within twice that of
-each other.
+Each version gets this rank's pieces of the same q, k, v and of the gradient of o, and returns o, dq, dk and
+dv, which are compared with scaled_dot_product_attention on one rank. Two versions within a tolerance of that
+reference are within twice the tolerance of each other.
 
     mpirun -np 4 python sp_languages.py
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python sp_languages.py --dtype float32 --shape 8192 8 64
@@ -22,18 +22,20 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-from sp_attention_benchmark import AttentionCase, attention_benchmark
-from sp_ring_attention import ring_attention, work
-from sp_split import check_length, places
-from sp_training import SequenceOptions, sp_group
 from torch import Tensor
 
-from common import comparison, ledger
-from common.comm import Group
+from common.comm import Group, ledger
 from common.errors import UsageError
-from common.lesson import run
-from common.options import Count, Size
-from common.runtime import Runtime
+from common.launch.command_line import Count, Size
+from common.launch.runtime import Runtime
+from common.lesson import comparison
+from common.lesson.runner import run
+
+from sp_attention_benchmark import AttentionCase, attention_benchmark
+from sp_options import SequenceOptions
+from sp_ring_attention import ring_attention, work
+from sp_split import check_length, places
+from sp_training import sp_group
 
 VERSIONS = ("pytorch", "sp_libtorch", "sp_mpi")
 LANGUAGES = {"sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi"}
@@ -43,28 +45,28 @@ LANGUAGES = {"sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi"}
 class LanguageOptions(
     SequenceOptions, without=("model", "batch", "sequence", "micro_batches", "benchmark", "data")
 ):
-    """Which languages, and the attention."""
+    """Options: the languages, and the shape of the attention."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
     shape: tuple[Size, Size, Size] = (384, 8, 32)
     """Tokens, heads and width of a head."""
     steps: Count = 3
-    """Rounds that are timed."""
+    """Timed rounds."""
 
 
 class Ring(Protocol):
-    """Attention of another language."""
+    """Interface to the attention of another language."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-        """(o_BHsK, bytes sent)."""
+        """Return (o_BHsK, bytes sent)."""
 
     def backward(self, do: Tensor) -> tuple[list[Tensor], int]:
-        """([dq, dk, dv], bytes sent) of the last forward."""
+        """Return ([dq, dk, dv], bytes sent) for the last forward pass."""
 
 
 class InLibTorch:
-    """sp_libtorch on the process group of the world."""
+    """Attention of sp_libtorch on the process group of the world."""
 
     def __init__(self, rt: Runtime) -> None:
         import sp_libtorch
@@ -72,47 +74,48 @@ class InLibTorch:
         self.module, self.ranks = sp_libtorch, sp_libtorch.Ranks(rt.world.pg)
 
     def sent(self) -> int:
-        """Bytes since the last call; the module counts them times the ranks."""
+        """Return the bytes sent since the last call; the module reports them times the number of ranks."""
         total = sum(n_bytes for _, n_bytes, _ in self.ranks.take_messages())
         return int(total // self.ranks.size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-        """(o_BHsK, bytes)."""
+        """Return (o_BHsK, bytes sent)."""
         self.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             self.o = self.module.ring_attention(*self.inputs, True, self.ranks, "zigzag")
         return self.o.detach(), self.sent()
 
     def backward(self, do: Tensor) -> tuple[list[Tensor], int]:
-        """(gradients, bytes)."""
+        """Return ([dq, dk, dv], bytes sent)."""
         return list(torch.autograd.grad(self.o, self.inputs, do)), self.sent()
 
 
 class InMPI:
-    """sp_mpi on mpi4py's communicator."""
+    """Attention of sp_mpi on mpi4py's communicator."""
 
     def __init__(self, rt: Runtime, o: LanguageOptions) -> None:
-        import sp_mpi
         from mpi4py import MPI
+
+        import sp_mpi
 
         (S, H, K), comm = o.shape, MPI.COMM_WORLD if rt.world_size > 1 else None
         self.ring = sp_mpi.RingAttention(1, H, S, K, comm=comm, dtype=o.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-        """(o_BHsK, bytes)."""
+        """Return (o_BHsK, bytes sent)."""
         self.inputs = [
             x.detach().contiguous().numpy() for x in (q, k, v)
-        ]  # the module keeps them, not copies
+        ]  # the module keeps references, not copies
         return torch.from_numpy(self.ring.forward(*self.inputs)), self.ring.bytes_sent
 
     def backward(self, do: Tensor) -> tuple[list[Tensor], int]:
-        """(gradients, bytes)."""
+        """Return ([dq, dk, dv], bytes sent)."""
         found = [torch.from_numpy(x) for x in self.ring.backward(do.contiguous().numpy())]
         return found, self.ring.bytes_sent
 
 
 class Counted(torch.autograd.Function):
-    """Another language's attention in torch's graph, its bytes in the ledger."""
+    """Another language's attention in torch's graph; records its bytes in the ledger."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
@@ -129,7 +132,7 @@ class Counted(torch.autograd.Function):
 
 
 def attend(name: str, rt: Runtime, o: LanguageOptions, group: Group) -> Callable[..., Tensor]:
-    """The attention of a language."""
+    """Return the attention of the language `name`."""
     if name == "pytorch":
         return partial(ring_attention, group=group, order="zigzag", kernel=o.kernel)
     ring = InLibTorch(rt) if name == "sp_libtorch" else InMPI(rt, o)
@@ -137,7 +140,7 @@ def attend(name: str, rt: Runtime, o: LanguageOptions, group: Group) -> Callable
 
 
 def prepare(rt: Runtime, o: LanguageOptions) -> None:
-    """Refuse what cannot run; give every library of this rank one thread."""
+    """Raise UsageError for options that cannot run; limit torch to one thread."""
     comparison.check(rt, VERSIONS, o)
     check_length(o.shape[0], "zigzag", rt.world_size)
     how = f"mpirun -np {rt.world_size} python sp_languages.py"
@@ -154,7 +157,7 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
 
 
 def main(rt: Runtime, o: LanguageOptions) -> bool:
-    """Compare and time all of them."""
+    """Compare all versions with one device, and time them in turn."""
     prepare(rt, o)
     group = sp_group(rt)
     n, s = group.size, o.shape[0] // group.size

@@ -1,16 +1,18 @@
-"""What a rank holds of a long sequence: the activations of a model by formula and measured, and the peaks.
+"""Memory of a rank for a long sequence: the activations of a model by formula and measured, and the peaks.
 
-    kept for the backward pass, numbers (GPT-2, t = B s tokens of a rank, T = B S of all)
+    numbers kept for the backward pass (GPT-2, t = B s tokens of a rank, T = B S of all)
 
     a layer        t (8 D + 2 F + H + 4)     inputs of norms and projections, q, k, v, o, the GELU's two, softmax's sums
-      ulysses      + t D                     o by heads and o by tokens are two tensors (`--kernel hand`: also two)
+      ulysses      + t D                     if n > 1: o by heads and o by tokens are two tensors
+      ring, zigzag + t D                     with --kernel hand: o is two tensors
       allgather    + 2 (T - t) D + s (r+1) s k and v of all ranks; and the mask
-    the ends       t (2 D + 2 + V)           and 8 bytes a token, target and position
+    the ends       t (2 D + 2 + V) + 1       and 8 bytes per token, target and position
 
-So everything falls as 1 / n but what is gathered, and so does the peak of a forward and backward pass of the model:
-with the sequence fixed it falls as 1 / n, with a rank's tokens fixed it does not grow. To the peak of one attention
-alone a ring adds two blocks of keys and values and two of their gradients, whatever n, but not for n = 1: there it
-falls as 1 / n from n = 2 on. In the model it passes unseen below the activations of all layers.
+Everything except the gathered keys and values falls as 1 / n, and so does the peak of a forward and backward
+pass of the model: it falls as 1 / n if the sequence is fixed, and stays the same if the tokens per rank are
+fixed. For n > 1 a ring adds two blocks of keys and values and two of their gradients to the peak of one
+attention alone, so that peak falls as 1 / n only from n = 2 on. In the model these blocks do not raise the
+peak, which the activations of all layers set.
 
     python sp_memory.py --nproc 8      torchrun --nproc_per_node=8 sp_memory.py      mpirun -np 8 python sp_memory.py
 
@@ -26,43 +28,45 @@ from typing import cast, get_args
 
 import torch
 from rich.table import Table
-from sp_sequence_parallel import ORDERS, Attention, attends, sequence_parallel
-from sp_split import check_length, longest_sequence, split_sequence
-from sp_training import SequenceOptions, make_batches
 from torch import Tensor, nn
 
-from common import comm, comparison
+from common import comm
 from common.comm import Group
-from common.ledger import show_bytes
-from common.lesson import DTYPES, console, run
-from common.mesh import Mesh
+from common.comm.ledger import show_bytes
+from common.comm.mesh import Mesh
+from common.launch.command_line import Size
+from common.launch.runtime import Runtime
+from common.lesson import comparison
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, make_model
 from common.models.configs import config
 from common.models.transformer import cross_entropy_sum
-from common.options import Size
-from common.runtime import Runtime
-from common.training import make_model
 from common.utils.memory import peak_allocated, saved_bytes
 from common.utils.visualizer import figure, memory_lines
+
+from sp_options import SequenceOptions
+from sp_sequence_parallel import ORDERS, Attention, attends, sequence_parallel
+from sp_split import check_length, longest_sequence, split_sequence
 
 VERSIONS = get_args(Attention)
 
 
 @dataclass
 class MemoryOptions(SequenceOptions, without=("steps", "micro_batches", "benchmark", "json")):
-    """Which versions, and the attention whose peak is measured."""
+    """Options: the versions to run, and the shape of the attention whose peak is measured."""
 
     sequence: Size = 64
-    """Tokens of a sample, all ranks together; half as many are measured, too."""
+    """Tokens of a sample, all ranks together; half that number is measured as well."""
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
     shape: tuple[Size, Size, Size] = (1024, 16, 64)
-    """Tokens, heads and width of a head: the attention whose peak is measured."""
+    """Tokens, heads and width of a head of the attention whose peak is measured."""
     long_model: str = "llama-tiny"
-    """The model whose peak is measured with as many tokens."""
+    """Name of the model whose peak is measured, with the tokens of --shape."""
 
 
 def activation_bytes(name: str, o: SequenceOptions, group: Group) -> int:
-    """The table above, in bytes of this rank, for the whole batch at once."""
+    """Return the sum of the table above for this rank and the whole batch, in bytes."""
     c, size, s = config(o.model), DTYPES[o.dtype].itemsize, o.sequence // group.size
     t, whole = o.batch * s, o.batch * o.sequence
     layer = t * (8 * c.width + 2 * c.mlp_width + c.heads + 4)
@@ -77,23 +81,23 @@ def activation_bytes(name: str, o: SequenceOptions, group: Group) -> int:
 def loss_of(
     name: Attention, o: SequenceOptions, group: Group, rt: Runtime
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A model and the forward pass of this rank's piece of the whole batch."""
+    """Return a model, and a function that computes its loss on this rank's piece of the whole batch."""
     model = make_model(o, rt.device)
     sequence_parallel(model, group, name, o.kernel)
-    ((tokens_BS, targets_BS),) = make_batches(o, group, rt.device).parts(0)
+    ((tokens_BS, targets_BS),) = Batches(o, Group.alone(), rt.device).parts(0)
     piece = split_sequence(tokens_BS, targets_BS, group, ORDERS[name], longest_sequence(model.config))
     tokens_Bs, positions_s, targets_Bs = piece
     return model, lambda: cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)[0]
 
 
 def saved(name: Attention, o: SequenceOptions, group: Group, rt: Runtime) -> int:
-    """Bytes that autograd keeps of a forward pass on this rank."""
+    """Return the bytes that autograd keeps of a forward pass on this rank."""
     model, loss = loss_of(name, o, group, rt)
     return saved_bytes(loss, model)
 
 
 def model_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
-    """The most bytes at once of a forward and backward pass, `tokens` on this rank, beside weights and gradients."""
+    """Return the peak bytes of both passes of the model, `tokens` per rank, without weights and gradients."""
     o = replace(o, model=o.long_model, batch=1, sequence=tokens * group.size)
     model, loss = loss_of(name, o, group, rt)
     for parameter in model.parameters():
@@ -102,7 +106,7 @@ def model_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt:
 
 
 def attention_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
-    """The most bytes at once of attention forward and backward, `tokens` on this rank, beside q, k, v and do."""
+    """Return the peak bytes of both passes of attention, `tokens` per rank, without q, k, v and do."""
     shape, dtype = (1, o.shape[1], tokens, o.shape[2]), DTYPES[o.dtype]
     q, k, v = (torch.ones(shape, dtype=dtype, device=rt.device, requires_grad=True) for _ in range(3))
     do, attend = torch.ones_like(q), attends(group, o.kernel)[name]
@@ -114,7 +118,7 @@ def attention_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group,
 
 
 def largest(value: int, rt: Runtime) -> int:
-    """The maximum over the world."""
+    """Return the maximum over the world."""
     everywhere = torch.tensor(value, device=rt.device)
     comm.all_reduce(everywhere, rt.world, "max")
     return int(everywhere.item())
@@ -125,7 +129,7 @@ Lines = dict[str, dict[int, float]]
 
 
 def make_table(title: str, *columns: str) -> Table:
-    """Names on the left, numbers on the right."""
+    """Return a table whose first column is the attention and whose other columns are right-justified."""
     table = Table("attention", title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")
@@ -133,7 +137,7 @@ def make_table(title: str, *columns: str) -> Table:
 
 
 def kept(rt: Runtime, o: MemoryOptions, groups: Groups, lengths: Sequence[int]) -> tuple[Table, Lines, bool]:
-    """Measured beside formula, lines to draw, and whether the two are equal wherever there is a formula."""
+    """Return (table of measured and formula bytes, lines to draw, True if they agree)."""
     known = o.model.startswith("gpt2") and rt.device.type == "cpu"
     title = f"bytes kept for the backward pass: {o.model}, {o.dtype}, {o.batch} samples"
     table = make_table(title, "ranks", "tokens", "measured", "formula" if known else "no formula")
@@ -147,7 +151,7 @@ def kept(rt: Runtime, o: MemoryOptions, groups: Groups, lengths: Sequence[int]) 
         exact &= measured == formula or not known
         most, most_formula = (largest(x, rt) for x in (measured, formula))
         table.add_row(name, str(n), str(length), show_bytes(most), show_bytes(most_formula) if known else "-")
-        if name != "ring" and (n > 1 or name == "zigzag"):  # others keep the same numbers
+        if name != "ring" and (n > 1 or name == "zigzag"):  # the others keep the same bytes as these
             line = f"{name}, {n} ranks" if n > 1 else "one device"
             lines.setdefault(line, {})[length] = most
     return table, lines, exact
@@ -162,9 +166,10 @@ def peaks(
     peak: Callable[..., int],
     since: int,
 ) -> tuple[Table, bool]:
-    """The most bytes at once, and whether the ring's fall as 1/n and stay with a rank's tokens, within 5 %.
+    """Return (table of peak bytes, True if the rings' peaks scale with the tokens per rank within 5 %).
 
-    peak(name, tokens of a rank, group). since: the number of ranks from which on it must hold.
+    peak(name, tokens per rank, group): the peak to measure. since: the smallest number of ranks that is
+    checked.
     """
     table = make_table(title, "ranks", f"{length} tokens in all", "times ranks", "as many on each rank")
     first: dict[str, tuple[int, int]] = {}
@@ -181,12 +186,12 @@ def peaks(
 
 
 def names(o: MemoryOptions) -> tuple[Attention, ...]:
-    """What was asked for."""
+    """Return the versions to run."""
     return cast(tuple[Attention, ...], o.versions)
 
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
-    """Saved bytes = formula; the ring's peak falls as 1/n with the sequence, and stays with a rank's tokens."""
+    """Print the tables; True if saved bytes equal the formula and the rings' peaks scale as 1/n."""
     comparison.check(rt, VERSIONS, o)
     o = replace(o, micro_batches=1)
     lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)

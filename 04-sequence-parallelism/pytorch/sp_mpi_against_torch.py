@@ -1,19 +1,19 @@
-"""Ring attention in C++ beside torch's own attention: the same numbers, and who is faster.
+"""Ring attention in C++ beside torch's own attention: equality of the results, and speed.
 
-    time of sp_mpi / time of torch, forward and backward, in turn, one thread a rank
+    speed = time of torch on one rank / time of sp_mpi, forward and backward, in turn, one thread per rank
 
                  sp_mpi (cpp/)                         torch
     ranks        all: a rank has s = S / n positions   one, the whole sequence
     kernel       tiles in C++, sp_tiles.hpp            scaled_dot_product_attention, its own tiles
     messages     keys and values round the ring        none
 
-At one rank nothing is sent and the ratio is that of the kernels. Cost of both: 14 K operations a pair of a query
-and a key that it sees and head, no matrix of scores.
+On one rank nothing is sent, and the ratio compares the kernels. Cost of both: 14 K operations per head and
+pair of a query and a visible key, no matrix of scores.
 
     OMP_NUM_THREADS=1 python sp_mpi_against_torch.py
     mpirun -np 2 --bind-to core python sp_mpi_against_torch.py
 
-B batch  H heads  S sequence  s this rank's part of it  K width of a head
+B batch  H heads  S sequence  s positions of this rank  K width of a head
 """
 
 from __future__ import annotations
@@ -29,52 +29,53 @@ from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.equality import TOLERANCE, difference
 from common.errors import UsageError
-from common.lesson import DTYPES, LessonOptions, console, run, write_records
-from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
-from common.options import Count, Size
-from common.runtime import Runtime
+from common.launch.command_line import Count, Size
+from common.launch.runtime import Runtime
+from common.lesson.equality import TOLERANCE, difference
+from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.lesson.runner import DTYPES, LessonOptions, console, run, write_records
 
 
 @dataclass
 class Options(LessonOptions, without=("data", "plot")):
-    """The attention that is timed."""
+    """Options: the shape of the timed attention."""
 
     steps: Count = 5
-    """Rounds that are timed."""
+    """Timed rounds."""
     dtype: Literal["float64", "float32"] = "float32"
     """Type of all numbers."""
     batch: Size = 1
-    """Samples."""
+    """Number of samples."""
     heads: Size = 8
-    """Heads of queries, keys and values."""
+    """Number of heads of queries, keys and values."""
     sequence: Size = 8192
-    """Positions of all ranks together."""
+    """Positions of the sequence, all ranks together."""
     head_width: Size = 64
-    """Numbers of a head."""
+    """Width of a head."""
 
 
 class OnOneRank:
-    """torch's attention on the whole sequence."""
+    """Attention of torch on the whole sequence."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.q, self.k, self.v = (x.clone().requires_grad_() for x in tensors[:3])
         self.dout = tensors[3]
 
     def step(self) -> list[Tensor]:
-        """[out, dq, dk, dv], each [B, H, S, K]."""
+        """Return [out, dq, dk, dv], each [B, H, S, K]."""
         inputs = (self.q, self.k, self.v)
         out = F.scaled_dot_product_attention(*inputs, is_causal=True)
         return [out.detach(), *torch.autograd.grad(out, inputs, self.dout)]
 
 
 class OnAllRanks:
-    """sp_mpi's attention on this rank's positions."""
+    """Attention of sp_mpi on this rank's positions."""
 
     def __init__(self, tensors: list[Tensor], rt: Runtime, o: Options) -> None:
-        import sp_mpi
         from mpi4py import MPI
+
+        import sp_mpi
 
         self.positions = sp_mpi.positions(o.sequence, rt.world_size, rt.rank)
         self.q, self.k, self.v, self.dout = (x[:, :, self.positions].contiguous().numpy() for x in tensors)
@@ -84,7 +85,7 @@ class OnAllRanks:
         self.sent = 0
 
     def step(self) -> list[Tensor]:
-        """[out, dq, dk, dv], each [B, H, s, K]."""
+        """Return [out, dq, dk, dv], each [B, H, s, K]."""
         out = self.ring.forward(self.q, self.k, self.v)
         sent = self.ring.bytes_sent
         gradients = self.ring.backward(self.dout)
@@ -93,10 +94,11 @@ class OnAllRanks:
 
 
 def prepare(rt: Runtime, o: Options) -> None:
-    """Refuse what cannot run; one thread for torch."""
+    """Raise UsageError where sp_mpi cannot run; limit torch to one thread."""
     try:
-        import sp_mpi  # noqa: F401
         from mpi4py import MPI
+
+        import sp_mpi  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
     if MPI.COMM_WORLD.size != rt.world_size:
@@ -106,7 +108,7 @@ def prepare(rt: Runtime, o: Options) -> None:
 
 
 def main(rt: Runtime, o: Options) -> bool:
-    """Compare, then time in turn."""
+    """Compare the results, then time both in turn."""
     prepare(rt, o)
     draw = torch.Generator().manual_seed(o.seed)
     shape = (o.batch, o.heads, o.sequence, o.head_width)
@@ -129,12 +131,12 @@ def main(rt: Runtime, o: Options) -> bool:
 
 
 def operations(o: Options) -> float:
-    """Two products of all pairs forward, five backward, 2 K operations a pair in each."""
+    """Return the operations: two products of all pairs forward, five backward, 2 K per pair in each."""
     return 14 * o.head_width * o.batch * o.heads * o.sequence * (o.sequence + 1) / 2
 
 
 def report(rt: Runtime, o: Options, measured: dict[str, Measured], apart: Tensor, equal: bool) -> None:
-    """The table of times, their ratio, the differences."""
+    """Print the table of times, their ratio and the differences."""
     table = Table(
         title=f"causal attention, {o.sequence} positions, {o.heads} heads of {o.head_width}, {o.dtype}"
     )
@@ -162,7 +164,7 @@ def report(rt: Runtime, o: Options, measured: dict[str, Measured], apart: Tensor
 def write(
     rt: Runtime, o: Options, measured: dict[str, Measured], ours: OnAllRanks, equal: bool, largest: float
 ) -> None:
-    """One record for each of the two."""
+    """Write one record for sp_mpi and one for torch to the file of --json."""
     formula = ours.ring.forward_bytes + ours.ring.backward_bytes
     records = [
         BenchmarkRecord(

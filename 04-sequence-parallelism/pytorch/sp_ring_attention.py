@@ -1,13 +1,13 @@
-"""Ring attention: queries stay, keys and values travel round the ring, block after block, while the last is computed.
+"""Ring attention: queries stay; each block of keys and values is sent on round the ring while it is used.
 
     o, lse  =  merged over the blocks of keys (sp_block.py); backward, dk and dv travel after their keys
 
     step        rank 0           rank 1           rank 2           rank 3
-    0           q0 with kv0      q1 with kv1      q2 with kv2      q3 with kv3      kv of step 1 on its way meanwhile
-    1           q0 with kv3      q1 with kv0      q2 with kv1      q3 with kv2      kv of step 2 on its way meanwhile
+    0           q0 with kv0      q1 with kv1      q2 with kv2      q3 with kv3      kv of step 1 in flight
+    1           q0 with kv3      q1 with kv0      q2 with kv1      q3 with kv2      kv of step 2 in flight
     2           q0 with kv2      q1 with kv3      q2 with kv0      q3 with kv1
     3           q0 with kv1      q1 with kv2      q2 with kv3      q3 with kv0
-    home        backward: what the others added to dkv_r comes back to rank r, which adds its own
+    home        backward: dkv_r with the shares of all other ranks returns to rank r, which adds its own
 
 Causal, in contiguous order, rank r works in r + 1 of n steps, and all wait for the last rank. In zigzag order rank r
 holds chunks r and 2n-1-r of 2n (sp_split.py), and each step but the first is half a block on every rank:
@@ -30,35 +30,29 @@ B batch  s a rank's tokens  H query heads  G key-value heads  K width of a head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
 import torch
-from sp_attention_benchmark import AttentionCase, attention_benchmark
-from sp_block import Block, Kernel, block, merge_
-from sp_split import Order, places
-from sp_training import (
-    Attend,
-    SequenceOptions,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    make_batches,
-    shape_bytes,
-    sp_group,
-    version,
-)
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.comparison import prove
-from common.lesson import run
-from common.models.transformer import Transformer
-from common.runtime import Runtime
-from common.training import Version
+from common.comm.placement import sum_gradients
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, prove
+from common.lesson.job import Job, total
+from common.lesson.runner import run
+from common.models.transformer import cross_entropy_sum
+
+from sp_attention_benchmark import AttentionCase, attention_benchmark
+from sp_block import Block, Kernel, block, merge_
+from sp_costs import ring_bytes, step_bytes
+from sp_options import SequenceOptions
+from sp_split import Order, longest_sequence, places, split_sequence
+from sp_training import check, replace_attention, sp_group
 
 ORDERS: dict[str, Order] = {"ring": "contiguous", "zigzag": "zigzag"}
 VERSIONS = tuple(ORDERS)
@@ -67,28 +61,28 @@ ALL = slice(None)
 
 @dataclass
 class RingOptions(SequenceOptions):
-    """Which versions."""
+    """Options: the versions to run."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes with the keys of one owner: these queries, these keys, masked or not."""
+    """Computation with the keys of one owner: slices of the queries and of the keys, masked or not."""
 
     queries: slice
     keys: slice
     causal: bool = False
 
     def pairs(self, s: int) -> int:
-        """Query-key pairs, of `s` tokens a rank."""
+        """Return the number of query-key pairs, for `s` tokens per rank."""
         queries, keys = (len(range(s)[part]) for part in (self.queries, self.keys))
         return s * (s + 1) // 2 if self.causal else queries * keys
 
 
 def work(order: Order, causal: bool, rank: int, owner: int, s: int) -> Work | None:
-    """What `rank` computes with the keys of `owner`; None: it sees none of them. `s` is even in zigzag order."""
+    """Return the work of `rank` with the keys of `owner`, None if it sees none. Zigzag needs an even `s`."""
     if not causal or owner == rank:
         return Work(ALL, ALL, causal)
     if order == "contiguous":
@@ -97,7 +91,7 @@ def work(order: Order, causal: bool, rank: int, owner: int, s: int) -> Work | No
 
 
 class Passing:
-    """A tensor on its way to the next rank, another on its way here; both must stay as they are until `wait`."""
+    """Two tensors in flight: `x` to the next rank, `into` from the previous; change neither before `wait`."""
 
     def __init__(self, x: Tensor, into: Tensor, group: Group, tag: int) -> None:
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -105,19 +99,19 @@ class Passing:
         self.under_way = comm.exchange(x, into, group, after, before, tag, async_op=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """What came, and the memory of what went."""
+        """Wait for both; return (received tensor, reusable send buffer)."""
         self.under_way.wait()
         return self.into, self.sent
 
 
 class RingAttention(torch.autograd.Function):
-    """(q_BHsK, k_BGsK, v_BGsK) -> o_BHsK."""
+    """Autograd function (q_BHsK, k_BGsK, v_BGsK) -> o_BHsK."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group, order: Order, kernel: Block
     ) -> Tensor:
-        """Own keys first: each query sees itself among them, so that no sum of exponentials begins at 0."""
+        """Start with own keys: each query sees itself among them, so no sum of exponentials begins at 0."""
         n, r, s = group.size, group.rank, q.shape[2]
         kv = torch.stack((k, v))  # one message
         spare = torch.empty_like(kv) if n > 1 else kv
@@ -141,7 +135,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Once more round the ring. The own dk and dv stay; those of others arrive, get this rank's share, go on."""
+        """Send the keys round again. Own dk and dv stay; those of others get this rank's share, travel on."""
         (q, k, v, o, lse), (causal, group, order, kernel) = ctx.saved_tensors, ctx.rest
         (do,) = gradients
         n, r, s = group.size, group.rank, q.shape[2]
@@ -182,7 +176,7 @@ def ring_attention(
     order: Order = "contiguous",
     kernel: Kernel | Block = "library",
 ) -> Tensor:
-    """This rank's rows of attention, [B, H, s, K]; the pieces of the sequence lie as `sp_split.places` cuts them.
+    """Return this rank's rows of attention, [B, H, s, K]; the sequence is cut by `sp_split.places`.
 
     Raises ValueError for zigzag with an odd s, UsageError where the kernel cannot run.
     """
@@ -192,53 +186,54 @@ def ring_attention(
     return cast(Tensor, RingAttention.apply(q_BHsK, k_BGsK, v_BGsK, causal, group, order, chosen))
 
 
-def attention_bytes(o: SequenceOptions, ranks: int) -> int:
-    """Bytes a rank sends for a layer's attention: keys and values forward, again backward, and their gradients."""
-    _, keys = shape_bytes(o, ranks)
-    return 3 * (ranks - 1) * 2 * keys
-
-
-def attend(name: str, rt: Runtime, o: SequenceOptions) -> Attend:
-    """The attention of a version."""
-    return partial(ring_attention, group=sp_group(rt), order=ORDERS[name], kernel=o.kernel)
-
-
-def make_version(name: str, model: Transformer, rt: Runtime, o: SequenceOptions) -> Version:
-    """The model with ring attention, in contiguous or zigzag order."""
-    return version(model, attend(name, rt, o), rt, ORDERS[name])
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
-    return bytes_of_step(model, group, o, attention_bytes(o, group.size))
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps."""
-    return bytes_of_run(model, group, o, attention_bytes(o, group.size))
+def train(job: Job[RingOptions]) -> Iterator[Tensor]:
+    """Train on this rank's tokens of every sequence; yield the loss of each global batch."""
+    model, group, order = job.model, job.group, ORDERS[job.version]
+    attend = partial(ring_attention, group=group, order=order, kernel=job.options.kernel)
+    replace_attention(model, attend, group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # whole sequences, the same on all ranks
+        pieces = batch.cut(
+            partial(split_sequence, group=group, order=order, longest=longest_sequence(model.config))
+        )
+        count = pieces.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_Bs, positions_s, targets_Bs in pieces:
+            loss_sum, _ = cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # each rank has a part of every gradient
+        optimizer.step()
+        yield total(losses, group)
 
 
 def messages(qkv: list[Tensor], group: Group) -> None:
-    """The messages of a forward and backward pass, and nothing else."""
+    """Send the messages of a forward and backward pass, without any computation."""
     kv = torch.stack((qkv[1], qkv[2]))
     spare = torch.empty_like(kv)
     for _ in range(3 * (group.size - 1)):
         Passing(kv, spare, group, tag=0).wait()
 
 
+LESSON = Lesson("sp", dict.fromkeys(VERSIONS, train), step_bytes(ring_bytes))
+
+
 def main(rt: Runtime, o: RingOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality with one device, or with --benchmark time attention alone."""
     check(rt, VERSIONS, o, [ORDERS[name] for name in o.versions if name in ORDERS])
     if not o.benchmark:
-        return prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="sp")
+        return prove(rt, o, LESSON)
     group, cases = sp_group(rt), {}
     n, s = group.size, o.shape[0] // group.size
     for name in o.versions:
         items = [work(ORDERS[name], True, group.rank, owner, s) for owner in range(n)]
         pairs = o.shape[1] * sum(item.pairs(s) for item in items if item)
         mine = partial(places, group=group, order=ORDERS[name])
+        attend = partial(ring_attention, group=group, order=ORDERS[name], kernel=o.kernel)
         sends, alone = 3 * (n - 1) * 2, partial(messages, group=group)
-        cases[name] = AttentionCase(attend(name, rt, o), mine, pairs, sends, alone)
+        cases[name] = AttentionCase(attend, mine, pairs, sends, alone)
     return attention_benchmark(rt, o, cases)
 
 

@@ -1,4 +1,4 @@
-"""The strategy as one call: a plain Transformer, under sequence parallelism along one group.
+"""Sequence parallelism as one call, which changes a plain Transformer to run along one group.
 
     sequence_parallel(model, mesh.group("sp"), attention="zigzag")
     tokens, positions, targets = split_sequence(tokens, targets, mesh.group("sp"), ORDERS["zigzag"])
@@ -11,9 +11,9 @@
     ring         piece r of n              3(n-1) 2 B s G K, hidden            uneven        any
     zigzag       pieces r, 2n-1-r of 2n    3(n-1) 2 B s G K, hidden            even          any
 
-All parameters stay whole on every rank, and their gradients are one rank's share: the rule of common/placement.py
-sums them over "sp". Dropout of embeddings and of what the layers add goes by position and needs nothing; dropout of
-attention weights is refused. sp_hybrid.py is the fifth way.
+All parameters stay whole on every rank, and their gradients are one rank's share: the rule of
+common/comm/placement.py sums them over "sp". Dropout of embeddings and of the layers' outputs depends on positions
+and works unchanged; dropout of attention weights raises UsageError. sp_hybrid.py is the fifth way.
 
 B batch  s a rank's tokens  H query heads  G key-value heads, G' with copies  K width of a head  n ranks
 """
@@ -23,16 +23,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+from common.comm import Group
+from common.errors import UsageError
+from common.models.transformer import Transformer
+
 from sp_basic import gathered_attention
 from sp_block import Kernel, block
 from sp_ring_attention import ring_attention
 from sp_split import Order, split_sequence
 from sp_training import Attend, check_heads, replace_attention
 from sp_ulysses import ulysses_attention
-
-from common.comm import Group
-from common.errors import UsageError
-from common.models.transformer import Transformer
 
 __all__ = ["ORDERS", "sequence_parallel", "split_sequence"]
 
@@ -46,7 +46,7 @@ ORDERS: dict[Attention, Order] = {
 
 
 def attends(group: Group, kernel: Kernel) -> dict[Attention, Attend]:
-    """Every attention over the ranks of the group."""
+    """Return each attention over the ranks of the group, by name."""
     return {
         "allgather": partial(gathered_attention, group=group),
         "ulysses": partial(ulysses_attention, group=group),
@@ -58,10 +58,11 @@ def attends(group: Group, kernel: Kernel) -> dict[Attention, Attend]:
 def sequence_parallel(
     model: Transformer, group: Group, attention: Attention = "ring", kernel: Kernel | None = None
 ) -> None:
-    """Let every layer attend over the ranks of `group`, each of which holds the tokens that `split_sequence` gives it.
+    """Make every layer attend over the ranks of `group`, each of which holds its tokens of `split_sequence`.
 
-    kernel: how a ring computes a block; the library's on CPUs and by hand elsewhere when left out.
-    Raises UsageError for an attention that is unknown, heads that do not divide (ulysses), dropped attention weights.
+    kernel: the kernel of a ring for a block, by default `library` on CPUs and `hand` elsewhere. Raises
+    UsageError for an attention that is unknown, heads that do not divide (ulysses), dropped attention
+    weights.
     """
     if attention not in ORDERS:
         raise UsageError(f"attention {attention!r} is unknown; choose one of {', '.join(ORDERS)}")
@@ -69,6 +70,6 @@ def sequence_parallel(
         check_heads(model.config.heads, group.size)
     device = next(model.parameters()).device
     kernel = kernel or ("library" if device.type == "cpu" else "hand")
-    if device.type != "meta":  # where the numbers will be is not known yet
+    if device.type != "meta":  # on "meta" the final device is not known yet
         block(kernel, device)
     replace_attention(model, attends(group, kernel)[attention], group)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank holds, and where they stand in it.
+"""Split of a sequence over ranks: the tokens that a rank holds, and their positions.
 
     order         pieces of 8 tokens on 2 ranks      causal work (query-key pairs)
     contiguous    rank 0: 0 1 2 3                    10
@@ -6,9 +6,10 @@
     zigzag        rank 0: 0 1 6 7                    18     chunks r and 2n-1-r of 2n
                   rank 1: 2 3 4 5                    18
 
-A token is embedded, normed, projected and scored alone, so a rank needs nothing of the others for that; only its
-position must come along. The targets are shifted before the cut, so the last token of a piece has the first of the next
-as its target. The loss is a sum over tokens, divided by the targets of all ranks: pieces may hold unequal numbers.
+Embedding, norms, projections and loss work on each token alone, so a rank needs no other rank's tokens for
+them; only the token's position must be given. The targets are shifted before the cut, so the target of a
+piece's last token is the first token of the next piece. The loss is a sum over tokens, divided by the number
+of targets of all ranks, so pieces may hold unequal numbers of targets.
 
     B batch  S sequence  s a rank's tokens
 """
@@ -29,14 +30,14 @@ Order = Literal["contiguous", "zigzag"]
 
 
 def chunks(order: Order, rank: int, size: int) -> tuple[int, ...]:
-    """The chunks that rank `rank` of `size` holds, in rising order: of `size` chunks, or of 2 * `size` for zigzag."""
+    """Return the chunks of rank `rank` of `size`, rising: of `size` chunks, or 2 * `size` for zigzag."""
     return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
 
 
 def check_length(length: int, order: Order, size: int, longest: int | None = None, inner: int = 1) -> None:
-    """Raises UsageError where `length` tokens are over `longest`, or do not divide into the chunks of `size` ranks.
+    """Raise UsageError if `length` is over `longest`, or does not divide into the chunks of `size` ranks.
 
-    inner: a rank's piece must divide by it, too.
+    inner: a number that must divide each rank's piece, too.
     """
     if longest is not None and length > longest:
         raise UsageError(
@@ -53,14 +54,14 @@ def check_length(length: int, order: Order, size: int, longest: int | None = Non
 
 
 def places(length: int, group: Group, order: Order) -> Tensor:
-    """Indices, in rising order, of this rank's tokens among `length`. Raises UsageError where it does not divide."""
+    """Return rising indices of this rank's tokens among `length`. Raises UsageError as `check_length`."""
     check_length(length, order, group.size)
     mine = chunks(order, group.rank, group.size)
     return torch.arange(length).view(group.size * len(mine), -1)[list(mine)].flatten()
 
 
 def longest_sequence(config: TransformerConfig) -> int | None:
-    """Tokens that a model with learned positions can tell apart; None with rotary ones."""
+    """Return the number of learned positions of a model; None with rotary positions."""
     return config.sequence if config.positions == "learned" else None
 
 
@@ -71,10 +72,11 @@ def split_sequence(
     order: Order = "contiguous",
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's (tokens_Bs, positions_s, targets_Bs), for `model(tokens_Bs, positions_s)`.
+    """Return this rank's (tokens_Bs, positions_s, targets_Bs), for `model(tokens_Bs, positions_s)`.
 
-    longest: learned positions of the model, `longest_sequence(config)`; the model itself sees s tokens alone and cannot
-    check. Raises UsageError for a sequence that is longer, or that does not divide by n (2n for zigzag).
+    longest: learned positions of the model, `longest_sequence(config)`; the model sees only s tokens and
+    cannot check the length itself. Raises UsageError for a longer sequence, and for one that n (2n for
+    zigzag) does not divide.
     """
     check_length(tokens_BS.shape[1], order, group.size, longest)
     positions_s = places(tokens_BS.shape[1], group, order).to(tokens_BS.device)

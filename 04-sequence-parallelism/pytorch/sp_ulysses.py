@@ -10,13 +10,13 @@
          0 0 1 1             1 1 1 1             0 0 1 1
          0 0 1 1             1 1 1 1             0 0 1 1
 
-Each head is whole on one rank, so causal work is even and any kernel will do. The adjoint of an all-to-all is the one
-that takes the way back. With fewer key-value heads than ranks each is copied until every rank has one for its query
-heads: G' = the least common multiple of G and n; autograd adds up the gradients of the copies.
+Each head is whole on one rank, so causal work is even and any kernel will do. The adjoint of an all-to-all is
+the reverse all-to-all. If n does not divide the key-value heads, each of them is copied until all ranks have
+equally many: G' = the least common multiple of G and n; autograd adds up the gradients of the copies.
 
-Cost: a layer sends 2(n-1)/n times a rank's queries, keys, values and result: 2(n-1)/n B s K (2H + 2G') numbers; that
-falls as 1/n, where all-gather (2(n-1) 2 B s G K) and ring (3(n-1) 2 B s G K) do not. Memory falls as 1/n. n may not be
-over H, and must divide it. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
+Cost: a layer sends 2(n-1)/n times a rank's queries, keys, values and result: 2(n-1)/n B s K (2H + 2G')
+numbers; that falls as 1/n, where all-gather (2(n-1) 2 B s G K) and ring (3(n-1) 2 B s G K) do not. Memory
+falls as 1/n. n must divide H. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 
     python sp_ulysses.py --nproc 4    torchrun --nproc_per_node=4 sp_ulysses.py    mpirun -np 4 python sp_ulysses.py
     python sp_ulysses.py --nproc 4 --model llama-tiny
@@ -26,75 +26,61 @@ B batch  S sequence  s = S / n, a rank's tokens  H query heads  h = H / n  G key
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-import sp_basic
-import sp_ring_attention
 from rich.table import Table
-from sp_attention_benchmark import AttentionCase, attention_benchmark
-from sp_split import places
-from sp_training import (
-    SequenceOptions,
-    bytes_of_run,
-    bytes_of_step,
-    check,
-    check_heads,
-    make_batches,
-    shape_bytes,
-    sp_group,
-    version,
-)
-from torch import Tensor, nn
+from torch import Tensor
 
-from common import collectives
-from common.comm import Group
-from common.comparison import prove
-from common.ledger import show_bytes
-from common.lesson import console, run
+from common.comm import Group, collectives
+from common.comm.ledger import show_bytes
+from common.comm.placement import sum_gradients
+from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson, prove
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
 from common.models.configs import config
-from common.models.transformer import Transformer, attend
-from common.runtime import Runtime
-from common.training import Version
+from common.models.transformer import attend, cross_entropy_sum
+
+from sp_attention_benchmark import AttentionCase, attention_benchmark
+from sp_costs import allgather_bytes, copies, ring_bytes, step_bytes, ulysses_bytes
+from sp_options import SequenceOptions
+from sp_split import longest_sequence, places, split_sequence
+from sp_training import check, check_heads, replace_attention, sp_group
 
 VERSIONS = ("ulysses",)
 
 
 @dataclass
 class UlyssesOptions(SequenceOptions):
-    """Which versions."""
+    """Options: the versions to run."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def to_heads(x_BHsK: Tensor, group: Group) -> Tensor:
-    """All heads of this rank's tokens to this rank's heads of all tokens: S(2) to S(1), [B, H/n, S, K]."""
+    """Swap all heads of own tokens for own heads of all tokens: S(2) to S(1), [B, H/n, S, K]."""
     if group.size == 1:
         return x_BHsK
-    x_nBhsK = x_BHsK.unflatten(1, (group.size, -1)).movedim(1, 0)  # n: who gets these heads
-    x_nBhsK = collectives.all_to_all(x_nBhsK, group)  # n: whose tokens these are
+    x_nBhsK = x_BHsK.unflatten(1, (group.size, -1)).movedim(1, 0)  # n: the rank that gets these heads
+    x_nBhsK = collectives.all_to_all(x_nBhsK, group)  # n: the rank of these tokens
     return x_nBhsK.movedim(0, 2).flatten(2, 3)
 
 
 def to_tokens(x_BhSK: Tensor, group: Group) -> Tensor:
-    """The way back: S(1) to S(2), [B, H, S/n, K]."""
+    """Undo `to_heads`: S(1) to S(2), [B, H, S/n, K]."""
     if group.size == 1:
         return x_BhSK
-    x_nBhsK = x_BhSK.unflatten(2, (group.size, -1)).movedim(2, 0)  # n: who gets these tokens
-    x_nBhsK = collectives.all_to_all(x_nBhsK, group)  # n: whose heads these are
+    x_nBhsK = x_BhSK.unflatten(2, (group.size, -1)).movedim(2, 0)  # n: the rank that gets these tokens
+    x_nBhsK = collectives.all_to_all(x_nBhsK, group)  # n: the rank of these heads
     return x_nBhsK.movedim(0, 1).flatten(1, 2)
 
 
-def copies(kv_heads: int, ranks: int) -> int:
-    """How often each key-value head is repeated so that all ranks have equally many."""
-    return math.lcm(kv_heads, ranks) // kv_heads
-
-
 def exchanged(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's heads of q, k and v over all tokens; those of k and v are the ones that its queries read.
+    """Return this rank's heads of q, k, v over all tokens; its key-value heads are those its queries read.
 
     Raises UsageError where the query heads do not divide over the ranks.
     """
@@ -106,36 +92,34 @@ def exchanged(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, group: Group) -> t
 
 
 def ulysses_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: bool, group: Group) -> Tensor:
-    """This rank's rows of attention, [B, H, s, K]; pieces of the sequence lie in the order of the ranks."""
+    """Return this rank's rows of attention, [B, H, s, K]; pieces are in the order of the ranks."""
     return to_tokens(attend(*exchanged(q_BHsK, k_BGsK, v_BGsK, group), causal), group)
 
 
-def attention_bytes(o: SequenceOptions, ranks: int) -> int:
-    """Bytes a rank sends for a layer's attention, forward and backward: q, k, v and o, but for its own share."""
-    queries, keys = shape_bytes(o, ranks)
-    exchanged = 2 * queries + 2 * keys * copies(config(o.model).kv_heads, ranks)
-    return 2 * (ranks - 1) * exchanged // ranks
-
-
-def make_version(name: str, model: Transformer, rt: Runtime, o: SequenceOptions) -> Version:
-    """The model with its attention by heads."""
-    return version(model, partial(ulysses_attention, group=sp_group(rt)), rt)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
-    """Bytes a rank sends in a step."""
-    return bytes_of_step(model, group, o, attention_bytes(o, group.size))
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: SequenceOptions) -> Fraction:
-    """Bytes a rank sends in `o.steps` steps."""
-    return bytes_of_run(model, group, o, attention_bytes(o, group.size))
+def train(job: Job[UlyssesOptions]) -> Iterator[Tensor]:
+    """Train on this rank's piece of every sequence; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    replace_attention(model, partial(ulysses_attention, group=group), group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # whole sequences, the same on all ranks
+        pieces = batch.cut(partial(split_sequence, group=group, longest=longest_sequence(model.config)))
+        count = pieces.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_Bs, positions_s, targets_Bs in pieces:
+            loss_sum, _ = cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # each rank has a part of every gradient
+        optimizer.step()
+        yield total(losses, group)
 
 
 def bytes_table(o: SequenceOptions) -> Table:
-    """What each strategy sends for a layer's attention, by formula, at other numbers of ranks."""
+    """Return a table of the bytes of each strategy for a layer's attention, by formula, for 2 to 16 ranks."""
     c = config(o.model)
-    formulas = {"allgather": sp_basic, "ring, zigzag": sp_ring_attention}
+    formulas = {"allgather": allgather_bytes, "ring, zigzag": ring_bytes}
     title = (
         f"bytes a rank sends for a layer's attention: {o.model}, {o.batch} x {o.sequence} tokens, {o.dtype}"
     )
@@ -143,18 +127,21 @@ def bytes_table(o: SequenceOptions) -> Table:
     for column in ("ranks", *formulas, "ulysses"):
         table.add_column(column, justify="right")
     for n in (n for n in (2, 4, 8, 16) if o.sequence % n == 0):
-        ours = show_bytes(attention_bytes(o, n)) if c.heads % n == 0 else f"no: {c.heads} heads"
-        table.add_row(str(n), *(show_bytes(f.attention_bytes(o, n)) for f in formulas.values()), ours)
+        ours = show_bytes(ulysses_bytes(o, n)) if c.heads % n == 0 else f"no: {c.heads} heads"
+        table.add_row(str(n), *(show_bytes(f(o, n)) for f in formulas.values()), ours)
     return table
 
 
+LESSON = Lesson("sp", {"ulysses": train}, step_bytes(ulysses_bytes))
+
+
 def main(rt: Runtime, o: UlyssesOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality with one device, or with --benchmark time attention alone."""
     check(rt, VERSIONS, o, ["contiguous"])
     check_heads(o.shape[1] if o.benchmark else config(o.model).heads, rt.world_size)
     if not o.benchmark:
         console(rt).print(bytes_table(o))
-        return prove(rt, o, make_version, run_bytes, step_bytes, (), make_batches=make_batches, axis="sp")
+        return prove(rt, o, LESSON)
     (S, H, _), n = o.shape, rt.world_size
     pairs, sends = H // n * S * (S + 1) // 2, Fraction(2 * (n - 1) * 4, n)
     group = sp_group(rt)
