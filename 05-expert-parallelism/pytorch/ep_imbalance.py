@@ -1,6 +1,6 @@
-"""What uneven load costs: a layer is done when its busiest rank is.
+"""Cost of uneven load: a layer is done when its busiest rank is done.
 
-    time = rows of the busiest rank * time of a row           even: k T / n rows; all on one rank: k T, n times as long
+    time = rows of the busiest rank * time per row            even: k T / n rows; all on one rank: k T, n times as long
 
     share of rank 0   1/n                         1/2                          1
     rank 0            ####|                       ########|                    ################|
@@ -8,14 +8,15 @@
     rank 2            ####|                       ###.....|                    ................|     # computes
     rank 3            ####|                       ###.....|                    ................|     . waits
 
-By formula the slowdown is n times the share of the busiest rank. Measured it is less: messages take as long in all
-cases, and larger products run a little faster a row. Memory follows the rows, too: the busiest rank keeps n times its
-even share of activations, which is where a capacity, or a balanced router, comes in.
+By formula the slowdown is n times the share of the busiest rank. The measured slowdown is smaller: messages
+take as long in all cases, and larger products take a little less time per row. Activation memory grows with
+the rows as well: with all rows on one rank, that rank keeps n times its even share. A capacity or a balanced
+router limits this.
 
     python ep_imbalance.py --nproc 2        torchrun --nproc_per_node=2 ep_imbalance.py
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_imbalance.py --dtype float32 --steps 7
 
-Times mean something where each rank has a core to itself.
+The times are valid only if each rank has a core of its own.
 
 R rows of a rank  D width  E experts  n ranks
 """
@@ -28,22 +29,23 @@ from functools import partial
 from typing import cast
 
 import torch
-from ep_moe import ExpertExchange, check_split, share_experts
-from ep_training import ExpertOptions, largest_difference
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.comm import Group, sizes_of
-from common.equality import TOLERANCE
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.ledger import Ledger, show_bytes
-from common.lesson import DTYPES, console, run
-from common.measure import in_turn
-from common.mesh import Mesh
+from common.launch.command_line import Count, Size, Width
+from common.launch.runtime import Runtime
+from common.lesson.equality import TOLERANCE
+from common.lesson.measure import in_turn
+from common.lesson.runner import DTYPES, console, run
 from common.models.moe import Experts
-from common.options import Count, Size, Width
-from common.runtime import Runtime
+
+from ep_moe import ExpertExchange, check_split, share_experts
+from ep_training import ExpertOptions, largest_difference
 
 
 @dataclass
@@ -61,25 +63,25 @@ class ImbalanceOptions(
         "plot",
     ),
 ):
-    """The layer that is timed."""
+    """Options: the shape of the timed layer."""
 
     steps: Count = 5
-    """Rounds of timing."""
+    """Timed rounds."""
     rows: Size = 2048
-    """Rows of each rank: its tokens times the experts of each."""
+    """Rows per rank: its tokens times the experts per token."""
     width: Width = 512
-    """D; an expert is as many times wider as in --model."""
+    """Width D of a token; an expert's width relative to D is that of --model."""
 
 
 def counts_for(share: float, rows: int, E: int, n: int) -> Tensor:
-    """Rows for each expert: a share of them for those of rank 0, the others' evenly spread; int64 [E]."""
+    """Return the rows per expert, int64 [E]: a share for rank 0's, the rest even over the others."""
     first = round(share * rows)
     mine, others = sizes_of(E, n)[0], E - sizes_of(E, n)[0]
     return torch.tensor(sizes_of(first, mine) + (sizes_of(rows - first, others) if others else []))
 
 
 def make_experts(o: ImbalanceOptions, device: torch.device) -> Experts:
-    """The experts of a layer, the same on all ranks."""
+    """Return the experts of a layer, the same on all ranks."""
     c = o.model_config()
     wide = replace(c, width=o.width, mlp_width=o.width * c.mlp_width // c.width, heads=1, kv_heads=1)
     experts = Experts(wide).to(device, DTYPES[o.dtype])
@@ -90,7 +92,7 @@ def make_experts(o: ImbalanceOptions, device: torch.device) -> Experts:
 
 
 def layer(exchange: ExpertExchange, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """Forward and backward; the result."""
+    """Run a forward and backward pass; return the result."""
     y_RD = exchange(rows_RD, counts_E)
     y_RD.backward(rows_RD.detach())
     return y_RD.detach()
@@ -99,7 +101,10 @@ def layer(exchange: ExpertExchange, rows_RD: Tensor, counts_E: Tensor) -> Tensor
 def difference(
     rt: Runtime, o: ImbalanceOptions, experts: Experts, rows_RD: Tensor, counts_E: Tensor, y_RD: Tensor
 ) -> float:
-    """Of results and gradients to those of all experts on this rank's rows, the experts' summed over ranks."""
+    """Return the largest relative difference of result and gradients from those of one device.
+
+    The reference applies all experts to this rank's rows and sums the gradients of the experts over ranks.
+    """
     whole, x_RD = make_experts(o, rows_RD.device), rows_RD.detach().clone().requires_grad_()
     expected = {"y": whole(x_RD, counts_E)}
     expected["y"].backward(x_RD.detach())
@@ -112,7 +117,7 @@ def difference(
 
 
 def main(rt: Runtime, o: ImbalanceOptions) -> bool:
-    """The time of a layer by the share of the busiest rank; results and bytes proved for each."""
+    """Time a layer by the share of the busiest rank; prove results and bytes for each share."""
     c, n = o.model_config(), rt.world_size
     check_split(c.experts, n)
     if o.rows < 8 * n * c.experts or o.width % 2:
@@ -133,7 +138,7 @@ def main(rt: Runtime, o: ImbalanceOptions) -> bool:
         share = least + (1 - least) * step / 4
         name, counts_E = f"{share:.0%}", counts_for(share, o.rows, c.experts, n).to(rt.device)
         if name in cases:
-            continue  # one rank has everything
+            continue  # on one rank all shares are the same
         exchange = ExpertExchange(experts, group, c.experts)
         cases[name] = partial(layer, exchange, rows_RD, counts_E)
         experts.zero_grad()

@@ -1,13 +1,14 @@
-"""One mixture of experts, these spread along ep in three languages: equal to one device, and to one another.
+"""One mixture in three languages, its experts spread along ep: equal to one device, and to one another.
 
-    pytorch        ep_moe.py: the exchange of rows instead of the experts of common/models/moe.py
+    pytorch        ep_moe.py: its exchange of rows replaces the experts of common/models/moe.py
     ep_libtorch    the same in C++ on LibTorch's autograd and a c10d process group
     ep_mpi         own forward and backward pass on MPI and BLAS, no torch
 
-All hold the same experts, take the same tokens of this rank and drop none. The loss is half the squared distance to a
-fixed y_BSD, over the number of tokens of all ranks. dx, which a layer before would get, is compared with the gradients.
-Messages carry the same bytes; where the others send the rows for all experts of a rank at once, ep_mpi sends those for
-one expert after the other, so that they land sorted.
+All hold the same experts, take the same tokens of this rank and drop none. The loss is half the squared
+distance to a fixed y_BSD, divided by the number of tokens of all ranks. dx, the gradient for an earlier
+layer, is compared along with the gradients of the parameters. All send the same number of bytes; ep_mpi sends
+the rows for one expert after the other, so that they arrive sorted, where the others send the rows for all
+experts of a rank at once.
 
     mpirun -np 2 python ep_languages.py
     mpirun -np 3 python ep_languages.py --model switch-tiny
@@ -26,25 +27,27 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from ep_moe import check_split, expert_parallel
-from ep_training import ExpertOptions, load
 from torch import Tensor
 
-from common import comm, languages, random
+from common import comm, random
 from common.comm import sizes_of
-from common.comparison import check, report
+from common.comm.mesh import Mesh
+from common.comm.placement import Shard, place, sum_gradients
 from common.data.text import rank_slice
-from common.equality import Followed, Start, unmoved, whole
 from common.errors import UsageError
-from common.languages import InLibTorch, InNumpy, InTorch, Part
-from common.lesson import DTYPES, run
-from common.measure import BenchmarkRecord, in_turn, peak_memory
-from common.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.lesson import languages
+from common.lesson.comparison import check, report
+from common.lesson.equality import Followed, Start, unmoved, whole
+from common.lesson.languages import InLibTorch, InNumpy, InTorch, Part
+from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson.runner import DTYPES, run
+from common.lesson.training import TrainingOptions
 from common.models.moe import MoE
 from common.models.transformer import Transformer
-from common.placement import Shard, place, sum_gradients
-from common.runtime import Runtime
-from common.training import TrainingOptions
+
+from ep_moe import check_split, expert_parallel
+from ep_training import ExpertOptions, load
 
 LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi"}
 
@@ -54,23 +57,23 @@ class LanguageOptions(ExpertOptions, without=("micro_batches", "scaling", "data"
     """Shape of the mixture and of x."""
 
     versions: tuple[str, ...] = tuple(LANGUAGES)
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def plain_model(o: TrainingOptions) -> Transformer:
-    """One layer of the model, dropless."""
+    """Return one layer of the model, without a capacity."""
     return Transformer(replace(o.model_config(), layers=1, capacity_factor=None), o.seed, DTYPES[o.dtype])
 
 
 def mixture(model: Transformer) -> MoE:
-    """Its experts and their router."""
+    """Return the mixture of the model's first layer: its experts and their router."""
     moe = model.layers[0].mlp
     assert isinstance(moe, MoE)
     return moe
 
 
 class Lesson:
-    """The mixture in every language, its samples, and its bytes by formula."""
+    """Mixture in every language, with its samples and its bytes by formula."""
 
     def __init__(self, rt: Runtime, o: TrainingOptions) -> None:
         self.rt, self.o, self.mesh = rt, o, Mesh(rt.world, ep=rt.world_size)
@@ -84,7 +87,7 @@ class Lesson:
         self.choices: list[Tensor] = []  # of every sample, in each step of the last reference
 
     def make(self, name: str, optimizer: str) -> Part:
-        """The mixture in a language; "one device" is the plain one."""
+        """Return the mixture in a language; "one device" is the plain one, which records its choices."""
         c, o, model = self.o.model_config(), self.o, plain_model(self.o)
         moe = mixture(model)
         named = dict(moe.named_parameters())
@@ -93,8 +96,9 @@ class Lesson:
             moe.observe = lambda routing: self.choices.append(routing.experts_BSK)
             return InTorch(moe, named, optimizer)
         if name == "ep_mpi":
-            import ep_mpi
             from mpi4py import MPI
+
+            import ep_mpi
 
             sizes = (c.width, c.mlp_width, c.experts, c.experts_per_token)
             ranks = MPI.COMM_WORLD if self.rt.world_size > 1 else None
@@ -114,19 +118,19 @@ class Lesson:
         return InTorch(moe, named, optimizer, partial(sum_gradients, list(named.values()), self.mesh))
 
     def step(self, part: Part, alone: bool = False) -> tuple[float, Tensor]:
-        """(loss, dx) of a forward and backward pass, of this rank's samples or `alone` of all."""
+        """Run a forward and backward pass on this rank's samples, or `alone` on all; return (loss, dx)."""
         lo, hi = (0, self.o.batch) if alone else self.slices[self.group.rank]
         tokens = self.o.batch * self.o.sequence
         away_BSD = part.forward(self.x_BSD[lo:hi]) - self.y_BSD[lo:hi]
         return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
 
     def whole_step(self, part: Part) -> None:
-        """Forward, backward, update."""
+        """Run a forward pass, a backward pass and an update."""
         self.step(part)
         part.update()
 
     def train(self, name: str, optimizer: str, start: Start = unmoved) -> tuple[Followed, Fraction, Fraction]:
-        """What the steps leave, the mean bytes of a rank, and those by formula."""
+        """Train `o.steps` steps; return (gathered results, mean bytes per rank, bytes by formula)."""
         alone = name == "one device"
         lies = torch.empty(0)
         if not alone and self.group.size > 1:
@@ -143,11 +147,11 @@ class Lesson:
         return found, self.mean(sent), formula
 
     def mean(self, sent: Fraction) -> Fraction:
-        """Over the ranks."""
+        """Return the mean over the ranks."""
         return sum(comm.everyones(sent, self.group), Fraction(0)) / self.group.size
 
     def formula(self, experts_BSK: Tensor) -> Fraction:
-        """Mean bytes of a rank in a step where all samples choose these experts."""
+        """Return the mean bytes per rank of a step in which the samples choose these experts."""
         c, n, size = self.o.model_config(), self.group.size, DTYPES[self.o.dtype].itemsize
         away = 0
         for rank, (lo, hi) in enumerate(self.slices):
@@ -157,14 +161,14 @@ class Lesson:
         return Fraction(4 * away * c.width * size + counts + router, n)
 
     def benchmark(self, o: TrainingOptions) -> list[BenchmarkRecord]:
-        """Forward, backward and AdamW of every version in turn; `o.steps` rounds after one to warm up."""
+        """Time forward, backward and AdamW of every version in turn: `o.steps` rounds after a warm-up."""
 
         self.step(self.make("one device", "adamw"), alone=True)
         formula, sent = float(self.formula(self.choices[0])), {}
         cases: dict[str, Callable[[], object]] = {}
         for name in o.versions:
             part = self.make(name, "adamw")
-            self.step(part)  # training moves the choices: bytes are those of the first weights
+            self.step(part)  # count bytes with the first weights, because training changes the choices
             sent[name] = float(self.mean(part.sent()))
             cases[name] = partial(self.whole_step, part)
         measured = in_turn(cases, o.steps, self.rt.world)
@@ -193,7 +197,7 @@ class Lesson:
 
 
 def prepare(rt: Runtime, o: LanguageOptions) -> None:
-    """Refuse what cannot run; give every library of this rank one thread."""
+    """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
     check(rt, tuple(LANGUAGES), o)
     c, n = o.model_config(), rt.world_size
     check_split(c.experts, n)
@@ -207,7 +211,7 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
 
 
 def main(rt: Runtime, o: LanguageOptions) -> bool:
-    """Prove, or with --benchmark time."""
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     prepare(rt, o)
     lesson = Lesson(rt, o)
     if o.benchmark:

@@ -1,16 +1,18 @@
-"""One layer of experts: what ranks gain where the load is even, and what sorting the tokens costs.
+"""One layer of experts: the speed-up over one rank with an even load, and the cost of sorting the tokens.
 
     one device     route  sort         experts, k T rows                        put back, weigh, sum
     n ranks        route  sort  send   experts, k T / n rows each   send back   put back, weigh, sum
 
-A router that was not trained for it piles tokens on a few experts, and the busiest rank sets the pace: see
-ep_imbalance.py. Here the choices are replaced by ones that fall on all experts alike; scores and weights stay. What the
-messages leave of n is then the speed-up over one rank, which has all experts and the whole batch; where E does not
-divide by n, what they leave of E over the most experts of a rank.
+A router that is not trained for balance sends most tokens to a few experts, and the busiest rank sets the
+pace: see ep_imbalance.py. Here the choices are replaced by ones that are even over all experts; the weights
+are the scores of these choices. The speed-up compares n ranks with one rank that has all experts and the
+whole batch. Without messages it would be n, or E over the largest number of experts of a rank where n does
+not divide E.
 
-Sorting is the layer without its experts (rows go in and come out as they are), less the router: the permutation, its
-inverse and the weighted sum, forward and backward. It moves 2 k T D numbers each way where the experts compute
-6 k T D F operations forward: the wider they are, the less it is.
+The cost of sorting is the time of the layer without its experts (rows are returned unchanged) minus that of
+the router: the permutation, its inverse and the weighted sum, forward and backward. Sorting moves 2 k T D
+numbers in each pass, while SwiGLU experts compute 6 k T D F operations forward: the wider the experts, the
+smaller the share of sorting.
 
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_layer.py --dtype float32        python ep_layer.py --nproc 2
 
@@ -25,23 +27,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from ep_moe import ExpertExchange, check_split, share_experts
-from ep_training import ExpertOptions, largest_difference
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.comm import Group, sizes_of
-from common.equality import TOLERANCE
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
 from common.errors import UsageError
-from common.ledger import Ledger
-from common.lesson import DTYPES, console, run, write_records
-from common.measure import BenchmarkRecord, Measured, in_turn, peak_memory
-from common.mesh import Mesh
+from common.launch.command_line import Count, Size, Width
+from common.launch.runtime import Runtime
+from common.lesson.equality import TOLERANCE
+from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.lesson.runner import DTYPES, console, run, write_records
 from common.models.moe import MoE, Router, Routing
-from common.options import Count, Size, Width
-from common.placement import sum_gradients
-from common.runtime import Runtime
+
+from ep_moe import ExpertExchange, check_split, share_experts
+from ep_training import ExpertOptions, largest_difference
 
 
 @dataclass
@@ -49,20 +52,20 @@ class LayerOptions(
     ExpertOptions,
     without=("batch", "sequence", "micro_batches", "versions", "benchmark", "scaling", "data", "plot"),
 ):
-    """The layer that is timed."""
+    """Options: the shape of the timed layer."""
 
     model: str = "mixtral-31m"
-    """Whose experts: their number, kind, and their width relative to D."""
+    """Name of the model that gives the experts' number, kind, and width relative to D."""
     steps: Count = 5
-    """Rounds of timing."""
+    """Timed rounds."""
     tokens: Size = 4096
-    """Of all ranks together."""
+    """Tokens of all ranks together."""
     width: Width = 512
-    """D."""
+    """Width D of a token."""
 
 
 class Even(Router):
-    """Token t's choices are experts k t, k t + 1, ... in turn; their weights are those of their scores."""
+    """Router whose token t chooses experts k t, k t + 1, ... modulo E, with weights from their scores."""
 
     def forward(self, x_BSD: Tensor) -> Routing:
         """Route every token."""
@@ -76,7 +79,7 @@ class Even(Router):
 
 
 def make_layer(o: LayerOptions, device: torch.device) -> MoE:
-    """The whole layer, the same on all ranks."""
+    """Return the whole layer, the same on all ranks."""
     c = o.model_config()
     c = replace(c, width=o.width, mlp_width=o.width * c.mlp_width // c.width, heads=1, kv_heads=1)
     layer = MoE(c)
@@ -89,7 +92,7 @@ def make_layer(o: LayerOptions, device: torch.device) -> MoE:
 
 
 def forward_and_backward(layer: Callable[[Tensor], Tensor], x_1SD: Tensor) -> tuple[Tensor, Tensor]:
-    """The result for x, and the gradient of half the sum of its squares with respect to x."""
+    """Return (the result y for x, the gradient of half the sum of squares of y with respect to x)."""
     x_1SD.grad = None
     y_1SD = layer(x_1SD)
     y_1SD.backward(y_1SD.detach())
@@ -98,19 +101,19 @@ def forward_and_backward(layer: Callable[[Tensor], Tensor], x_1SD: Tensor) -> tu
 
 
 def named(layer: MoE, y_1SD: Tensor, dx_1SD: Tensor) -> dict[str, Tensor]:
-    """A layer's results and gradients by name."""
+    """Return a layer's results and gradients by name."""
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return {"y": y_1SD, "dx": dx_1SD, **gradients}
 
 
 def route_alone(layer: MoE, x_1SD: Tensor) -> None:
-    """The router, forward and backward."""
+    """Run the router alone, forward and backward."""
     weights_1SK = layer.router(x_1SD).weights_BSK
     weights_1SK.backward(torch.ones_like(weights_1SK))
 
 
 def check_even(o: LayerOptions, n: int) -> None:
-    """Raises UsageError where the load would not be even."""
+    """Raise UsageError where the load would not be even."""
     E = o.model_config().experts
     check_split(E, n)
     if o.width % 2 or o.tokens % (n * E):
@@ -122,7 +125,7 @@ def check_even(o: LayerOptions, n: int) -> None:
 
 
 def layer_bytes(o: LayerOptions, group: Group) -> int:
-    """Bytes this rank sends forward and backward: its rows for others, and those of others back; the counts."""
+    """Return the bytes this rank sends in both passes: own rows out, others' rows back, the counts."""
     c, n = o.model_config(), group.size
     e = sizes_of(c.experts, n)[group.rank]
     rows_of_expert = o.tokens // n * c.experts_per_token // c.experts  # from each rank
@@ -131,7 +134,7 @@ def layer_bytes(o: LayerOptions, group: Group) -> int:
 
 
 def main(rt: Runtime, o: LayerOptions) -> bool:
-    """Times of an even layer on one rank and on all, and of its parts; results and gradients proved equal."""
+    """Time an even layer on one rank, on all, and in parts; prove that results and gradients are equal."""
     n, dtype = rt.world_size, DTYPES[o.dtype]
     check_even(o, n)
     mesh = Mesh(rt.world, ep=n)
@@ -180,7 +183,7 @@ def main(rt: Runtime, o: LayerOptions) -> bool:
 
 
 def show(rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured]) -> None:
-    """The times, the speed-up and the price of sorting: medians of the rounds' ratios."""
+    """Print the times, the speed-up and the cost of sorting: medians of the rounds' ratios."""
     E, n, out = o.model_config().experts, rt.world_size, console(rt)
     title = f"a layer of {E} experts, {o.tokens} tokens of {o.width} numbers, {o.dtype}, even load"
     table = Table("forward and backward", title=title, title_justify="left")
@@ -201,7 +204,7 @@ def show(rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured]) -> None
 def records(
     rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured], layer: MoE, equal: bool, apart: float
 ) -> list[BenchmarkRecord]:
-    """Of one rank and of all; `apart` is the largest difference of the latter."""
+    """Return the records of one rank and of all. apart: the largest difference of all ranks to one."""
     parameters, memory = sum(p.numel() for p in layer.parameters()), peak_memory(rt.world)
     of = {1: measured["one rank"], rt.world_size: measured["all ranks"]}
     return [

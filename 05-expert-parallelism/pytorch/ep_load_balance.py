@@ -1,6 +1,6 @@
-"""Keeping experts busy alike: a loss on the global batch's load, or a bias that no gradient moves.
+"""Load balancing of experts: a loss on the load of the global batch, or a bias that no gradient moves.
 
-    load over training: rows are steps, columns experts, the darker the more tokens
+    load over training: rows are steps, columns are experts, darker means more tokens
 
           none             switch, gshard            bias
     0     ▒ ▒ ▓ ░ ▒ ▒      ▒ ▒ ▓ ░ ▒ ▒               ▒ ▒ ▓ ░ ▒ ▒       f_e  share of the choices that fell on e
@@ -12,14 +12,15 @@
     bias      a token chooses the k largest s_e + b_e and weighs with s_e; after each step
               b_e += u sign(mean load - load_e)   DeepSeek-V3, arXiv:2412.19437, eq. 16; arXiv:2408.15664
 
-f has no gradient (it counts), P has: the loss pushes scores down where f is large. With even load it is 1. Since f and
-P multiply, a mean of means is wrong: the average of f P over ranks or micro-batches is another loss, which asks every
-small part to be balanced (Qiu et al., arXiv:2501.11873). So counts are summed over all ranks and micro-batches first,
-and then each part of P gets its gradient. Tokens that a capacity will drop count like all others, or the loss would not
-see an overload. f is known only after the last micro-batch's forward pass: here all graphs are kept until then, so that
-micro-batches save no memory. The alternatives are a forward pass for counting, or the counts of the step before.
+f is a count and has no gradient; P has one, and the loss lowers the scores where f is large. With even load E
+sum_e f_e P_e is 1. Since f and P multiply, a mean of means is wrong: the average of f P over ranks or
+micro-batches is another loss, which requires every small part to be balanced (Qiu et al., arXiv:2501.11873).
+So counts are first summed over all ranks and micro-batches, and then each part of P gets its gradient. Tokens
+that a capacity will drop count like all others; otherwise the loss would not measure an overload. f is known
+only after the last micro-batch's forward pass: here all graphs are kept until then, so micro-batches save no
+memory. The alternatives are a forward pass for counting, or the counts of the step before.
 
-Cost: an all-reduce of 2 E integers a layer. The bias costs nothing else, and leaves the gradients alone.
+Cost: an all-reduce of 2 E integers per layer. The bias costs nothing else, and does not change the gradients.
 
     python ep_load_balance.py --nproc 2 --plot balance.png    torchrun --nproc_per_node=2 ep_load_balance.py
     mpirun -np 2 python ep_load_balance.py
@@ -29,54 +30,62 @@ B batch  S sequence  L layers  E experts  K choices of a token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, cast
 
 import torch
-from ep_moe import Lesson, MoEOptions, check_split
-from ep_training import check_micro_batches, drain, load, mixtures, observed
 from rich.table import Table
 from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group
-from common.comparison import check, prove
-from common.lesson import console, run
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
+from common.launch.command_line import Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import check, prove
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
+from common.lesson.training import make_model
 from common.models.moe import Routing
 from common.models.transformer import cross_entropy_sum
-from common.options import Within
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import figure, load_map
+
+import ep_moe
+from ep_costs import RoutedBytes
+from ep_moe import MoEOptions, check_split, expert_parallel, with_capacity
+from ep_training import check_micro_batches, drain, load, mixtures, observed
 
 VERSIONS = ("none", "switch", "gshard", "bias")
 
 
 @dataclass
 class BalanceOptions(MoEOptions, without=("capacity_factor", "benchmark", "scaling")):
-    """What balances, and how strongly."""
+    """Options: the ways of balancing to run, and their strengths."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
     coefficient: Annotated[float, Within(0, 1000)] = 0.01
-    """a, of the loss; 0.01 as in Switch."""
+    """Coefficient a of the loss; 0.01 as in Switch."""
     rate: Annotated[float, Within(0, 1000)] = 0.01
-    """u, by which a bias moves in a step; DeepSeek-V3's is 0.001, for longer training."""
+    """Change u of a bias in a step; DeepSeek-V3's is 0.001, for longer training."""
     curve_steps: Annotated[int, Within(0, 10**9)] = 80
-    """Steps of the training whose loads are shown; 0 for none."""
+    """Steps of the training whose loads are shown; 0 skips this training."""
 
 
 def shares(scores_BSE: Tensor) -> Tensor:
-    """Scores that sum to 1: softmax's do already, sigmoid's are divided."""
+    """Return scores that sum to 1 per token: sigmoid's are divided by their sum, softmax's already do."""
     return scores_BSE / scores_BSE.sum(-1, keepdim=True)
 
 
 def balance_loss(routings: list[Routing], counts_E: Tensor) -> Tensor:
-    """This rank's part of E sum_e f_e P_e: f of the global counts, P of the tokens here over those of all ranks.
+    """Return this rank's part of T E sum_e f_e P_e: T tokens in the global batch, f of the global counts.
 
-    The parts of all ranks and micro-batches add up to the loss; counts_E: one choice a token, or several.
+    The parts of all ranks add up to T times the loss. counts_E: the global counts, of first choices or of
+    all.
     """
     here_E = torch.stack([shares(r.scores_BSE).sum((0, 1)) for r in routings]).sum(0)
     f_E = counts_E.to(here_E) / counts_E.sum()
@@ -84,9 +93,9 @@ def balance_loss(routings: list[Routing], counts_E: Tensor) -> Tensor:
 
 
 class Balance:
-    """Runs the micro-batches of a step and balances the experts by what the whole global batch chose.
+    """Balancing of the experts by the choices of the whole global batch.
 
-    group: the ranks that see different tokens. loads: of each step, [L, E].
+    group: the ranks that see different tokens. loads: the load of each step, [L, E].
     """
 
     def __init__(self, kind: str, model: nn.Module, group: Group, o: BalanceOptions) -> None:
@@ -95,29 +104,29 @@ class Balance:
         for moe in mixtures(model) if kind == "bias" else []:
             moe.router.choice_bias = torch.zeros_like(moe.router.weight[:, 0])
 
-    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """All forward passes, the counts of all ranks, one backward pass; the sum of the losses."""
-        total = torch.zeros((), device=parts[0][-1].device)
-        for i, (*inputs, targets_BS) in enumerate(parts):
-            begin(i)
-            total = total + cross_entropy_sum(self.model(*inputs), targets_BS)[0]
-        layers = list(drain(self.seen))
+    def loss(self) -> Tensor | float:
+        """Return this rank's part of the balancing loss, after the forward passes of all micro-batches.
+
+        Sums the counts over the ranks, for which it sends 2(n-1)/n of 2 E integers per layer.
+        """
+        layers, loss = list(drain(self.seen)), cast(Tensor | float, 0.0)
         counts_L2E = self.counts(layers)
         comm.all_reduce(counts_L2E, self.group)
+        self.loads.append(counts_L2E[:, 0])
         if self.kind in ("switch", "gshard"):
             which = 0 if self.kind == "switch" else 1
             tokens = int(counts_L2E[0, 1].sum())  # each has one first choice
             for routings, counts_2E in zip(layers, counts_L2E, strict=True):
-                part = balance_loss(routings, counts_2E[which]) / tokens
-                total = total + self.o.coefficient * part / scale
-        (total * scale).backward()
+                loss = loss + self.o.coefficient * balance_loss(routings, counts_2E[which]) / tokens
+        return loss
+
+    def step(self) -> None:
+        """Move the biases by the loads of this step."""
         if self.kind == "bias":
-            self.move_biases(counts_L2E[:, 0])
-        self.loads.append(counts_L2E[:, 0])
-        return total.detach()
+            self.move_biases(self.loads[-1])
 
     def counts(self, layers: list[list[Routing]]) -> Tensor:
-        """Choices and first choices of each expert here, int64 [L, 2, E]: what routers chose, served or dropped."""
+        """Return all choices and first choices per expert here, int64 [L, 2, E], dropped ones included."""
         experts = [torch.cat([r.experts_BSK.flatten(0, 1) for r in routings]) for routings in layers]
         E = layers[0][0].scores_BSE.shape[-1]
         return torch.stack(
@@ -125,62 +134,83 @@ class Balance:
         )
 
     def move_biases(self, loads_LE: Tensor) -> None:
-        """Up where an expert had less than the mean, down where it had more."""
+        """Raise the bias of each expert with less than the mean load, lower it where the load is higher."""
         for moe, load_E in zip(mixtures(self.model), loads_LE, strict=True):
             bias_E = cast(Tensor, moe.router.choice_bias)
             bias_E += self.o.rate * (load_E.double().mean() - load_E).sign().to(bias_E)
 
 
-class BalanceLesson(Lesson):
-    """Experts over all ranks, with balance."""
+def balanced_steps(job: Job[BalanceOptions], balance: Balance) -> Iterator[Tensor]:
+    """Train with experts balanced by all choices of the global batch; yield the loss of each batch."""
+    model, group = job.model, job.group
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # samples of this rank
+        count = batch.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            losses.append(loss_sum / count)
+        loss = torch.stack(losses).sum() + balance.loss()  # known only after the last forward pass
+        loss.backward()
+        balance.step()
+        sum_gradients(model.parameters(), job.mesh)  # of dense parameters; an expert's is complete
+        optimizer.step()
+        yield total([loss.detach()], group)
 
-    def make_version(self, name: str, model: nn.Module, rt: Runtime, o: MoEOptions) -> Version:
-        """The model with its experts over all ranks, balanced in this way."""
-        assert isinstance(o, BalanceOptions)
-        version = super().make_version(name, model, rt, o)
-        self.balance = Balance(name, model, rt.world, o)
-        return replace(version, run=self.balance.run)
 
-    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: MoEOptions) -> list[Fraction]:
-        """As without balance, and the counts: 2 E integers a layer, all-reduced."""
+def train(job: Job[BalanceOptions], sent: BalancedBytes) -> Iterator[Tensor]:
+    """Train with the experts spread over the ranks and balanced by the version."""
+    sent.exchanges[job.version] = expert_parallel(job.model, job.group)
+    with_capacity("dropless", job.model, job.options)
+    balance = Balance(job.version, job.model, job.group, job.options)
+    sent.loads[job.version] = balance.loads
+    return balanced_steps(job, balance)
+
+
+def train_plain(job: Job[BalanceOptions]) -> Iterator[Tensor]:
+    """Train the plain model on one device, balanced by the whole batch."""
+    with_capacity("dropless", job.model, job.options)
+    return balanced_steps(job, Balance(job.version, job.model, job.group, job.options))
+
+
+class BalancedBytes(RoutedBytes):
+    """Bytes by formula, and the load of each step, [L, E], of each version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: dict[str, list[Tensor]] = {}
+
+    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: BalanceOptions) -> list[Fraction]:
+        """Return the bytes without balance plus those of the counts: 2 E integers per layer, all-reduced."""
         c = o.model_config()
         counts = Fraction(2 * (group.size - 1) * c.layers * 2 * c.experts * 8, group.size)
         return [sent + counts for sent in super().steps_bytes(name, model, group, o)]
 
 
-def one_device(name: str, model: nn.Module, o: BalanceOptions) -> Version:
-    """What a version must be equal to: the plain model, balanced by the whole batch."""
-    for moe in mixtures(model):
-        moe.capacity_factor = None
-    return Version(model, run=Balance(name, model, Group("one", 0, 1, (0,)), o).run)
-
-
 def imbalance(loads_LE: Tensor) -> float:
-    """The most loaded expert over the mean, averaged over layers: 1 is even, E is all on one."""
+    """Return the largest load over the mean, averaged over layers: 1 is even, E is all on one expert."""
     return (loads_LE.double().amax(1) / loads_LE.double().mean(1)).mean().item()
 
 
-def train(rt: Runtime, o: BalanceOptions, name: str) -> tuple[list[Tensor], list[float]]:
-    """Loads [L, E] and losses of each of `o.curve_steps` steps."""
-    lesson, model = BalanceLesson(), make_model(o, rt.device)
-    version = lesson.make_version(name, model, rt, o)
-    step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for t in range(o.curve_steps):
-        optimizer.zero_grad()
-        losses.append(step(t).item())
-        optimizer.step()
-    return lesson.balance.loads, losses
+def history(rt: Runtime, o: BalanceOptions, name: str) -> tuple[list[Tensor], list[float]]:
+    """Train with a version; return the load [L, E] and the loss of each of `o.curve_steps` steps."""
+    mesh, sent = Mesh(rt.world, ep=rt.world_size), BalancedBytes()
+    job = Job(
+        rt, o, name, make_model(o, rt.device), mesh, "ep", partial(torch.optim.AdamW, lr=3e-3), o.curve_steps
+    )
+    losses = [loss.item() for loss in train(job, sent)]
+    return sent.loads[name], losses
 
 
 def show(rt: Runtime, o: BalanceOptions) -> None:
-    """Train with each version: how uneven the load was at first, half-way and at last; --plot draws it."""
+    """Train with each version; show the imbalance at first, middle and last step; --plot draws it."""
     points = [0, o.curve_steps // 2, o.curve_steps - 1]
     title = f"{o.model}, {o.curve_steps} steps: most loaded expert / mean, averaged over layers"
     table = Table("version", title=title, title_justify="left")
     for column in (*(f"step {t}" for t in points), "experts without a token", "loss, mean of the last 10"):
         table.add_column(column, justify="right")
-    histories = {name: train(rt, o, name) for name in o.versions}
+    histories = {name: history(rt, o, name) for name in o.versions}
     for name, (loads, losses) in histories.items():
         idle, last = int((loads[-1] == 0).sum()), losses[-10:]
         uneven = (f"{imbalance(loads[t]):.2f}" for t in points)
@@ -195,13 +225,12 @@ def show(rt: Runtime, o: BalanceOptions) -> None:
 
 
 def main(rt: Runtime, o: BalanceOptions) -> bool:
-    """Prove each version, then show what it does to the load."""
+    """Prove each version, then show its effect on the load."""
     check(rt, VERSIONS, o)
     check_split(o.model_config().experts, rt.world_size)
     check_micro_batches(rt, o)
-    lesson = BalanceLesson()
-    formulas = lesson.make_version, lesson.run_bytes, lesson.step_bytes
-    right = prove(rt, replace(o, plot=None), *formulas, (), one_device=one_device, axis="ep")
+    lesson = replace(ep_moe.lesson(dict.fromkeys(VERSIONS, train), BalancedBytes()), one_device=train_plain)
+    right = prove(rt, replace(o, plot=None), lesson)
     if o.curve_steps:
         show(rt, o)
     return right

@@ -1,4 +1,4 @@
-"""Hide the journeys: while one part of the tokens travels, the experts compute on another.
+"""Overlap of all-to-all with expert computation: while one part of the tokens travels, another is computed.
 
     at once     dispatch AB | experts AB | combine AB
 
@@ -6,16 +6,18 @@
     computes                | experts A  | experts B  |
                                          | combine A  | combine B
 
-All pieces leave at once. The first is waited for; from then on the experts have something to do as long as a piece
-arrives in the time that they need for one. Back it is the same, by autograd alone, which runs what was recorded last
-first: the backward of `arrive` (it posts the gradient's way back) comes before that of the experts on another piece,
-and the backward of `depart` (it waits for the gradient) after it.
+All pieces are sent at once, and the rank waits for the first. From then on its experts are busy if a piece
+arrives in the time that they need for one. The backward pass overlaps in the same way without further code,
+because autograd runs the operations in reverse order: the backward of `arrive` (it sends the gradient back)
+comes before that of the experts on another piece, and the backward of `depart` (it waits for the gradient)
+after it.
 
-Cost: the same bytes of rows, P counts an expert instead of one, P times the messages. With c seconds for a journey and
-e for the experts, forward and backward take 4 c + 3 e at once, and about 4 c / P + 3 e in pieces, as long as c < e
-(the backward's products are two of the forward's). That needs somebody to carry the messages: NCCL's own stream, or a
-core for gloo's threads; where ranks have one core each, carrying takes as long as it did. (Hwang et al., "Tutel",
-arXiv:2206.03382, section 4.2; DeepSeek-V3's DualPipe hides them behind another micro-batch, arXiv:2412.19437.)
+Cost: the same bytes of rows, P counts per expert instead of one, P times the messages. With c seconds for an
+all-to-all and e for the experts, forward and backward take 4 c + 3 e at once, and about 4 c / P + 3 e in
+pieces, as long as c < e (the backward pass has two products for each of the forward pass). The overlap needs
+something else to carry the messages: NCCL's own stream, or a core for gloo's threads; if ranks have one core
+each, messages cost as much time as before. (Hwang et al., "Tutel", arXiv:2206.03382, section 4.2;
+DeepSeek-V3's DualPipe overlaps the messages with another micro-batch, arXiv:2412.19437.)
 
     python ep_overlap.py --nproc 2 --pieces 2        torchrun --nproc_per_node=2 ep_overlap.py
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_overlap.py --benchmark --dtype float32 --trace traces
@@ -25,44 +27,50 @@ R rows  D width  E experts, e of this rank  P pieces  n ranks
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
 
 import torch
-from ep_moe import ExpertExchange, Lesson, MoEOptions, prove_or_time, refuse, transposed
-from ep_training import mixtures
 from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, Pending, sizes_of
-from common.lesson import run
-from common.models.transformer import Transformer
-from common.options import Size
-from common.runtime import Runtime
-from common.training import Version
+from common.comm.placement import sum_gradients
+from common.launch.command_line import Size
+from common.launch.runtime import Runtime
+from common.lesson.comparison import prove, time_in_turn
+from common.lesson.job import Job, total
+from common.lesson.runner import run
+from common.models.transformer import Transformer, cross_entropy_sum
+
+import ep_moe
+from ep_costs import RoutedBytes
+from ep_moe import ExpertExchange, MoEOptions, expert_parallel, refuse, transposed, with_capacity
+from ep_training import mixtures
 
 VERSIONS = ("at-once", "pieces")
 
 
 @dataclass
 class OverlapOptions(MoEOptions):
-    """Which versions, and in how many pieces."""
+    """Options: the versions to run, and the number of pieces."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
     pieces: Size = 2
-    """P, into which each expert's rows are cut."""
+    """Number of pieces, P, into which each expert's rows are cut."""
 
 
 class Journey:
-    """An all-to-all under way, and its gradient's way back; sizes are rows to and from each rank."""
+    """An all-to-all in flight, and the reverse one of its gradient; sizes are rows to and from each rank."""
 
     def __init__(self, group: Group, send: list[int], receive: list[int]) -> None:
         self.group, self.send, self.receive = group, send, receive
 
     def leave(self, x_RD: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Post x; the result is filled when `pending` is done."""
+        """Start to send x; return the receive buffer, which is filled when `pending` is done."""
         self.out = x_RD.new_empty(sum(receive), x_RD.shape[1])
         self.pending: Pending = comm.all_to_all_into(
             self.out, x_RD.contiguous(), self.group, send, receive, async_op=True
@@ -79,7 +87,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         ctx.journey.pending.wait()
-        return ctx.journey.out, None  # what came here was never sent on: the journey has the gradient
+        return ctx.journey.out, None  # `grads` is ignored: the gradient arrived in the journey's buffer
 
 
 class _Arrive(torch.autograd.Function):
@@ -96,24 +104,24 @@ class _Arrive(torch.autograd.Function):
 
 
 def depart(x_RD: Tensor, journey: Journey) -> Tensor:
-    """Rows on their way; look at them after `arrive`. Its backward waits for the gradient."""
+    """Start to send rows; use the result only after `arrive`. The backward pass waits for the gradient."""
     return cast(Tensor, _Depart.apply(x_RD, journey))
 
 
 def arrive(x_RD: Tensor, journey: Journey) -> Tensor:
-    """The rows, here. Its backward posts the gradient."""
+    """Wait for the rows and return them. The backward pass starts to send the gradient."""
     return cast(Tensor, _Arrive.apply(x_RD, journey))
 
 
 class OverlappedExchange(ExpertExchange):
-    """Rows to their experts and back, in pieces that travel while others are computed."""
+    """Exchange of rows with their experts in pieces, which travel while other pieces are computed."""
 
     def __init__(self, whole: ExpertExchange, pieces: int) -> None:
         super().__init__(whole.experts, whole.group, sum(whole.sizes))
         self.pieces = pieces
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """rows_RD sorted by expert, counts_E of them for each; their results in the same order."""
+        """Apply the experts to rows_RD, sorted by expert, counts_E for each; return results in that order."""
         group, P, e = self.group, self.pieces, self.sizes[self.group.rank]
         ends_EP = counts_E[:, None] * torch.arange(P + 1, device=counts_E.device) // P
         counts_EP = ends_EP.diff()
@@ -135,23 +143,42 @@ class OverlappedExchange(ExpertExchange):
         return transposed(torch.cat([arrive(y_RD, journey) for y_RD, journey in back]), counts_EP.T)
 
 
-class OverlapLesson(Lesson):
-    """At once and in pieces, with their bytes by formula."""
+def in_pieces(model: Transformer, exchanges: Sequence[ExpertExchange], pieces: int) -> list[ExpertExchange]:
+    """Let every layer exchange its rows in pieces, in place; return the exchange of each layer."""
+    overlapped: list[ExpertExchange] = [OverlappedExchange(whole, pieces) for whole in exchanges]
+    for moe, exchange in zip(mixtures(model), overlapped, strict=True):
+        moe.compute = exchange
+    return overlapped
 
-    def make_version(self, name: str, model: nn.Module, rt: Runtime, o: MoEOptions) -> Version:
-        """The model with its experts over all ranks, in this way."""
-        assert isinstance(model, Transformer)
-        assert isinstance(o, OverlapOptions)
-        version = super().make_version(name, model, rt, o)
-        if name == "pieces":
-            self.exchanges[name] = [OverlappedExchange(whole, o.pieces) for whole in self.exchanges[name]]
-            for moe, exchange in zip(mixtures(model), self.exchanges[name], strict=True):
-                moe.compute = exchange
-        return version
 
-    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: MoEOptions) -> list[Fraction]:
-        """As at once, but P counts an expert."""
-        assert isinstance(o, OverlapOptions)
+def train(job: Job[OverlapOptions], sent: RoutedBytes) -> Iterator[Tensor]:
+    """Train with the rows sent at once or in pieces; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    exchanges = expert_parallel(model, group)
+    with_capacity(job.version, model, job.options)
+    if job.version == "pieces":
+        exchanges = in_pieces(model, exchanges, job.options.pieces)
+    sent.exchanges[job.version] = exchanges
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # samples of this rank
+        count = batch.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # of dense parameters; an expert's is complete
+        optimizer.step()
+        yield total(losses, group)
+
+
+class BytesInPieces(RoutedBytes):
+    """Bytes by formula of both versions."""
+
+    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: OverlapOptions) -> list[Fraction]:
+        """Return the bytes this rank sends in each step: with `pieces`, P counts per expert instead of 1."""
         c, others = o.model_config(), o.model_config().experts
         others -= sizes_of(c.experts, group.size)[group.rank]
         more = o.micro_batches * c.layers * 8 * others * (o.pieces - 1) if name == "pieces" else 0
@@ -159,9 +186,10 @@ class OverlapLesson(Lesson):
 
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
-    """Prove both, or with --benchmark time them: the column "blocked" is what is not hidden."""
+    """Prove both versions, or with --benchmark time them: "blocked" is the time that is not overlapped."""
     refuse(rt, o, VERSIONS)
-    return prove_or_time(rt, o, OverlapLesson())
+    lesson = ep_moe.lesson(dict.fromkeys(VERSIONS, train), BytesInPieces())
+    return (time_in_turn if o.benchmark else prove)(rt, o, lesson)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Routing on its own: who decides which expert sees which token, and what that does to the load.
+"""Routing on its own: ways to assign tokens to experts, and their effect on the load.
 
-    y_t = x_t + sum over e of  G_te expert_e(x_t)             p = softmax(W x): what the router scores
+    y_t = x_t + sum over e of  G_te expert_e(x_t)             p = softmax(W x): the router's scores
 
-    All there is to routing is the matrix G, mostly zeros. A row is a token, a column an expert:
+    A router determines the matrix G, mostly zeros. A row is a token, a column an expert:
 
         top-1, C = 2          top-2               top-2 normalised      expert choice, C = 2
         .7   .    .           .7   .2   .         .8   .2   .           .7   .    .
@@ -12,16 +12,17 @@
 
     top-1             Switch (arXiv:2101.03961, section 2.1). The weight is p, not 1: else no gradient would reach W.
     capacity          an expert takes C = ceil(c k S / E) tokens of a sequence, in the order of their positions: shapes
-                      and times are fixed; a token that finds its expert full passes by on the residual path.
-    top-k             GShard, Mixtral (arXiv:2401.04088): k experts; normalised, the weights sum to 1 whatever p was.
-    expert choice     each expert takes its C best tokens (arXiv:2202.09368): perfect balance by construction, but a
-                      token's fate hangs on later tokens, which a model that writes from left to right cannot know.
-    jitter            W sees x times uniform numbers in 1 -+ eps (Switch, section 2.4): close calls go either way.
+                      and times are fixed; a token whose expert is full keeps only x, on the residual path.
+    top-k             GShard, Mixtral (arXiv:2401.04088): k experts; normalised, the weights sum to 1 for any p.
+    expert choice     each expert takes its C best tokens (arXiv:2202.09368): perfect balance by construction, but not
+                      causal: routing sees later tokens, which are unknown while a model generates text.
+    jitter            W gets x times uniform numbers in 1 -+ eps (Switch, section 2.4): near ties are resolved randomly.
     z-loss            mean of log(sum of exp(logits))^2 (ST-MoE, arXiv:2202.08906, eq. 5): keeps the logits small.
 
-Cost: the router multiplies T E D numbers, the experts k T (without capacity), E C B (with), C of which may be empty.
-The lesson trains a small model on real text, twice: plain and with z-loss. Then each router sorts the same tokens by
-the plain one's scores. Ranks route their own samples; the loads, summed, must be those of one device.
+Cost: the router multiplies T E D numbers; the experts compute k T rows (without capacity) or E C B rows
+(with), some of them empty. The lesson trains a small model on real text, twice: plain and with z-loss. Then
+each router assigns the same tokens by the scores of the first of these models. Each rank routes its own
+samples; the summed loads must be those of one device.
 
     python ep_switch_router.py --nproc 2 --plot load.png    torchrun --nproc_per_node=2 ep_switch_router.py
     mpirun -np 2 python ep_switch_router.py
@@ -40,46 +41,48 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from ep_training import ExpertOptions, drain, mixtures, observed
 from rich.table import Table
 from torch import Tensor
 
 from common import comm, random
-from common.comparison import check, one_rank
-from common.equality import TOLERANCE
-from common.ledger import Ledger
-from common.lesson import DTYPES, console, run
-from common.mesh import Mesh
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
+from common.launch.command_line import Count, Within
+from common.launch.runtime import Runtime
+from common.lesson.comparison import check
+from common.lesson.equality import TOLERANCE
+from common.lesson.runner import DTYPES, console, run
+from common.lesson.training import Batches, Version, make_model, training_step
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.options import Count, Within
-from common.placement import sum_gradients
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
 from common.utils.visualizer import figure, load_map
+
+from ep_training import ExpertOptions, drain, mixtures, observed
 
 VERSIONS = ("plain", "z-loss")
 
 
 @dataclass
 class RouterOptions(ExpertOptions, without=("benchmark", "scaling", "json")):
-    """How the routers are set."""
+    """Options: the models to train, and the settings of the routers."""
 
     model: str = "switch-tiny"
-    """A name of common/models/configs.py, of a model with experts."""
+    """Name of a model with experts in common/models/configs.py."""
     steps: Count = 60
-    """Training steps, before the tokens are routed."""
+    """Training steps before the tokens are routed."""
     versions: tuple[str, ...] = VERSIONS
-    """Which models to train."""
+    """Models to train: plain, z-loss."""
     capacity_factor: Annotated[float, Within(1e-6, 1000)] = 1.25
-    """c, the multiple of an even share that an expert takes."""
+    """Capacity factor c: the multiple of an even share that an expert takes."""
     jitter: Annotated[float, Within(0, 1)] = 0.01
-    """eps."""
+    """Half-width eps of the jitter: router inputs are multiplied by numbers from 1 - eps to 1 + eps."""
     z_coefficient: Annotated[float, Within(0, 1000)] = 1e-2
-    """Of the z-loss; ST-MoE's is 1e-3, for longer training."""
+    """Coefficient of the z-loss; ST-MoE's is 1e-3, for longer training."""
 
 
 def top_k(scores_BSE: Tensor, k: int, normalised: bool = False) -> Tensor:
-    """G_BSE: each token takes its k best experts."""
+    """Return G_BSE by which each token takes its k best experts."""
     weights_BSk, experts_BSk = scores_BSE.topk(k, -1)
     if normalised:
         weights_BSk = weights_BSk / weights_BSk.sum(-1, keepdim=True)
@@ -87,30 +90,30 @@ def top_k(scores_BSE: Tensor, k: int, normalised: bool = False) -> Tensor:
 
 
 def with_capacity(gates_BSE: Tensor, C: int) -> Tensor:
-    """G_BSE without what comes after the first C tokens of a sequence in an expert's queue."""
+    """Return G_BSE with only the first C tokens of each sequence for each expert."""
     return gates_BSE * ((gates_BSE > 0).cumsum(1) <= C)
 
 
 def expert_choice(scores_BSE: Tensor, C: int) -> Tensor:
-    """G_BSE: each expert takes its C best tokens of each sequence."""
+    """Return G_BSE by which each expert takes its C best tokens of each sequence."""
     weights_BCE, tokens_BCE = scores_BSE.topk(C, 1)
     return torch.zeros_like(scores_BSE).scatter(1, tokens_BCE, weights_BCE)
 
 
 def jittered(x_BSD: Tensor, epsilon: float, seed: int, first_sample: int) -> Tensor:
-    """x times uniform numbers in [1 - epsilon, 1 + epsilon), a function of the place in the global batch."""
+    """Return x times uniform numbers in [1 - epsilon, 1 + epsilon), set by the place in the global batch."""
     place = first_sample * x_BSD[0].numel() + np.arange(x_BSD.numel())
     uniform = torch.from_numpy(random.uniform(seed, random.stream_of("jitter"), place)).view_as(x_BSD)
     return x_BSD * (1 + epsilon * (2 * uniform - 1)).to(x_BSD)
 
 
 def z_loss_sum(logits_BSE: Tensor) -> Tensor:
-    """The sum over tokens of log(sum of exp(logits))^2."""
+    """Return the sum over tokens of log(sum of exp(logits))^2."""
     return logits_BSE.logsumexp(-1).square().sum()
 
 
 def train(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float, Tensor]:
-    """The model after `o.steps` steps, its last loss, and its routers' logits in the last pass.
+    """Train `o.steps` steps; return (the model, its last loss, its routers' logits in the last pass).
 
     Every rank has all experts and sees its own samples.
     """
@@ -122,7 +125,7 @@ def train(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float,
         total, count = cross_entropy_sum(logits_BSV, targets_BS)
         logits = [routing.logits_BSE for layer in drain(seen) for routing in layer]
         last = torch.stack(logits).detach()
-        if name == "z-loss":  # a sum over tokens, as the cross-entropy: no mesh changes it
+        if name == "z-loss":  # a sum over tokens, like the cross-entropy, so it is the same on every mesh
             total = total + o.z_coefficient * sum(map(z_loss_sum, logits), total.new_zeros(()))
         return total, count
 
@@ -139,7 +142,7 @@ def train(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float,
 
 @torch.no_grad()
 def router_input(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """What the last layer's router gets, x_BSD, and its matrix, w_ED."""
+    """Return (the input of the last layer's router, x_BSD; the router's matrix, w_ED)."""
     router, inputs = mixtures(model)[-1].router, []
     hook = router.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     model(tokens_BS)
@@ -148,7 +151,7 @@ def router_input(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor, Tensor]
 
 
 def routers(o: RouterOptions, E: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """scores_BSE -> G_BSE by each way of routing."""
+    """Return each way of routing by name, a function scores_BSE -> G_BSE."""
 
     def C(k: int, factor: float) -> int:
         return min(o.sequence, math.ceil(factor * k * o.sequence / E))
@@ -166,7 +169,7 @@ def routers(o: RouterOptions, E: int) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def statistics(gates_BSE: Tensor, first_BSE: Tensor) -> Tensor:
-    """Sums: tokens of each expert, tokens without one, choices that are not the first, weights; [E + 3].
+    """Return sums, [E + 3]: tokens per expert, tokens without one, choices that are not the first, weights.
 
     first_BSE: G_BSE of top-1.
     """
@@ -176,7 +179,7 @@ def statistics(gates_BSE: Tensor, first_BSE: Tensor) -> Tensor:
 
 
 def route(model: Transformer, o: RouterOptions, batches: Batches) -> dict[str, Tensor]:
-    """Each router's statistics on these samples of a batch that training did not see."""
+    """Return each router's statistics on this rank's samples of a batch that training did not use."""
     tokens_BS = torch.cat([tokens for tokens, _ in batches.parts(o.steps)])
     x_BSD, w_ED = router_input(model, tokens_BS)
     scores_BSE = (x_BSD @ w_ED.T).softmax(-1)
@@ -187,7 +190,7 @@ def route(model: Transformer, o: RouterOptions, batches: Batches) -> dict[str, T
 
 
 def load_table(found: dict[str, Tensor], tokens: int) -> Table:
-    """What each router does to the load."""
+    """Return a table of the load under each router."""
     table = Table(title=f"{tokens} tokens of real text, routed by the same scores", title_justify="left")
     loads = ("fewest", "most", "most / mean", "served")
     for column in ("router", *loads, "not first", "left out", "mean weight"):
@@ -201,7 +204,7 @@ def load_table(found: dict[str, Tensor], tokens: int) -> Table:
 
 
 def main(rt: Runtime, o: RouterOptions) -> bool:
-    """Train, route the same tokens by each router, and compare the loads with one device's."""
+    """Train, route the same tokens by each router, and compare the loads with those of one device."""
     check(rt, VERSIONS, o)
     out, models, rows = console(rt), {}, []
     for name in o.versions:
@@ -219,7 +222,7 @@ def main(rt: Runtime, o: RouterOptions) -> bool:
         found = route(model, o, Batches(o, rt.world, rt.device))
         for numbers in found.values():
             comm.all_reduce(numbers, rt.world)
-    expected = route(model, replace(o, micro_batches=1), Batches(o, one_rank(rt), rt.device))
+    expected = route(model, replace(o, micro_batches=1), Batches(o, Group.alone(), rt.device))
     out.print(load_table(found, tokens))
     E = o.model_config().experts
     counts = all(torch.equal(found[name][:-1], expected[name][:-1]) for name in found)

@@ -1,18 +1,20 @@
-"""The other way to spread experts: a slice of every expert on each rank, and all tokens to all ranks.
+"""Tensor parallelism for experts: a slice of every expert on each rank, and all tokens to all ranks.
 
     experts    whole experts on ranks     each token to its k experts' ranks     y_t from k ranks, weighted
     tensor     a slice of each on ranks   each token to all ranks                y_t is a sum over ranks
 
     tensor:    x_bSD --all-gather--> x_BSD  route, gate and up by columns, down by rows  --reduce-scatter--> y_bSD
 
-Inside an expert it is chapter 03: columns, then rows, then a sum. Since combining is linear, the weighted sum over a
-token's experts is taken first, of what each rank has, and the sum over ranks after it: one message of T D numbers
-instead of k T D. Every rank routes all tokens, so the router's gradient is partial, as for all that sees split tokens,
-and the slices' gradients are complete: each saw all tokens.
+Inside an expert this is chapter 03: columns, then rows, then a sum. Combining is linear, so each rank first
+takes the weighted sum of its partial results over a token's experts, and the sum over ranks follows: one
+message of T D numbers instead of k T D. Every rank routes all tokens, but its slices contribute only a part
+of the router's gradient, so this gradient is partial, as for all dense parameters. The slices' gradients are
+complete, since each slice gets all tokens.
 
-Cost, t tokens of a rank, forward and backward: experts 4 k t D (n-1)/n numbers a layer when the load is even, tensor
-4 t D (n-1) always: n / k times as many. Below n = k slices send less. And every rank does an n-th of all work whatever
-the router does: nothing to balance; but products are n times narrower, and the router runs n times.
+Cost, t tokens of a rank, forward and backward: experts 4 k t D (n-1)/n numbers per layer if the load is even,
+tensor 4 t D (n-1) always, n / k times as many. For n < k slices send less. Every rank does 1/n of the
+experts' work for any routing, so there is nothing to balance; but products are n times narrower, and every
+rank routes all tokens.
 
     python ep_tensor_parallel.py --nproc 2      torchrun --nproc_per_node=2 ep_tensor_parallel.py
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python ep_tensor_parallel.py --benchmark --dtype float32
@@ -22,39 +24,42 @@ B batch, b of a rank  S sequence  D width  E experts  k experts a token  n ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
-from ep_moe import Lesson, MoEOptions, check_split, prove_or_time, refuse
-from ep_training import mixtures
-from torch import nn
+from torch import Tensor, nn
 
-from common import collectives
-from common.comm import Group
+from common.comm import Group, collectives
+from common.comm.placement import shard, sum_gradients
 from common.errors import UsageError
-from common.lesson import DTYPES, run
-from common.mesh import Mesh
-from common.models.transformer import Transformer, TransformerConfig
-from common.placement import shard, sum_gradients
-from common.runtime import Runtime
-from common.training import Version
+from common.launch.runtime import Runtime
+from common.lesson.comparison import prove, time_in_turn
+from common.lesson.job import Job, total
+from common.lesson.runner import DTYPES, run
+from common.models.transformer import Transformer, TransformerConfig, cross_entropy_sum
+
+import ep_moe
+from ep_costs import RoutedBytes
+from ep_moe import MoEOptions, check_split, refuse
+from ep_training import mixtures
 
 VERSIONS = ("experts", "tensor")
 
 
 @dataclass
 class TensorOptions(MoEOptions):
-    """Which versions."""
+    """Options: the versions to run."""
 
     versions: tuple[str, ...] = VERSIONS
-    """Which versions to run."""
+    """Versions to run."""
 
 
 def slice_experts(model: Transformer, group: Group) -> None:
     """Cut every expert over the ranks of `group`, in place; the same whole model must be on all of them.
 
-    Each rank then runs the model on its own samples, equally many on all of them. Raises UsageError where it cannot.
+    Each rank then runs the model on its own samples, the same number on every rank. Raises UsageError where
+    `check_slices` does.
     """
     check_slices(model.config, group.size)
     for moe in mixtures(model):
@@ -66,7 +71,7 @@ def slice_experts(model: Transformer, group: Group) -> None:
 
 
 def check_slices(config: TransformerConfig, n: int) -> None:
-    """Raises UsageError where n ranks cannot each hold a slice of every expert."""
+    """Raise UsageError where n ranks cannot each hold a slice of every expert."""
     check_split(config.experts, 1)
     if config.bias or config.shared_experts:
         raise UsageError(
@@ -78,20 +83,30 @@ def check_slices(config: TransformerConfig, n: int) -> None:
         )
 
 
-class TensorLesson(Lesson):
-    """Whole experts and slices, with their bytes by formula."""
+def train(job: Job[TensorOptions], sent: RoutedBytes) -> Iterator[Tensor]:
+    """Train with a slice of every expert on each rank; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    slice_experts(model, group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # samples of this rank
+        count = batch.count_targets(group)  # of all ranks: an all-reduce of 8 bytes
+        losses = []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # of dense parameters; a slice's is complete
+        optimizer.step()
+        yield total(losses, group)
 
-    def make_version(self, name: str, model: nn.Module, rt: Runtime, o: MoEOptions) -> Version:
-        """The model with its experts over all ranks, in this way."""
-        if name == "experts":
-            return super().make_version(name, model, rt, o)
-        assert isinstance(model, Transformer)
-        mesh = Mesh(rt.world, ep=rt.world_size)
-        slice_experts(model, mesh.group("ep"))
-        return Version(model, finish=partial(sum_gradients, list(model.parameters()), mesh))
 
-    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: MoEOptions) -> list[Fraction]:
-        """Bytes this rank sends in each step: with slices the same in all."""
+class SlicedBytes(RoutedBytes):
+    """Bytes by formula of both versions."""
+
+    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: TensorOptions) -> list[Fraction]:
+        """Return the bytes this rank sends in each step; with slices one number for all steps."""
         if name == "experts":
             return super().steps_bytes(name, model, group, o)
         c, n, size = o.model_config(), group.size, DTYPES[o.dtype].itemsize
@@ -100,7 +115,7 @@ class TensorLesson(Lesson):
 
 
 def equal_samples(rt: Runtime, o: MoEOptions) -> None:
-    """Raises UsageError where ranks would gather different numbers of samples."""
+    """Raise UsageError if ranks would gather different numbers of samples."""
     if o.batch % (rt.world_size * o.micro_batches):
         step = rt.world_size * o.micro_batches
         raise UsageError(
@@ -110,11 +125,12 @@ def equal_samples(rt: Runtime, o: MoEOptions) -> None:
 
 
 def main(rt: Runtime, o: TensorOptions) -> bool:
-    """Prove both, or with --benchmark time them."""
+    """Prove both versions, or with --benchmark time them."""
     refuse(rt, o, VERSIONS)
     check_slices(o.model_config(), rt.world_size)
     equal_samples(rt, o)
-    return prove_or_time(rt, o, TensorLesson())
+    versions: dict[str, Callable[..., Iterator[Tensor]]] = {"experts": ep_moe.train, "tensor": train}
+    return (time_in_turn if o.benchmark else prove)(rt, o, ep_moe.lesson(versions, SlicedBytes()))
 
 
 if __name__ == "__main__":
