@@ -10,8 +10,8 @@ os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 import grammar
 import pytest
 
-from common import spawn
-from common.lesson import LessonOptions
+from common.launch import spawn
+from common.lesson.runner import LessonOptions
 
 FOLDERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if (here := str(Path(__file__).parent)) not in FOLDERS:  # the server has another sys.path than pytest

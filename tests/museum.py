@@ -1,27 +1,27 @@
-"""What the museums of silent bugs print: an exhibit's differences to one device, for each optimizer."""
+"""Helpers of the museums of silent bugs: find and print an exhibit's differences from one device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from common.equality import KINDS, Difference
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, Difference
 
-UNSEEN = 0.1  # of the loss: a curve over few noisy batches does not show it. The exhibits reach 0.026
+UNSEEN = 0.1  # relative change of the loss that a curve over few noisy batches hides; exhibits reach 0.026
 
 Found = dict[str, dict[str, Difference]]  # optimizer, kind
 
 
 def show(name: str, found: Mapping[str, Mapping[str, Difference]], more: str = "") -> None:
-    """One line an optimizer; `more` ends it."""
+    """Print one line per optimizer, ending with `more`."""
     for optimizer, differences in found.items():
         values = "  ".join(f"{kind} {d.value:.1e}" for kind, d in differences.items())
         print(f"\n{name}, {optimizer}: {values}{more}", end="")
 
 
 def worst_of(ranks: list[Found]) -> Found:
-    """The largest of all ranks."""
+    """Return the largest difference over all ranks, for each optimizer and kind."""
     return {
         optimizer: {
             kind: max((found[optimizer][kind] for found in ranks), key=lambda d: d.value) for kind in KINDS
@@ -37,13 +37,16 @@ def _visit_each(rt: Runtime, visit: Callable[[Runtime, str], Found], names: list
 def visit_all(
     visit: Callable[[Runtime, str], Found], names: Iterable[str], world: int = 2
 ) -> dict[str, Found]:
-    """What `visit(rt, name)` finds of each exhibit, the largest of all ranks, which start once for all."""
+    """Run `visit(rt, name)` for all exhibits on ranks started once; return the largest differences."""
     ranks = spawn(_visit_each, world, visit, list(names), timeout=120, limit=240)
     return {name: worst_of([found[name] for found in ranks]) for name in ranks[0]}
 
 
 def is_right(name: str, worst: Found) -> bool:
-    """Prints an exhibit; whether it is one of those called right, which are equal to one device."""
+    """Print an exhibit; return True if its name begins with "right".
+
+    Assert that such an exhibit equals one device to 1e-12.
+    """
     show(name, worst)
     right = name.startswith("right")
     if right:

@@ -1,4 +1,4 @@
-"""Tensors that lie on a mesh in every way there is, of which each rank makes its pieces from the whole ones."""
+"""Tensors placed on a mesh in every possible way; each rank cuts its shards from the whole tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import zlib
 
 import torch
-from hybrid_pieces import Entry
 from torch import Tensor, nn
 
 from common.comm import sizes_of
-from common.mesh import Mesh
-from common.placement import Run, Shard, piece, place, tie
+from common.comm.mesh import Mesh
+from common.comm.placement import Run, Shard, piece, place, tie
+
+from hybrid_pieces import Entry
 
 # shape, the dimension that each axis cuts, and the layer that owns it
 TENSORS: dict[str, tuple[tuple[int, ...], dict[str, int], int]] = {
@@ -25,20 +26,20 @@ TENSORS: dict[str, tuple[tuple[int, ...], dict[str, int], int]] = {
 
 
 def whole(name: str) -> Tensor:
-    """The tensor on one device, float64."""
+    """Return the whole tensor in float64, as on one device."""
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     shape = TENSORS.get(name.removeprefix("optimizer.exp_avg."), ((),))[0]
     return torch.randn(shape, generator=draw, dtype=torch.float64)
 
 
 def uneven(total: int, n: int) -> tuple[int, ...]:
-    """Nothing on the first rank, if there are more than two, and a number more on the last than elsewhere."""
+    """Return uneven sizes: 0 for the first of three or more ranks, the remainder on the last ranks."""
     rest = max(1, n - 1) if n > 2 else n
     return (*[0] * (n - rest), *sizes_of(total, rest)[::-1])
 
 
 def cut(name: str, mesh: Mesh, zero: bool) -> nn.Parameter:
-    """This rank's piece, placed; with `zero` a run of what the other axes leave, along dp."""
+    """Return this rank's shard with its placement; if `zero`, a run of it along dp."""
     shape, axes, layer = TENSORS[name]
     x, p = torch.empty(shape), torch.empty(shape)
     for axis, dim in axes.items():
@@ -61,7 +62,7 @@ def here(layer: int, mesh: Mesh) -> bool:
 
 
 def entries(mesh: Mesh, zero: bool) -> list[Entry]:
-    """The tensors that this rank has, each with a state of its shape and one of a single number."""
+    """Return this rank's tensors, each with an optimizer state of its shape and a scalar one."""
     found = []
     for name, (_, _, layer) in TENSORS.items():
         p = cut(name, mesh, zero)
@@ -76,7 +77,7 @@ def entries(mesh: Mesh, zero: bool) -> list[Entry]:
 
 
 def wrong(found: list[Entry], mesh: Mesh, zero: bool) -> list[str]:
-    """The entries that are not, bit for bit, what `entries` makes."""
+    """Return the names of the entries that differ, in any bit, from those that `entries` makes."""
     right = {e.name: e.tensor for e in entries(mesh, zero)}
     assert right.keys() == {e.name for e in found}
     return [e.name for e in found if not torch.equal(e.tensor, right[e.name])]
@@ -84,7 +85,7 @@ def wrong(found: list[Entry], mesh: Mesh, zero: bool) -> list[str]:
 
 @torch.no_grad()
 def spoil(found: list[Entry]) -> list[Entry]:
-    """The same entries without their numbers."""
+    """Overwrite the entries with NaN and return them."""
     for e in found:
         e.tensor.fill_(torch.nan)
     return found

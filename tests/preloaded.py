@@ -15,7 +15,7 @@ from mpi.launch import ROOT
 
 from common.data.text import load_text
 
-for file in sorted(ROOT.glob("0*/pytorch/*.py")):
+for file in sorted([*ROOT.glob("0*/pytorch/*.py"), *ROOT.glob("06-*/trainer/*.py")]):
     if importlib.util.find_spec(file.stem):  # a chapter that came after `make setup` is not on the path yet
         importlib.import_module(file.stem)
 load_text()  # it is kept

@@ -1,4 +1,4 @@
-"""Models that several tests need: small Transformers of uneven sizes, two of them by name, and one with branches."""
+"""Models for tests: small Transformers of uneven sizes, two registered by name, and one with branches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS["llama-nano"] = llama(layers=1, width=24, heads=4, kv_heads=2, mlp_width
 
 
 def ours(c: TransformerConfig) -> Transformer:
-    """Every weight random, so that none can hide by being 0 or 1."""
+    """Return a Transformer with every weight random, so that no error is hidden by a weight of 0 or 1."""
     model = Transformer(c, dtype=torch.float64)
     generator = torch.Generator().manual_seed(5)
     for p in model.parameters():
@@ -47,7 +47,7 @@ def tokens(c: TransformerConfig, batch: int = 3) -> torch.Tensor:
 
 
 class Branches(nn.Module):
-    """`often` is used by samples above 0, `rarely` by those below, `never` by none; `twice` is used twice."""
+    """Model with branches: samples above 0 use `often`, others `rarely`, none `never`; `twice` runs twice."""
 
     def __init__(self) -> None:
         super().__init__()

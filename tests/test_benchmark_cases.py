@@ -1,4 +1,4 @@
-"""Which commands the benchmark runs: the cases of the chapters, chosen and refused."""
+"""The commands that the benchmark runs: the cases of the chapters, chosen and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report computes from records: medians, speed-ups, rows that are marked."""
+"""The figures that the report computes from records: medians, speed-ups, marked rows."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_peaks_are_measured_of_each_blas_and_type() -> None:
 def test_peaks_that_cannot_be_measured_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: peaks.Peaks
 ) -> None:
-    """In an environment with no program called python."""
+    """Peaks are None in an environment with no program called python."""
     (tmp_path / "peaks.py").write_text(script)
     monkeypatch.setattr(peaks, "__file__", str(tmp_path / "peaks.py"))
     assert peaks.measured({"PATH": ""}, 2.0 if "sleep" in script else 60.0) == found

@@ -1,4 +1,4 @@
-"""The benchmark runs its cases, survives those that fail, and writes a page that needs nothing else."""
+"""The benchmark runs its cases, continues after failures, and writes a self-contained page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import pytest
 from matplotlib.figure import Figure
 from toys import EQUAL, FAILS, TIMED, chapter
 
-from common.benchmarks import benchmark_all, forked, measures, plots, report, runner
+from common.benchmarks import benchmark_all, measures, plots, report, runner
 from common.benchmarks.benchmark_all import Options
 from common.benchmarks.cases import Task
 from common.errors import UsageError
+from common.launch import forked
 
 FULL = Path("/dev/full")
 PEAKS = {"torch": {"float32": 4e9}, "C++": {"float32": 8e9}}
@@ -29,7 +30,7 @@ PEAKS = {"torch": {"float32": 4e9}, "C++": {"float32": 8e9}}
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """run(option=...) benchmarks the chapters in tmp_path."""
+    """Return run(option=...), which benchmarks the chapters in tmp_path."""
     monkeypatch.setattr(benchmark_all, "machine", lambda: {"processor": "an abacus"})
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 2)
     monkeypatch.setattr("common.benchmarks.peaks.measured", lambda *given: PEAKS)
@@ -203,7 +204,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(
     capsys: pytest.CaptureFixture[str],
     at: str,
 ) -> None:
-    """From the second case on, one of the files cannot be written."""
+    """If a file cannot be written from the second case on, one line says so, and earlier records stay."""
     folder, run_one, full = chapter(tmp_path, TIMED), runner.run, tmp_path / "out" / at
 
     def fill(task: Task, *given: Any) -> runner.Outcome:
@@ -289,7 +290,7 @@ KEPT = {"chapter": "Wires", "case": "w-2", "command": "demo", "commit": "c", "da
 
 
 def sweep(backend: str, primitives: Sequence[str]) -> list[dict[str, Any]]:
-    """Records of primitives at two sizes; the first is wrong."""
+    """Return records of primitives at two sizes; those of the first primitive are wrong."""
     rates = {"algorithm_bandwidth": 2e9, "bus_bandwidth": 1e9}
     given = {"backend": backend, "ranks": 2, "seconds": [0.001, 0.002, 0.003], **KEPT, **rates}
     return [
@@ -326,7 +327,7 @@ def test_who_does_a_collective_best_is_a_plot_with_the_copy_as_limit(tmp_path: P
 
 
 def test_the_page_of_schedules(tmp_path: Path) -> None:
-    """Simulated above measured in the same colours, and the bubble in a table."""
+    """Simulated timelines stand above measured ones in the same colours, with the bubble in a table."""
     rows = {"rank 0": [[0.0, 0.1, "F", "0"], [0.3, 0.6, "B", "0"]], "rank 1": [[0.1, 0.2, "F", "0"]]}
     shares = {"formula": None, "simulated": 0.25, "with measured times": 0.26, "measured": 0.275}
     given = {"model": "gpt2-tiny", "dtype": "float64", "backend": "gloo", "ranks": 2, "micro_batches": 4}
@@ -341,7 +342,7 @@ def test_the_page_of_schedules(tmp_path: Path) -> None:
     assert [one.get_title() for one in axes] == list(lines)
     first, second = ([text.get_text() for text in one.get_legend().get_texts()] for one in axes)
     assert first == second == ["F", "B"]
-    others = [{**record, "ranks": 1}, {**record, "purpose": "equality"}]  # nothing waits; a tiny model
+    others = [{**record, "ranks": 1}, {**record, "purpose": "equality"}]  # no idle time; a tiny model
     page = report.write([record, *others, record], tmp_path).read_text()
     assert page.count("<svg ") == 2
     ids = re.findall(r'id="([^"]+)"', page)
@@ -375,12 +376,12 @@ def test_the_first_sentence_says_it_all_and_names_are_folded(tmp_path: Path) -> 
     assert second == (False, "Different from one device: d.", "")
     assert third.more == "a"
     page = report.write([of("a", True)], tmp_path).read_text()
-    assert "exposed communication" not in page.split("<h2")[1]  # nothing measured it
+    assert "exposed communication" not in page.split("<h2")[1]  # not measured
     assert "largest relative difference" in page.split("<h2")[1]
 
 
 def test_names_are_text_and_no_html(tmp_path: Path) -> None:
-    """In the sentences, in tables and in pictures."""
+    """Names with markup are shown as text in sentences, in tables and in plots."""
     name = '<script>alert("a")</script>'
     given = dict(strategy=name, language=name, backend=name, dtype=name, model=name, implementation=name)
     shown = {**KEPT, **given, "chapter": name, "case": name, "command": name, "purpose": "time"}

@@ -1,7 +1,7 @@
-"""Every collective's adjoint, its bytes, and uneven pieces, against plain arithmetic on one rank.
+"""Every collective's adjoint, its bytes, and uneven shards, against plain arithmetic on one rank.
 
-A linear map A and its adjoint satisfy sum over ranks <A x, y> = <x, A^T y>. With all ranks' tensors held by
-rank 0 this is one dot product on each side.
+A linear map A and its adjoint satisfy sum over ranks <A x, y> = <x, A^T y>. With the tensors of all ranks on
+one rank, each side is one dot product.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import collectives, comm
-from common.comm import sizes_of
-from common.ledger import Ledger, record, uncounted
-from common.runtime import Runtime
-from common.spawn import spawn
+from common import comm
+from common.comm import collectives, sizes_of, travel
+from common.comm.ledger import Ledger, record, uncounted
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 
 
 def shard_rows(rank: int, n: int, total: int) -> int:
@@ -26,7 +26,7 @@ def shard_rows(rank: int, n: int, total: int) -> int:
 
 
 def apply(rt: Runtime, name: str, kwargs: dict[str, Any], rows: int) -> dict[str, Any]:
-    """y = A x on every rank, with the bytes of both directions and the two dot products' parts."""
+    """Compute y = A x and dx = A^T dy on every rank; return them with the bytes of both directions."""
     torch.manual_seed(100 + rt.rank)
     x = torch.randn(
         rows if name != "gather" else shard_rows(rt.rank, rt.world_size, rows), 3, dtype=torch.float64
@@ -52,7 +52,7 @@ def apply(rt: Runtime, name: str, kwargs: dict[str, Any], rows: int) -> dict[str
 
 
 def dot(parts: list[dict[str, Any]], a: str, b: str, replicated: bool) -> Tensor:
-    """The global dot product: a replicated tensor counts once, pieces and parts add up."""
+    """Return the global dot product: a replicated tensor counts once, shards and partial sums add up."""
     total = torch.stack([(p[a] * p[b]).sum() for p in parts])
     return total[0] if replicated else total.sum()
 
@@ -138,7 +138,7 @@ def test_all_to_all_refuses_what_does_not_divide() -> None:
 
 
 def into(rt: Runtime) -> tuple[list[float], list[float], list[float], list[float], Fraction, list[str]]:
-    """The two without copies, in place and not, and what they refuse."""
+    """Return the results, bytes and errors of all_gather_into and reduce_scatter_into, in place and not."""
     n, r, said = rt.world_size, rt.rank, []
     mine = torch.tensor([r + 1.0, 10.0 * r])
     apart, joined = torch.empty(2 * n), torch.zeros(2 * n)
@@ -170,7 +170,7 @@ def test_into(n: int) -> None:
 
 
 def every_call(rt: Runtime) -> list[Tensor]:
-    """What each function of comm gives this rank, also where the tensors have gaps in memory."""
+    """Return the results of comm's functions on this rank, also for tensors that are not contiguous."""
     n, r, g = rt.world_size, rt.rank, rt.world
     after, before = (r + 1) % n, (r - 1) % n
     x, gaps = torch.arange(6.0).view(2, 3) + 10 * r, torch.arange(12.0)[::2] + r
@@ -194,9 +194,9 @@ def every_call(rt: Runtime) -> list[Tensor]:
 
 
 def by_way_of_the_host(rt: Runtime) -> bool:
-    """As it is for tensors on a GPU that ranks share: gloo gets a copy, and the result comes back from it."""
+    """Return True if copies over the host give the same results: gloo needs them if ranks share a GPU."""
     straight = every_call(rt)
-    with patch.object(comm, "over_host", lambda x, group: group.size > 1):
+    with patch.object(travel, "over_host", lambda x, group: group.size > 1):
         copied = every_call(rt)
     return all(
         torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(straight, copied, strict=True)
@@ -208,7 +208,7 @@ def test_what_travels_by_way_of_the_host() -> None:
 
 
 def gathering(rt: Runtime) -> dict[str, object]:
-    """Where this rank stands while it waits for everyone's objects."""
+    """Return this rank's entry in `blocked_in` while it gathers everyone's objects."""
     seen: dict[str, object] = {}
     plain = torch.distributed.all_gather_object
 

@@ -1,4 +1,4 @@
-"""What the primitives print, what they send, how their speed is reckoned, and the deadlock that is named."""
+"""The output of the primitives, their bytes, their bandwidths, and the deadlock that the demo names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from mpi.launch import refusal
 from rich.console import Console
 from torch import Tensor
 
+from common.benchmarks import bandwidth
+from common.benchmarks.bandwidth import BandwidthOptions, Row, measure
+from common.benchmarks.primitives import PRIMITIVES, one_to_many, rounds
 from common.comm import Group
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.utils import bandwidth, communication_demo
-from common.utils.bandwidth import BandwidthOptions, Row, measure
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.utils import communication_demo
 from common.utils.communication_demo import demonstrate, show
-from common.utils.primitives import PRIMITIVES, one_to_many, rounds
 
 BY_NAME = {p.name: p for p in PRIMITIVES}
 TWO = """\

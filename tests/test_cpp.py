@@ -23,7 +23,7 @@ def built():
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
 def results(request, tmp_path_factory):
-    """One mpirun for each number of ranks: (ranks, what the worker found)."""
+    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
     return request.param, run_worker(request.param, "cpp_worker.py", tmp_path_factory.mktemp("cpp"))
 
 
@@ -147,7 +147,7 @@ def test_gemm(dtype):
 
 
 def test_arrays_are_never_copied_behind_the_callers_back():
-    """A result written into a copy would be lost without a word."""
+    """Arrays that would need a copy are refused: a result written into a copy would be lost."""
     import fived
     from mpi4py import MPI
 
@@ -184,7 +184,7 @@ def test_there_is_no_python_in_the_programs_on_libtorch(program: str) -> None:
     torch.version.cuda is not None, reason="a LibTorch with CUDA is found beside its toolkit only"
 )
 def test_a_libtorch_without_python_gives_the_binaries(tmp_path: Path) -> None:
-    """The zip of pytorch.org has no libtorch_python.so; here it is the wheel's folder without that file."""
+    """LibTorch's zip has no libtorch_python.so; here the wheel's folder without that file stands for it."""
     wheel, named = Path(torch.__file__).parent, tmp_path / "libtorch"
     (named / "lib").mkdir(parents=True)
     for folder in ("include", "share"):

@@ -30,7 +30,7 @@ def test_mix_gives_splitmix64s_published_numbers():
 
 @pytest.mark.parametrize(
     ("seed", "stream", "index", "bits", "uniform"),
-    [  # printed by cpp/include/fived/random.hpp
+    [  # printed by cpp/include/fived/math/random.hpp
         (0, 0, 0, 5197578548964807871, 0.28176129772258496),
         (0, 7, 1000000007, 13265655628568079641, 0.71913263259690352),
         (1, 7, 1, 9391409690812996836, 0.50910933947404347),

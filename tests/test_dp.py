@@ -1,4 +1,4 @@
-"""Data parallelism in PyTorch: equal to one device at every world size, and what breaks it."""
+"""Data parallelism in PyTorch: equal to one device at every world size, and mistakes that break this."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dp_basic import DataParallel, all_reduce_gradients, broadcast_model, make_version
-from dp_training import DataParallelOptions, bytes_of_run
 from small_models import Branches
 from torch import Tensor, nn
 
 from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, Difference, compare, follow
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
 from common.errors import RankError
-from common.ledger import Ledger
-from common.mesh import Mesh
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, Difference, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
 
-ALONE = Group("one", 0, 1, (0,))
+from dp_basic import DataParallel, all_reduce_gradients, broadcast_model, make_version
+from dp_training import DataParallelOptions, bytes_of_run
+
+ALONE = Group.alone()
 Found = dict[str, Difference]
 
 
 def against_one_device(rt: Runtime, o: DataParallelOptions, name: str) -> list[Found]:
-    """Differences of SGD and AdamW; the ledger's bytes are checked on the way."""
+    """Return the differences under SGD and AdamW; check the ledger's bytes."""
     found = []
     for optimizer in OPTIMIZERS:
         batches = Batches(replace(o, micro_batches=1), ALONE, rt.device)
@@ -65,7 +66,7 @@ def test_equal_to_one_device(world: int, name: str) -> None:
 
 
 def branches(rt: Runtime, version: str, samples: list[float]) -> dict[str, Tensor | None]:
-    """Gradients after one step of accumulation over this rank's samples, the rest of them elsewhere."""
+    """Return gradients after one accumulated step; this rank takes every n-th of the samples."""
     model = Branches()
     inputs = [torch.full((1, 3), s, dtype=torch.float64) for s in samples]
     mine = inputs[rt.rank :: rt.world_size]
@@ -113,7 +114,7 @@ def test_unused_and_shared_parameters(version: str, samples: list[float]) -> Non
 
 
 class Strided(nn.Module):
-    """Parameters and a buffer that do not lie in memory one after the other."""
+    """Model whose parameters and buffer are not contiguous in memory."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Strided(nn.Module):
 
 
 def strided(rt: Runtime, version: str) -> dict[str, Tensor]:
-    """All tensors, and the summed gradients, of a model that starts different on every rank."""
+    """Return all tensors and summed gradients of a model that starts with different weights on every rank."""
     model = Strided(seed=rt.rank)
     x = torch.full((4, 4), rt.rank + 1.0)
     if version == "naive":
@@ -164,7 +165,7 @@ def test_backward_twice_is_refused() -> None:
 
 
 def in_place_zeroing(rt: Runtime) -> list[Tensor]:
-    """zero_grad(set_to_none=False) keeps the old tensors, which are views of buckets."""
+    """Return three steps' gradients with zero_grad(set_to_none=False), which keeps bucket views in p.grad."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
     dp = DataParallel(model, rt.world, bucket_mb=1e-5)
@@ -228,7 +229,7 @@ def test_types_do_not_share_a_bucket() -> None:
 
 
 def changed_after_wrapping(rt: Runtime, how: str) -> list[Tensor]:
-    """What a user may do to a wrapped model; the gradients of the step that follows."""
+    """Change a wrapped model in one way; return the gradients of the following step."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
     for p in model.parameters():
         p.data.fill_(0.5)

@@ -1,4 +1,4 @@
-"""What a step needs in practice: each addition, and all together, equal to one device; the numbers of each."""
+"""Extras of a practical step, one by one and together, equal to one device; and each one's own figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from mpi.launch import refused
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
+from common.lesson.training import make_model, training_step
+
 from dp_accumulation import (
     LOWEST,
     RECIPES,
@@ -27,17 +39,6 @@ from dp_accumulation import (
     scheduled_by_torch,
     step_bytes,
 )
-from mpi.launch import refused
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-
-from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.ledger import Ledger
-from common.mesh import Mesh
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import make_model, training_step
 
 OPTIONS = StepOptions(
     model="gpt2-nano", batch=9, samples=13, sequence=8, steps=4, micro_batches=3, clip=0.5, warm_up=2
@@ -45,15 +46,15 @@ OPTIONS = StepOptions(
 
 
 def alone(name: str, optimizer: str, o: StepOptions) -> Followed:
-    """The reference that the lesson takes for a version."""
-    model, one = make_model(o, torch.device("cpu")), Group("one", 0, 1, (0,))
+    """Train the lesson's reference for a version on one device."""
+    model, one = make_model(o, torch.device("cpu")), Group.alone()
     version = one_device(name, model, o)
     step = training_step(version, EpochBatches(replace(o, micro_batches=1), one, torch.device("cpu")), one)
     return follow(model, optimizer, o.steps, step, wrap=version.wrap)
 
 
 def against_one_device(rt: Runtime, o: StepOptions, names: tuple[str, ...]) -> dict[str, float]:
-    """Largest difference of each version and optimizer; bytes are checked on the way."""
+    """Return the largest difference of each version and optimizer; check the bytes."""
     worst, mesh = {}, Mesh(rt.world, dp=rt.world_size)
     for optimizer in OPTIMIZERS:
         references: dict[Recipe, Followed] = {}
@@ -82,11 +83,9 @@ def test_equal_to_one_device(world: int) -> None:
 
 
 def test_padding_leaves_the_tokens() -> None:
-    """Also of a micro-batch of one sample, where tokens and targets are one after the other in the text."""
+    """Padding keeps the tokens, also in a micro-batch of one sample, where targets overlap the tokens."""
     o = replace(OPTIONS, batch=2, micro_batches=2)
-    (tokens_BS, targets_BS), (_, other_BS) = EpochBatches(
-        o, Group("one", 0, 1, (0,)), torch.device("cpu")
-    ).parts(1)
+    (tokens_BS, targets_BS), (_, other_BS) = EpochBatches(o, Group.alone(), torch.device("cpu")).parts(1)
     assert tokens_BS.min() >= 0
     assert targets_BS.tolist()[0][:6] == tokens_BS.tolist()[0][1:7]
     assert targets_BS.tolist()[0][6:] == [-100] * 2
@@ -100,7 +99,7 @@ def test_another_model() -> None:
 
 
 def test_clipping_and_the_schedule_change_something() -> None:
-    """A version that did nothing would be equal to a reference that does nothing."""
+    """Clipping and the schedule change the weights: equality of versions without effect proves nothing."""
     plain, clipped, scheduled = (alone(name, "sgd", OPTIONS) for name in ("sync", "clip", "schedule"))
     assert plain.norms[0] > 1.5 * OPTIONS.clip
     assert clipped.norms[0] == pytest.approx(OPTIONS.clip, rel=1e-5)
@@ -121,7 +120,7 @@ def test_bytes_do_not_grow_with_micro_batches_unless_each_is_summed() -> None:
 
 
 class Norms(nn.Module):
-    """Two parameters whose gradients are known, and one without."""
+    """Model with two parameters whose gradients are known, and one parameter without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ def test_the_shape_of_the_schedule() -> None:
 
 
 def train(rt: Runtime, first: int, last: int, state: dict[str, object] | None) -> dict[str, object]:
-    """Steps [first, last) of `all`, from a checkpoint; what the next run needs."""
+    """Train steps [first, last) of version `all` from a checkpoint; return the next checkpoint."""
     model = make_model(replace(OPTIONS, seed=OPTIONS.seed + rt.rank), rt.device)
     optimizer = scheduled(OPTIMIZERS["adamw"], list(model.parameters()), OPTIONS, first)
     if state:
@@ -219,7 +218,7 @@ def test_torchs_sampler_repeats_or_drops() -> None:
 
 
 def empty_batch(rt: Runtime) -> list[Tensor]:
-    """Gradients of a model on no samples."""
+    """Return the gradients of a model on a batch of no samples."""
     model = make_model(OPTIONS, rt.device)
     nothing = torch.empty(0, 8, dtype=torch.int64)
     model(nothing).sum().backward()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: not one bit changes; what is saved is the formula's, to the byte."""
+"""Activation checkpointing: results are the same bit for bit; bytes saved match the formula exactly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mpi.launch import refused
+from small_models import SHAPES, ours, tokens
+from torch import nn
+
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+from common.models.transformer import Transformer, config, cross_entropy_sum
+from common.utils.memory import LiveBytes, saved_bytes
+
 from dp_checkpointing import (
     VERSIONS,
     CheckpointOptions,
@@ -18,19 +32,6 @@ from dp_checkpointing import (
     on_one_device,
 )
 from dp_training import bytes_of_run
-from mpi.launch import refused
-from small_models import SHAPES, ours, tokens
-from torch import nn
-
-from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, compare, follow
-from common.ledger import Ledger
-from common.mesh import Mesh
-from common.models.transformer import Transformer, config, cross_entropy_sum
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
-from common.utils.memory import LiveBytes, saved_bytes
 
 OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, micro_batches=2)
 
@@ -38,7 +39,7 @@ OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, mic
 def against_one_device(rt: Runtime, o: CheckpointOptions) -> dict[str, float]:
     worst = {}
     for optimizer in OPTIMIZERS:
-        alone = Group("one", 0, 1, (0,))
+        alone = Group.alone()
         model = make_model(o, rt.device)
         batches = Batches(replace(o, micro_batches=1), alone, rt.device)
         reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))

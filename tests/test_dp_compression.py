@@ -1,4 +1,4 @@
-"""Compressed gradients: nothing lost when everything is sent, else equal to one device that compresses alike."""
+"""Compressed gradients: exact if everything is sent, else equal to one device with the same compression."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mpi.launch import refused
+from small_models import Branches
+from torch import Tensor, nn
+
+from common.comm import Group
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, compare, follow
+from common.lesson.training import make_model
+
 from dp_basic import DataParallel
 from dp_compression import (
     COMPRESSORS,
@@ -21,15 +31,6 @@ from dp_compression import (
 )
 from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
 from dp_compressors import Compressor, PowerSGD, largest, pack, unpack
-from mpi.launch import refused
-from small_models import Branches
-from torch import Tensor, nn
-
-from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, compare, follow
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import make_model
 
 # 7 samples do not divide by 2, 3 or 4; the buckets are cut anew after the first of three steps
 OPTIONS = CompressionOptions(
@@ -39,7 +40,7 @@ ALL = replace(OPTIONS, k=1.0, rank=256)
 
 
 def check(rt: Runtime, name: str, o: CompressionOptions, reference: str) -> None:
-    """Every gradient, the norm, the loss and the weights, under both optimizers; bytes; and ranks bit by bit."""
+    """Check gradients, norm, loss, weights and bytes under both optimizers, and that ranks agree bitwise."""
     for optimizer in OPTIMIZERS:
         followed, ledger = on_ranks(name, optimizer, rt, o)
         if rt.rank == 0:  # the others have the same, bit by bit
@@ -52,7 +53,7 @@ def check(rt: Runtime, name: str, o: CompressionOptions, reference: str) -> None
 
 
 def ours(rt: Runtime) -> None:
-    """Our DataParallel at this world size."""
+    """Check every compressor in our DataParallel at this world size."""
     more = dict(batch=9, model="llama-nano") if rt.world_size > 4 else {}
     o, everything = (replace(given, **more) for given in (OPTIONS, ALL))
     for name in COMPRESSORS:
@@ -67,7 +68,7 @@ def test_ranks_equal_one_device(world: int) -> None:
 
 
 def cut_otherwise(rt: Runtime) -> None:
-    """One bucket for each parameter, so that some hold vectors alone; one bucket for all."""
+    """Check one bucket per parameter, so that some buckets hold only vectors; and one bucket for all."""
     for bucket_mb in (1e-6, 1000):
         for name in COMPRESSORS:
             check(rt, name, replace(OPTIONS, bucket_mb=bucket_mb, model="llama-nano"), name)
@@ -78,7 +79,7 @@ def test_buckets_do_not_matter() -> None:
 
 
 def under_ddp(rt: Runtime) -> None:
-    """torch's DDP with our hooks and with its own."""
+    """Check torch's DDP with our hooks and with its own."""
     for name in COMPRESSORS:
         check(rt, f"ddp-{name}", OPTIONS, name)
     check(rt, "torch-powersgd", OPTIONS, "powersgd")
@@ -90,7 +91,7 @@ def test_as_a_hook_of_ddp_and_beside_torchs_own(world: int) -> None:
 
 
 def one_memory(rt: Runtime) -> None:
-    """PowerSGD sees only sums: one device with the whole batch and one memory gives the same steps."""
+    """Check that PowerSGD equals one device with the whole batch and one error memory: it uses sums only."""
     followed, _ = on_ranks("powersgd", "sgd", rt, OPTIONS)
     model = make_model(OPTIONS, rt.device)
     whole = replace(OPTIONS, micro_batches=1)
@@ -191,7 +192,7 @@ def test_bytes_by_hand() -> None:
 
 
 def test_a_rank_above_the_matrix_is_the_matrix() -> None:
-    compressor: Compressor = PowerSGD(Group("dp", 0, 1, (0,)), 99)
+    compressor: Compressor = PowerSGD(Group.alone("dp"), 99)
     x = {
         0: torch.randn(5, 2, 2, generator=torch.Generator().manual_seed(0)).double(),
         1: torch.ones(3).double(),

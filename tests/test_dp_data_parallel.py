@@ -1,4 +1,4 @@
-"""nn.DataParallel played by ranks: equal to one device, bytes and logits by rank, and two ways to get it wrong."""
+"""nn.DataParallel played by ranks: equal to one device, bytes and logits by rank, and two wrong versions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from dp_data_parallel import alone, bytes_by_rank, main, train
-from dp_training import DataParallelOptions
 from mpi.launch import refusal
 
 from common.comm import sizes_of
-from common.equality import OPTIMIZERS, compare
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import make_model
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, compare
+from common.lesson.training import make_model
+
+from dp_data_parallel import alone, bytes_by_rank, main, train
+from dp_training import DataParallelOptions
 
 STEPS = 2
 
@@ -24,7 +25,7 @@ def options(batch: int) -> DataParallelOptions:
 
 
 def visit(rt: Runtime, batch: int) -> dict[str, Any]:
-    """Largest differences on rank 0, and what this rank sent, held, and has left."""
+    """Return the largest differences on rank 0, and this rank's bytes sent, logits bytes, gradient count."""
     found: dict[str, Any] = {"sent": [], "logits": [], "gradients": []}
     for optimizer in OPTIMIZERS:
         followed, one, ledger = train(rt, options(batch), optimizer)

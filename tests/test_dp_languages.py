@@ -1,4 +1,4 @@
-"""The MLP in PyTorch, LibTorch, C++ with MPI and DDP: equal to one device and to one another; dp_libtorch's corners."""
+"""The MLP in PyTorch, LibTorch, C++ with MPI and DDP: equal to one device and to each other; edge cases."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import time
 from fractions import Fraction
 from typing import Any
 
-import dp_languages
 import pytest
 import torch
-from dp_mlp import VERSIONS
 from mpi.launch import ROOT, need_module, refusal, run_worker
 from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from common.errors import RankError
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+
+import dp_languages
+from dp_mlp import VERSIONS
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_languages.py"
 # 7 and 5 samples do not divide by 2, 3 or 4; buckets of 1 kB are many, in one of 100 MB there are all gradients
@@ -41,7 +42,7 @@ CASES_OF = {1: CASES[1:2], 2: CASES, 3: CASES[2:], 4: CASES[1:2]}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One mpirun for all numbers of ranks: {ranks: outcome of each case}."""
+    """Run one mpirun for all numbers of ranks; return {ranks: outcome of each case}."""
     return run_worker(
         4, "dp_languages_worker.py", tmp_path_factory.mktemp("dp_languages"), json.dumps(CASES_OF)
     )
@@ -81,7 +82,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> list[dict[str, Tensor | None]]:
-    """Gradients of three steps, of which the first settles the order of the buckets."""
+    """Return the gradients of three steps; the first step fixes the order of the buckets."""
     model, found = Branches(), []
     dp = parallel(model, rt)
     mine = [torch.full((1, 3), s, dtype=torch.float64) for s in samples][rt.rank :: rt.world_size]
@@ -115,7 +116,7 @@ def test_unused_and_shared_parameters(samples: list[float], set_to_none: bool) -
 
 
 def no_sync(rt: Runtime) -> tuple[list[Any], Tensor, list[Any], Tensor]:
-    """On rank r: gradient r + 1 of two micro-batches; nested contexts, a parameter given twice."""
+    """Return messages and gradient of two micro-batches, with nested contexts and a parameter given twice."""
     import dp_libtorch
 
     model = nn.Linear(1, 1, bias=False)
@@ -142,7 +143,7 @@ def test_no_sync_sends_nothing_and_the_accumulated_gradient_is_summed() -> None:
 
 
 def all_or_nothing(rt: Runtime) -> Tensor | None:
-    """Rank 0 has all gradients during its backward, yet must not send before it knows that it has them."""
+    """Return the gradient if rank 0 alone runs backward: the last bucket must wait for finish()."""
     model = nn.Linear(1, 1, bias=False)
     dp = parallel(model, rt)
     if rt.rank == 0:
@@ -170,7 +171,7 @@ def test_backward_twice_is_refused() -> None:
 
 
 def hooks_of_others(rt: Runtime) -> tuple[float, float, float, bool]:
-    """A user's own hook, set later, must not replace ours; and ours goes with its owner."""
+    """Run with a user's hook set after ours: it must not replace ours, and ours must end with its owner."""
     model = nn.Linear(1, 1, bias=False)
     dp, seen = parallel(model, rt), []
     model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
@@ -190,7 +191,10 @@ def test_hooks_of_others() -> None:
 
 
 def start(rt: Runtime) -> list[Tensor]:
-    """A model with buffers, a frozen parameter, a transposed one and another type, unlike on every rank."""
+    """Return the tensors of a wrapped model that started with other values on every rank.
+
+    The model has buffers, a frozen parameter, a transposed one and two dtypes.
+    """
     torch.manual_seed(rt.rank)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 3).double())
     model[0].bias.requires_grad_(False)
@@ -211,7 +215,7 @@ def test_all_start_with_the_model_of_rank_0() -> None:
 
 
 def waiting(rt: Runtime) -> None:
-    """Rank 0 waits for rank 1, which waits for another Python thread of rank 0."""
+    """Train while rank 0 waits for rank 1, which waits for another Python thread of rank 0."""
     model, store = nn.Linear(1, 1), _get_default_store()
     dp = parallel(model, rt)
 

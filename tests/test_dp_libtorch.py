@@ -1,4 +1,4 @@
-"""dp_libtorch without Python: its proof, its numbers against Python's, bad input; and Zero1 as a Python module."""
+"""dp_libtorch without Python: its proof, its losses against Python's, bad input; Zero1 as a Python module."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text, mlp_batch
-from common.equality import OPTIMIZERS
 from common.errors import RankError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS
 from common.models.mlp import MLP, sizes
 from common.models.transformer import Transformer, config
-from common.runtime import Runtime
-from common.spawn import spawn
 
 SHAPES = {"all-reduce": "dp_libtorch", "ZeRO-1": "dp_libtorch-zero1"}
 
 
 def losses(model: nn.Module, optimizer: str, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Of each step on one device."""
+    """Return the loss of each step on one device."""
     chosen, found = OPTIMIZERS[optimizer](list(model.parameters())), []
     for x, y in batches:
         chosen.zero_grad()
@@ -132,7 +132,7 @@ def zero_around(model: nn.Module, rt: Runtime, bucket_bytes: int = 24) -> Any:
 def whole(
     flat: dict[str, Tensor | None], zero: Any, model: nn.Module, rt: Runtime
 ) -> dict[str, Tensor | None]:
-    """Every rank's runs put together."""
+    """Assemble each parameter from the runs of all ranks."""
     gathered: dict[str, Tensor | None] = {}
     for (name, p), lengths in zip(model.named_parameters(), zero.sizes(), strict=True):
         mine = flat[name]
@@ -148,7 +148,7 @@ def whole(
 
 
 def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> tuple[Any, ...]:
-    """Three steps of AdamW; what the last gradients, the weights, the norm and the state are."""
+    """Train three steps of AdamW; return the last gradients, the weights, the norm and the state's size."""
     model = Branches()
     if rt.rank:
         for p in model.parameters():  # the broadcast must mend this
@@ -165,7 +165,7 @@ def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> tuple[Any,
         for x in mine[-1:]:
             model(x).backward()
         zero.finish()
-        assert all(p.grad is None for p in model.parameters())  # a part of a sum, which nobody must use
+        assert all(p.grad is None for p in model.parameters())  # would be a partial sum
         norm = zero.gradient_norm()
         names = [name for name, _ in model.named_parameters()]
         gradients = whole(dict(zip(names, [p.grad for p in pieces], strict=True)), zero, model, rt)
@@ -176,7 +176,7 @@ def branches(rt: Runtime, samples: list[float], set_to_none: bool) -> tuple[Any,
 
 
 def cancelling(rt: Runtime) -> list[float]:
-    """This rank's run of gradients whose sum is 1 in the order of the ranks, and 0 in an order that adds 1 earlier."""
+    """Return this rank's run of gradients that sum to 1 in rank order, and to 0 if the 1 is added earlier."""
     model = nn.Linear(6, 1, bias=False, dtype=torch.float64)
     zero = zero_around(model, rt)
     model(torch.full((1, 6), [1e16, -1e16, 1.0][rt.rank], dtype=torch.float64)).sum().backward()
@@ -185,7 +185,7 @@ def cancelling(rt: Runtime) -> list[float]:
 
 
 def test_zero1_adds_in_the_order_of_the_ranks() -> None:
-    """On gloo an all-to-all carries the terms: gloo's own reduce-scatter sends twice as much."""
+    """Zero1 adds in rank order. On gloo it uses an all-to-all: gloo's reduce-scatter sends twice as much."""
     need_module("dp_libtorch")
     assert spawn(cancelling, 3) == [[1.0, 1.0]] * 3
 
@@ -217,7 +217,7 @@ def test_zero1_equals_one_device(samples: list[float], set_to_none: bool) -> Non
 
 
 def messages(rt: Runtime) -> tuple[list[Any], ...]:
-    """What two micro-batches of a step send; 5 numbers are padded to 6 on 3 ranks."""
+    """Return the messages of two micro-batches; 5 parameters are padded to 6 on 3 ranks."""
     model = nn.Linear(4, 1)
     zero = zero_around(model, rt, 1000)
     zero.take_messages()

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: with H = 1 and SGD data parallelism itself, else equal to one device with n replicas."""
+"""Local SGD and DiLoCo: with H = 1 and SGD equal to data parallelism, else to one device with n replicas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from mpi.launch import refused
+from torch import nn
+
+from common import comm
+from common.comm import Group
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+
 from dp_local_sgd import bytes_formula, main
 from dp_replicas import (
     LocalOptions,
@@ -18,23 +28,14 @@ from dp_replicas import (
     on_ranks,
     simulated,
 )
-from mpi.launch import refused
-from torch import nn
-
-from common import comm
-from common.comm import Group
-from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
 
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
 OPTIONS = LocalOptions(model="gpt2-nano", batch=7, sequence=12, micro_batches=2, steps=5)
-ALONE = Group("one", 0, 1, (0,))
+ALONE = Group.alone()
 
 
 def one_device(rt: Runtime, o: LocalOptions) -> Followed:
-    """Plain SGD on the whole batch."""
+    """Train with plain SGD on the whole batch."""
     model, batches = make_model(o, rt.device), Batches(replace(o, micro_batches=1), ALONE, rt.device)
     return follow(model, "sgd", o.steps, training_step(Version(model), batches, ALONE))
 
@@ -79,7 +80,7 @@ def test_equal_to_replicas_on_one_device(world: int) -> None:
 
 
 def beside_torch(rt: Runtime) -> None:
-    """Equal parts without padding, since torch's average does not weigh."""
+    """Compare with torch's averager on equal shards without padding, since it does not weight the average."""
     for every in (2, 3):
         o = replace(OPTIONS, batch=2 * rt.world_size, every=every, sequence=3)
         for optimizer in OPTIMIZERS:
@@ -98,7 +99,7 @@ def test_beside_torchs_averager(world: int) -> None:
 
 
 def unweighted(rt: Runtime) -> tuple[float, float]:
-    """SGD with H = 1, uneven parts: difference of the weights to one device, weighed and not."""
+    """Return the weights' difference from one device, weighted and unweighted: SGD, H = 1, uneven shards."""
     o = replace(OPTIONS, every=1)
     found = []
     for weigh in (True, False):
@@ -140,7 +141,7 @@ def test_the_outer_step_is_torchs_nesterov(momentum: float) -> None:
 
 
 def by_hand(rt: Runtime) -> list[float]:
-    """Two rounds in which the ranks' shares of the targets differ; where the weight is after each."""
+    """Return the weight after each of two rounds; the ranks' shares of the targets differ between rounds."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     model.weight.data.fill_(2.0 + rt.rank)  # all start at rank 0's 2
     local, seen = LocalSGD(model, rt.world, every=2), []

@@ -22,7 +22,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
 def results(request, tmp_path_factory):
-    """One mpirun for each number of ranks."""
+    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
     need_module("dp_matmul_mpi")
     folder = tmp_path_factory.mktemp("dp_matmul_mpi")
     return request.param, run_worker(request.param, "dp_matmul_mpi_worker.py", folder, json.dumps(CASES))

@@ -1,4 +1,4 @@
-"""C = A B cut in four ways: pieces put together are numpy's C, dA and dB; bytes, memory, and what is refused."""
+"""C = A B split in four ways: the shards give numpy's C, dA and dB; bytes, memory, and refused options."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_multiply import benchmark, bytes_by_formula, gather_on_rank_0, main, multiply, prepared
-from dp_matrix_peers import dtensor
 from mpi.launch import ROOT, refusal
 from torch import Tensor
 
 from common.comm import sizes_of
+from common.comm.ledger import Ledger
 from common.errors import UsageError
-from common.ledger import Ledger
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+
+from dp_matrices import SPLITS, Factors, MatrixOptions
+from dp_matrix_multiply import benchmark, bytes_by_formula, gather_on_rank_0, main, multiply, prepared
+from dp_matrix_peers import dtensor
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_matrix_multiply.py"
 # uneven on 2, 3, 4 and 8 ranks; even on all; less than 8 rows, columns, or both, and than 3; one number
@@ -35,7 +36,7 @@ def mine(x: Tensor, dim: int | None, rt: Runtime) -> Tensor:
 
 
 def pieces(rt: Runtime, panels: int) -> list[dict[str, Any]]:
-    """What this rank has of every result, for each shape and split."""
+    """Return this rank's shard of every result, for each shape and split, and the bytes sent."""
     found = []
     for (m, k, j), (name, lies) in ((shape, split) for shape in SHAPES for split in SPLITS.items()):
         a = mine(random((m, k), 1), lies.a, rt).requires_grad_()
@@ -100,7 +101,7 @@ def test_formula_by_hand() -> None:
 
 
 def checks_itself(rt: Runtime) -> list[float]:
-    """What the lesson's own comparison says of a right piece and of three wrong ones."""
+    """Return the lesson's own difference for a right shard and for three wrong ones."""
     factors = Factors(MatrixOptions(shape=(7, 4, 5)), rt.world, rt.device)
     lies = SPLITS["rows"]
     c = factors.piece("A", lies.a) @ factors.piece("B", lies.b)
@@ -119,7 +120,7 @@ def test_the_comparison_sees_one_wrong_number() -> None:
 
 
 def by_the_library(rt: Runtime) -> list[float]:
-    """Largest difference of DTensor's piece from ours, for each split."""
+    """Return the largest difference between DTensor's shard and ours, for each split."""
     found = []
     for name, lies in SPLITS.items():
         a, b = mine(random((8, 12), 1), lies.a, rt), mine(random((12, 4), 2), lies.b, rt)

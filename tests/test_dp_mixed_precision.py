@@ -1,4 +1,4 @@
-"""16 bits: the first gradients are those of one device with the same cut; the scaler stops all ranks or none."""
+"""16 bits: first gradients equal one device's with the same split; all ranks or none skip a step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from mpi.launch import refused
+from torch import nn
+
+from common.comm import Group
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, Difference
+
 from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone
 from dp_loss_scaling import main as scaling_main
 from dp_loss_scaling import on_ranks as scaled_on_ranks
@@ -18,15 +26,8 @@ from dp_loss_scaling import prove as prove_scaling
 from dp_mixed_precision import Comparison, PrecisionOptions, formats, one_device
 from dp_mixed_precision import main as precision_main
 from dp_mixed_precision import prove as prove_precision
-from mpi.launch import refused
-from torch import nn
 
-from common.comm import Group
-from common.equality import KINDS, Difference
-from common.runtime import Runtime
-from common.spawn import spawn
-
-ALONE = Group("one", 0, 1, (0,))
+ALONE = Group.alone()
 PRECISION = PrecisionOptions(batch=9, sequence=6, steps=2)
 SCALING = ScalingOptions(batch=9, sequence=6, steps=4, overflow=2)
 
@@ -47,7 +48,7 @@ def test_loss_scaling(world: int) -> None:
 
 
 def decisions(rt: Runtime, name: str, o: ScalingOptions) -> tuple[list[float], list[bool], list[float]]:
-    """Scales and overflows seen; the weights of one matrix in the end."""
+    """Return the scales, the overflows, and the final weights of one matrix."""
     trainer, scaler = scaled_on_ranks(name, rt, o)
     followed = trainer.train("sgd", o.steps)
     return scaler.factors, scaler.seen, followed.weights["layers.1.mlp.up_proj.weight"].flatten().tolist()
@@ -65,7 +66,7 @@ def test_one_ranks_overflow_stops_all(name: str) -> None:
 
 
 def test_an_overflow_of_its_own_accord_finds_a_scale_that_works() -> None:
-    """Nothing is forced: the first scale is far too large, on every rank."""
+    """From a scale that is far too large, on every rank, the scaler finds one that works."""
     o = replace(SCALING, scale=2.0**30, steps=16, overflow=99, sequence=4)
     results = spawn(decisions, 2, "zero2", o)
     factors = results[0][0]
@@ -76,7 +77,7 @@ def test_an_overflow_of_its_own_accord_finds_a_scale_that_works() -> None:
 
 
 def test_the_scaler_takes_the_librarys_decisions() -> None:
-    """A sequence of good steps and overflows; scales after each, gradients and weights of both."""
+    """Our scaler equals torch's over good steps and overflows: scales after each step, and weights."""
     good = [True, True, False, True, False, False, True, True, True, True, True]
     device = torch.device("cpu")
     runs: list[tuple[list[float], list[float]]] = []
@@ -100,7 +101,7 @@ def test_the_scaler_takes_the_librarys_decisions() -> None:
 
 
 def skip_moments(rt: Runtime) -> tuple[float, float]:
-    """AdamW's step count and first mean after a good step and a skipped one."""
+    """Return AdamW's step count and first moment after a good step and a skipped one."""
     scaler = LossScaler(rt.world, 8.0, 100)
     weight = nn.Parameter(torch.ones(2))
     optimizer = scaler.wrap(lambda tensors: torch.optim.AdamW(tensors, lr=0.1), [weight])
@@ -122,7 +123,7 @@ def test_a_skipped_step_leaves_the_optimizers_state_alone() -> None:
 
 
 def local_runtime() -> Runtime:
-    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))
+    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
 
 def test_16_bits_are_used_and_scaling_helps() -> None:

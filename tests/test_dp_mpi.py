@@ -50,8 +50,11 @@ CASES = DENSE + SPARSE
 
 
 def samples(text, step, batch, lo, hi):
-    """Columns scaled apart: all bytes share their highest bit, and top-k chooses among equal gradients by
-    rounding."""
+    """Return x and y, with the columns of x scaled apart.
+
+    All bytes share their highest bit, so without the scales top-k would choose among equal gradients by
+    rounding.
+    """
     x, y = mlp_batch(text, 3, step, batch, SIZES[0] // 8, lo, hi, dtype=torch.float64)
     return x * (1 + torch.arange(1, SIZES[0] + 1) / 64), y
 
@@ -61,7 +64,7 @@ def make_optimizer(name, parameters):
 
 
 def reference(batch, optimizer):
-    """Losses and norms of each step, the last gradients, and the weights after it, of one model."""
+    """Train on one device; return losses and norms per step, the last gradients, and the final weights."""
     model = MLP(SIZES, seed=3, dtype=torch.float64)
     text = load_text(None).train
     update = make_optimizer(optimizer, model.parameters())
@@ -80,7 +83,7 @@ def reference(batch, optimizer):
 
 
 def simulate(ranks, sizes, batch, steps, micro_batches, optimizer, compress_keep, feedback, **_):
-    """Top-k on one process: the ranks one after the other, each with its memory, torch's optimizers."""
+    """Simulate top-k on one process: ranks in turn, each with its error memory, and torch's optimizers."""
     import dp_mpi
 
     model, text = dp_mpi.MLP(sizes, seed=3), load_text(None).train
@@ -114,7 +117,7 @@ def simulate(ranks, sizes, batch, steps, micro_batches, optimizer, compress_keep
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
 def results(request, tmp_path_factory):
-    """One mpirun for each number of ranks: (ranks, result of each case)."""
+    """Run one mpirun per number of ranks; return (ranks, result of each case)."""
     need_module("dp_mpi")
     folder = tmp_path_factory.mktemp("dp_mpi")
     return request.param, run_worker(request.param, "dp_mpi_worker.py", folder, json.dumps(CASES))

@@ -1,19 +1,13 @@
-"""ZeRO by hand: equal to one device at every stage, bytes and memory by formula, what it refuses."""
+"""ZeRO by hand: equal to one device at every stage, bytes and memory by formula, and refused uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-import dp_fsdp
-import dp_zero
 import pytest
 import torch
 import torch.distributed as dist
-from dp_basic import DataParallel
-from dp_memory import bytes_of
-from dp_training import DataParallelOptions
-from dp_zero import Zero, ZeroOptions
 from small_models import Branches
 from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -21,15 +15,22 @@ from torch.utils.checkpoint import checkpoint
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.comm.ledger import Ledger
+from common.comm.listen import Listener
+from common.comm.mesh import Mesh
 from common.errors import RankError
-from common.ledger import Ledger
-from common.listen import Listener
-from common.mesh import Mesh
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, make_model, whole_step
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.lesson.training import Batches, make_model, whole_step
 from common.utils.memory import peak_allocated
+
+import dp_fsdp
+import dp_zero
+from dp_basic import DataParallel
+from dp_memory import bytes_of
+from dp_training import DataParallelOptions
+from dp_zero import Zero, ZeroOptions
 
 STAGES = (1, 2, 3)
 SMALL = ZeroOptions(sequence=8, micro_batches=2, steps=2)
@@ -46,7 +47,7 @@ SMALL = ZeroOptions(sequence=8, micro_batches=2, steps=2)
     ],
 )
 def test_lesson(n: int, options: ZeroOptions) -> None:
-    """Equality with SGD and AdamW, counted bytes = formula, held bytes within 1 % of the formula."""
+    """The lesson proves equality with SGD and AdamW, bytes sent = formula, bytes held within 1 % of it."""
     assert all(spawn(dp_zero.main, n, options))
 
 
@@ -57,7 +58,7 @@ def test_the_library_beside_it() -> None:
 
 
 class Layered(nn.Module):
-    """Two layers that share a parameter, branches that some samples use, and buffers."""
+    """Model with two layers that share a parameter, branches that only some samples use, and a buffer."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -77,14 +78,17 @@ class Layered(nn.Module):
 
 
 def part(t: int, rank: int, micro_batch: int) -> Tensor:
-    """Samples of both signs, so that ranks and micro-batches use other branches."""
+    """Return samples whose sign changes with step, rank and micro-batch, so that branches differ."""
     generator = torch.Generator().manual_seed(100 * t + 10 * rank + micro_batch)
     sign = 1.0 if (t + rank + micro_batch) % 2 else -1.0
     return sign * torch.rand(2 + rank, 3, generator=generator, dtype=torch.float64)
 
 
 def branches(rt: Runtime, stage: int, recompute: bool) -> list[float]:
-    """Largest differences to one device, of parameters that few or none use and that others read, by optimizer."""
+    """Return the largest difference from one device under each optimizer.
+
+    Some parameters are used by few samples or none, some are shared, and NumPy arrays share memory of others.
+    """
     mesh, largest = Mesh(rt.world, dp=rt.world_size), []
     arrays: list[object] = []  # memory that a NumPy array shares cannot be resized
     for optimizer in OPTIMIZERS:
@@ -138,7 +142,7 @@ def test_branches_shared_parameters_and_recomputation(stage: int, recompute: boo
 
 
 def evaluate(rt: Runtime, stage: int) -> tuple[list[bool], int]:
-    """Logits before training and after a step, against plain weights; and what stage 3 holds when it rests."""
+    """Compare logits with plain weights before training and after a step; return the bytes held, too."""
     o = DataParallelOptions(batch=4, sequence=8)
     model = make_model(o, rt.device)
     zero = Zero(model, model.layers, Mesh(rt.world, dp=rt.world_size).group("dp"), stage)
@@ -166,7 +170,7 @@ def test_evaluation_sees_the_weights_of_the_last_step(stage: int) -> None:
 
 
 def order_of_events(rt: Runtime) -> list[str]:
-    """Which unit's weights start to travel, and which layer computes, in the order in which it happens."""
+    """Return the events in order: the all-gathers of units, and the forward and backward passes of layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     zero = Zero(model, list(model), rt.world, 3)
@@ -197,9 +201,9 @@ def test_the_next_layer_travels_while_this_one_computes() -> None:
 
 
 def peak(name: str) -> int:
-    """The most bytes at once in two steps of rank 0 of 2, on a model whose activations are small.
+    """Return the peak bytes of rank 0 of 2 over two steps, on a model whose activations are small.
 
-    The process group moves nothing: what a transport holds beside, and for how long, is not ZeRO's.
+    The process group is a fake that moves no data, so that a transport's own buffers are not counted.
     """
     o = ZeroOptions(model="gpt2-10m", batch=2, sequence=4, micro_batches=1, dtype="float32")
     world = Group("world", 0, 2, (0, 1), dist.group.WORLD)
@@ -215,7 +219,7 @@ def peak(name: str) -> int:
 
 
 def test_what_a_stage_drops_is_gone() -> None:
-    """2 ranks: of 16 bytes a number stage 1 saves 4, stages 2 and 3 save 2 more each; whole layers pass through."""
+    """Memory on 2 ranks: of 16 bytes per parameter stage 1 saves 4, stages 2 and 3 save 2 more each."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         of_stage = {name: peak(name) / (4 * 10_844_160) for name in dp_zero.VERSIONS}
@@ -258,7 +262,7 @@ def test_refused(what: str, says: str) -> None:
 
 
 def heard(rt: Runtime) -> tuple[list[tuple[str, float]], list[tuple[str, float]], str]:
-    """Our own calls, by the ledger and by the listener; and what the listener says of a call it does not know."""
+    """Return our calls by the ledger and by the listener, and the listener's error for an unknown call."""
     x, whole = torch.ones(6), torch.ones(6 * rt.world_size)
     with Listener(rt.world) as theirs, Ledger() as ours:
         comm.all_reduce(x, rt.world)
@@ -285,7 +289,7 @@ def test_the_listener_counts_as_the_ledger_does() -> None:
 
 
 class Tied(nn.Module):
-    """The head is the weight of the last layer: it lies inside a layer and outside of all."""
+    """Model whose head is the last layer's weight: the weight belongs to a layer and is used outside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +305,11 @@ class Tied(nn.Module):
 
 
 def awkward(rt: Runtime, stage: int) -> tuple[float, list[str]]:
-    """A weight both in a layer and outside, layers left out in an evaluation; then what is refused and repaired."""
+    """Train with a weight shared by a layer and the head, and with layers skipped in evaluation.
+
+    Return the largest difference from one device, and [output after the pieces are overwritten, error of
+    finish() after a backward pass that fails].
+    """
     mesh, said = Mesh(rt.world, dp=rt.world_size), []
     alone, model = Tied(), Tied()
 

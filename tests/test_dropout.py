@@ -1,4 +1,4 @@
-"""Dropout by place: the bits of random.py, the same whoever draws them."""
+"""Dropout by position: the masks are the bits of random.py, on every rank and mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_share_and_independence(p: float) -> None:
     assert keep.shape == (40, 50, 60)
     n = keep.numel()
     assert abs(keep.double().mean().item() - (1 - p)) <= 5 * (p * (1 - p) / n) ** 0.5
-    if p:  # neighbours along each dimension do not know of one another
+    if p:  # neighbours along each dimension are independent
         for dim in range(3):
             a = keep.narrow(dim, 0, keep.shape[dim] - 1).double() - (1 - p)
             b = keep.narrow(dim, 1, keep.shape[dim] - 1).double() - (1 - p)

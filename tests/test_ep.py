@@ -1,4 +1,4 @@
-"""Expert parallelism in PyTorch: equal to one device at every world size, bytes, odd loads, and what it refuses."""
+"""Expert parallelism in PyTorch: equal to one device at every world size; bytes, odd loads, bad options."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
+import torch
+from beside_one_device import compared
+from torch import Tensor
+
+from common.comm import Group, Pending, sizes_of
+from common.comm.mesh import Mesh
+from common.comm.placement import Shard, placement, sum_gradients
+from common.data.text import rank_slice
+from common.errors import RankError, UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+from common.models.configs import CONFIGS, config, mixtral, switch
+from common.models.moe import Experts
+from common.models.transformer import Transformer
+
 import ep_imbalance
 import ep_moe
 import ep_overlap
 import ep_tensor_parallel
-import pytest
-import torch
+from ep_costs import RoutedBytes
 from ep_imbalance import ImbalanceOptions
 from ep_moe import (
     ExpertExchange,
-    Lesson,
     MoEOptions,
     expert_parallel,
-    one_device,
     share_experts,
     transposed,
     with_capacity,
@@ -27,21 +42,6 @@ from ep_overlap import OverlapOptions
 from ep_tensor_parallel import TensorOptions
 from ep_training import drain, load, observed
 from sp_sequence_parallel import sequence_parallel, split_sequence
-from torch import Tensor
-
-from common.comm import Group, Pending, sizes_of
-from common.data.text import rank_slice
-from common.equality import KINDS, OPTIMIZERS, compare, follow
-from common.errors import RankError, UsageError
-from common.ledger import Ledger
-from common.mesh import Mesh
-from common.models.configs import CONFIGS, config, mixtral, switch
-from common.models.moe import Experts
-from common.models.transformer import Transformer
-from common.placement import Shard, placement, sum_gradients
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
 
 # 9 experts divide over 3 ranks alone
 CONFIGS["ep-mixtral"] = mixtral(
@@ -68,23 +68,12 @@ def options(model: str, more: dict[str, Any]) -> MoEOptions:
 
 
 def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]:
-    """The largest differences of SGD and AdamW in each case; bytes counted are the formula's."""
+    """Return the largest differences under SGD and AdamW in each case; check the bytes by formula."""
     results = []
-    mesh, alone = Mesh(rt.world, ep=rt.world_size), Group("one", 0, 1, (rt.rank,))
     for name, model_name, more in cases:
-        o = options(model_name, more)
         for optimizer in OPTIMIZERS:
-            plain = one_device(name, make_model(o, rt.device), o)
-            batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-            step = training_step(plain, batches, alone)
-            reference = follow(plain.model, optimizer, o.steps, step)
-            lesson, model = Lesson(), make_model(o, rt.device)
-            with Ledger() as ledger:
-                version = lesson.make_version(name, model, rt, o)
-                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-                found = compare(reference, follow(model, optimizer, o.steps, step, mesh))
-            formula = lesson.run_bytes(name, make_model(o, rt.device), rt.world, o)
-            assert ledger.bytes() == formula, (name, model_name)
+            lesson = ep_moe.lesson({name: ep_moe.train}, RoutedBytes())
+            found = compared(rt, options(model_name, more), lesson, name, optimizer)
             results.append({kind: found[kind].value for kind in KINDS})
     return results
 
@@ -100,8 +89,8 @@ def test_equal_to_one_device(world: int) -> None:
 
 
 def beside(rt: Runtime, axis: str) -> dict[str, float]:
-    """ep=2 and another axis of 2 that splits tokens: over that one an expert's gradient is summed."""
-    o, alone = options("ep-mixtral", {"micro_batches": 2}), Group("one", 0, 1, (rt.rank,))
+    """Compare ep=2 beside another axis of 2 that splits tokens: along it, expert gradients are summed."""
+    o, alone = options("ep-mixtral", {"micro_batches": 2}), Group.alone()
     model = make_model(o, rt.device)
     step = training_step(Version(model), Batches(o, alone, rt.device), alone)
     reference = follow(model, "sgd", o.steps, step)
@@ -123,7 +112,7 @@ def test_beside_another_axis(axis: str) -> None:
 
 
 def odd_loads(rt: Runtime) -> None:
-    """All rows on one expert, none on a rank, a rank with no row at all: results and gradients are the plain ones."""
+    """Check uneven loads against plain experts: all rows on one expert, none on or from a rank."""
     c, n, group = config("ep-switch"), rt.world_size, Mesh(rt.world, ep=rt.world_size).group("ep")
     for per_rank in ([[4] + [0] * 8] * n, [[0] * 8 + [3]] * n, [[0] * 9] + [[1, 0, 2] * 3] * (n - 1)):
         torch.manual_seed(5)
@@ -158,11 +147,11 @@ def test_odd_loads() -> None:
 
 
 def rows_of_one_device(rt: Runtime) -> tuple[int, int]:
-    """Rows sent to other ranks in the first layer of a step: as exchanged, and as the plain model chooses."""
+    """Return the rows sent to other ranks in a step's first layer: as exchanged, and by the plain model."""
     o, (n, r) = options("ep-mixtral", {"micro_batches": 1}), (rt.world_size, rt.rank)
     plain, model = make_model(o, rt.device), make_model(o, rt.device)
     seen = observed(plain)
-    ((tokens_BS, _),) = Batches(o, Group("one", 0, 1, (r,)), rt.device).parts(0)
+    ((tokens_BS, _),) = Batches(o, Group.alone(), rt.device).parts(0)
     lo, hi = rank_slice(o.batch, r, n)
     plain(tokens_BS[lo:hi])
     exchanges = expert_parallel(model, Mesh(rt.world, ep=n).group("ep"))
@@ -186,7 +175,7 @@ def test_transposition_is_undone_by_itself() -> None:
 
 
 def logits(rt: Runtime) -> Tensor:
-    """The largest difference to the plain model's, in evaluation, on a rank's own tokens."""
+    """Return the largest difference from the plain model's logits in evaluation, on this rank's tokens."""
     o = options("ep-switch", {})
     plain, model = make_model(o, rt.device), make_model(o, rt.device)
     for m in (plain, model):
@@ -258,7 +247,7 @@ def test_slices_of_experts_are_equal(world: int) -> None:
 
 
 def overlapped(rt: Runtime) -> bool:
-    """More pieces than some experts have rows; and a single one."""
+    """Return True if the lesson passes with more chunks than some experts have rows, and with one chunk."""
     o = OverlapOptions(model="ep-mixtral", batch=7, sequence=6, steps=2, versions=("pieces",), pieces=3)
     return ep_overlap.main(rt, o) and ep_overlap.main(rt, replace(o, model="ep-switch", pieces=1))
 
@@ -269,7 +258,7 @@ def test_in_pieces_it_is_equal(world: int) -> None:
 
 
 def test_journeys_leave_before_what_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two leave before the first is waited for, and the experts compute in between; backward as well."""
+    """Two all-to-alls start before the first wait, and experts compute in between, also in backward."""
     events: list[str] = []
     leave, wait = ep_overlap.Journey.leave, Pending.wait
     monkeypatch.setattr(ep_overlap.Journey, "leave", lambda *given: events.append("leave") or leave(*given))
@@ -278,7 +267,7 @@ def test_journeys_leave_before_what_hides_them(monkeypatch: pytest.MonkeyPatch) 
     experts = Experts(c).double()
     for p in experts.parameters():
         torch.nn.init.normal_(p)
-    whole = ExpertExchange(experts, Group("ep", 0, 1, (0,)), 9)
+    whole = ExpertExchange(experts, Group.alone("ep"), 9)
     x = torch.randn(20, c.width, dtype=torch.float64, requires_grad=True)
     monkeypatch.setattr(
         experts, "forward", lambda *given: events.append("experts") or Experts.forward(experts, *given)

@@ -1,4 +1,4 @@
-"""Load balance on the global batch: the same on every mesh and cut, equal to transformers' loss, biases included."""
+"""Load balance on the global batch: equal on every mesh and split, and to transformers' loss; biases."""
 
 from __future__ import annotations
 
@@ -6,28 +6,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ep_layer
-import ep_load_balance
 import pytest
 import torch
-from ep_layer import LayerOptions, make_layer
-from ep_load_balance import Balance, BalanceLesson, BalanceOptions, balance_loss, imbalance, one_device, train
-from ep_moe import ExpertExchange
-from ep_training import drain, load, observed
+from beside_one_device import alone, on_ranks
 from mpi.launch import refusal
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.comm import Group
-from common.equality import KINDS, compare, follow
-from common.ledger import Ledger
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.comparison import Lesson
+from common.lesson.equality import KINDS, OPTIMIZERS, compare
+from common.lesson.job import Job
+from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, mixtral
 from common.models.moe import MoE, Routing
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, make_model, training_step
+
+import ep_layer
+import ep_load_balance
+import ep_moe
+from ep_layer import LayerOptions, make_layer
+from ep_load_balance import (
+    Balance,
+    BalancedBytes,
+    BalanceOptions,
+    balance_loss,
+    history,
+    imbalance,
+    train,
+    train_plain,
+)
+from ep_moe import ExpertExchange
+from ep_training import drain, load, observed
 
 CONFIGS["ep-balance"] = mixtral(
     layers=2, width=12, heads=2, kv_heads=1, mlp_width=7, sequence=10, experts=8, vocabulary=256
@@ -51,22 +64,19 @@ def biases(model: torch.nn.Module) -> list[Tensor]:
     return [b for name, b in model.named_buffers() if name.endswith("choice_bias")]
 
 
+def lesson_of(name: str) -> Lesson:
+    return replace(ep_moe.lesson({name: train}, BalancedBytes()), one_device=train_plain)
+
+
 def against_one_device(rt: Runtime, cases: list[Case]) -> list[tuple[float, float]]:
-    """The largest difference under SGD, and that of the biases; bytes counted are the formula's."""
+    """Return the largest differences under SGD and of the biases; check the bytes against the formula."""
     results = []
-    mesh, alone = Mesh(rt.world, ep=rt.world_size), Group("one", 0, 1, (rt.rank,))
     for name, more in cases:
         o = replace(SMALL, **more)
-        plain = one_device(name, make_model(o, rt.device), o)
-        step = training_step(plain, Batches(replace(o, micro_batches=1), alone, rt.device), alone)
-        reference = follow(plain.model, "sgd", o.steps, step)
-        lesson, model = BalanceLesson(), make_model(o, rt.device)
-        with Ledger() as ledger:
-            version = lesson.make_version(name, model, rt, o)
-            step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-            found = compare(reference, follow(model, "sgd", o.steps, step, mesh))
-        assert ledger.bytes() == lesson.run_bytes(name, make_model(o, rt.device), rt.world, o), name
-        pairs = list(zip(biases(plain.model), biases(model), strict=True))
+        reference, plain = alone(rt, o, lesson_of(name), name, "sgd")
+        followed, job = on_ranks(rt, o, lesson_of(name), name, "sgd")
+        found = compare(reference, followed)
+        pairs = list(zip(biases(plain.model), biases(job.model), strict=True))
         assert len(pairs) == 2 * (name == "bias" or o.model.endswith("sigmoid"))
         if name == "bias":
             assert all(a.abs().max() > 0 for a, _ in pairs)
@@ -101,7 +111,7 @@ def test_the_loss_is_that_of_transformers() -> None:
 
 
 def one_rank() -> Runtime:
-    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))
+    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
 
 def test_first_choices_are_the_routers_best() -> None:
@@ -115,7 +125,7 @@ def test_first_choices_are_the_routers_best() -> None:
 
 def test_a_bias_moves_the_choice_and_no_weight() -> None:
     model = Transformer(CONFIGS["ep-balance"], dtype=torch.float64)
-    balance = Balance("bias", model, Group("one", 0, 1, (0,)), replace(SMALL, rate=0.5))
+    balance = Balance("bias", model, Group.alone(), replace(SMALL, rate=0.5))
     tokens_BS = torch.arange(20).view(2, 10)
     before, seen = model(tokens_BS), balance.seen
     list(drain(seen))
@@ -134,7 +144,7 @@ def test_it_balances() -> None:
     o = replace(SMALL, curve_steps=32, coefficient=0.1, rate=0.03, batch=8, dtype="float32", micro_batches=1)
     last = {}
     for name in ("none", "switch", "bias"):
-        loads, losses = train(one_rank(), o, name)
+        loads, losses = history(one_rank(), o, name)
         assert loads[0].sum(1).tolist() == [160, 160]
         assert losses[-1] < losses[0]
         # tokens of so small a model are alike and change their expert together: a bias balances over steps
@@ -154,7 +164,7 @@ def test_the_lesson_proves_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_layer_with_even_load(n: int) -> None:
-    """The lesson proves results and bytes; 3 ranks have 3, 3 and 2 experts. Every expert gets as many rows."""
+    """The lesson proves results and bytes, also for 3, 3, 2 experts on 3 ranks; each expert gets 12 rows."""
     o = LayerOptions(tokens=48, width=32, steps=1)
     assert all(spawn(ep_layer.main, n, o))
     layer, seen = make_layer(o, torch.device("cpu")), list[Tensor]()
@@ -164,8 +174,10 @@ def test_a_layer_with_even_load(n: int) -> None:
 
 
 def broken_layer(rt: Runtime, what: str) -> bool:
-    """The lesson with something of the last rank falsified: its dx no number, an expert's gradient doubled, the
-    router's missing."""
+    """Run the lesson with one result of the last rank falsified; return the verdict.
+
+    dx becomes NaN, an expert's gradient is doubled, or the router's gradient is missing.
+    """
     right = ep_layer.named
 
     def falsified(layer: MoE, y: Tensor, dx: Tensor) -> dict[str, Tensor]:
@@ -191,15 +203,16 @@ def test_a_load_that_cannot_be_even_is_refused(capsys: pytest.CaptureFixture[str
 
 
 def test_the_loss_is_added_once() -> None:
-    """Of two micro-batches: mean cross-entropy + a times the sum over layers of E sum f P."""
+    """The loss of two micro-batches is mean cross-entropy + a times the sum over layers of E sum f P."""
     o = replace(SMALL, micro_batches=2)
     model = make_model(o, torch.device("cpu"))
-    version = one_device("switch", model, o)
-    alone = Group("one", 0, 1, (0,))
-    found = training_step(version, Batches(o, alone, torch.device("cpu")), alone)(0)
+    mesh, sgd = Mesh(Group.alone()), OPTIMIZERS["sgd"]
+    found = next(train_plain(Job(one_rank(), o, "switch", model, mesh, "ep", sgd)))
     plain = make_model(o, torch.device("cpu"))
     seen = observed(plain)
-    ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), alone, torch.device("cpu")).parts(0)
+    ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), mesh.world, torch.device("cpu")).parts(
+        0
+    )
     total, count = cross_entropy_sum(plain(tokens_BS), targets_BS)
     expected = total / count
     for (routing,) in drain(seen):

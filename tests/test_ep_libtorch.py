@@ -16,7 +16,7 @@ from torch import Tensor
 from common.benchmarks.measures import problem
 from common.comm import sizes_of
 from common.data.text import lm_batch, load_text, rank_slice
-from common.equality import OPTIMIZERS
+from common.lesson.equality import OPTIMIZERS
 from common.models.configs import TransformerConfig
 from common.models.moe import MoE
 from common.models.transformer import Transformer, config
@@ -28,7 +28,7 @@ def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 def check(found: list[dict[str, Any]]) -> None:
-    """Every rank's outcomes."""
+    """Check every rank's outcomes."""
     for rank in found:
         for case, values in rank["mixtures"].items():
             for name, value in values.items():
@@ -77,13 +77,13 @@ def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
 
 
 def shape(experts: int, k: int, router: str) -> TransformerConfig:
-    """What the program trains, in Python."""
+    """Return the configuration, in Python, of the model that the program trains."""
     plain = config("gpt2-tiny")
     return replace(plain, experts=experts, experts_per_token=k, router=router, mlp_width=24)  # type: ignore[arg-type]
 
 
 def trained(c: TransformerConfig, optimizer: str, steps: int) -> tuple[list[float], list[Tensor]]:
-    """Losses of the plain model in Python, and what its routers chose in the last step."""
+    """Train the plain model in Python; return its losses, and its routers' choices in the last step."""
     model, found, choices = Transformer(c, 0, torch.float64), [], []
     for layer in model.layers:
         assert isinstance(layer.mlp, MoE)
@@ -100,7 +100,7 @@ def trained(c: TransformerConfig, optimizer: str, steps: int) -> tuple[list[floa
 
 
 def step_bytes(c: TransformerConfig, choices: list[Tensor], ranks: int) -> float:
-    """Mean bytes of a rank: two micro-batches, dense gradients and the loss summed, float64."""
+    """Return the mean bytes per rank: two micro-batches, dense gradients and the loss summed, float64."""
     numbers = 0
     for experts_BSK in choices:
         for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""ep_mpi on 1 to 4 ranks against common/models/moe.py under autograd; bytes, odd loads, the binary, what is refused."""
+"""ep_mpi on 1 to 4 ranks against common/models/moe.py under autograd; bytes, loads, the binary, bad input."""
 
 import itertools
 import json
@@ -59,7 +59,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One mpirun for all numbers of ranks: of each, what the cases gave, and what was refused."""
+    """Run one mpirun for all numbers of ranks; return {ranks: (results of the cases, errors)}."""
     need_module("ep_mpi")
     folder = tmp_path_factory.mktemp("ep_mpi")
     found = run_worker(4, "ep_mpi_worker.py", folder, json.dumps(CASES))
@@ -67,7 +67,7 @@ def results(tmp_path_factory):
 
 
 def reference(shape, tokens, steps, optimizer, mlp, router, dtype, collapsed=False):
-    """The same steps of common/models/moe.py on one device, all tokens in one sample."""
+    """Train the same steps with common/models/moe.py on one device, all tokens in one sample."""
     width, mlp_width, experts, chosen = shape
     c = TransformerConfig(
         1, width, 1, 1, mlp_width, 8, mlp=mlp, bias=mlp == "gelu", experts=experts, experts_per_token=chosen
@@ -108,7 +108,7 @@ def reference(shape, tokens, steps, optimizer, mlp, router, dtype, collapsed=Fal
 
 @pytest.fixture(scope="module")
 def expected():
-    """Of every case."""
+    """Return the reference of every case."""
     return [reference(**case) for case in CASES]
 
 
@@ -159,7 +159,7 @@ def test_bytes_are_those_of_the_tokens_choices(results, expected, ranks):
 
 
 def test_experts_and_ranks_without_rows(results):
-    """The cases really have them: a rank's experts all without a row, and their gradients exactly 0."""
+    """Collapsed cases leave the experts of some ranks without a row, and their gradients are exactly 0."""
     for case, ours in zip(CASES, results[3][0], strict=True):
         if case.get("collapsed"):
             assert set(itertools.chain(*itertools.chain(*ours["choices"]))) == set(range(case["shape"][3]))
@@ -240,7 +240,7 @@ def test_balanced_routing_loads_ranks_alike(tmp_path):
     assert done.returncode == 0, done.stderr
     (r,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert (r["implementation"], r["slowest_over_mean_rows"]) == ("ep_mpi-balanced", 1)
-    # of 16 tokens a rank sends every second row, and gets as many
+    # each rank has 16 tokens, sends every second row, and receives as many
     assert r["bytes_counted"] == 2 * (16 + 16) * 8 * 8 + 8 * 2 + 2 * 4 * 8 * 8 / 2
 
 

@@ -1,22 +1,23 @@
-"""Routing taught on its own: each router by hand, equal to the model's, the same on every mesh."""
+"""The router's lesson: each router by hand, equal to the model's, the same on every mesh."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from unittest.mock import patch
 
-import ep_switch_router
 import pytest
 import torch
-from ep_switch_router import RouterOptions, expert_choice, jittered, top_k, with_capacity, z_loss_sum
 from torch.nn import functional as F
 
 from common.comm import Group
 from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 from common.models.configs import CONFIGS, config, switch
 from common.models.transformer import make_mlp
-from common.runtime import Runtime
-from common.spawn import spawn
+
+import ep_switch_router
+from ep_switch_router import RouterOptions, expert_choice, jittered, top_k, with_capacity, z_loss_sum
 
 CONFIGS["ep-router"] = switch(layers=1, width=8, heads=2, sequence=12, experts=4)
 SMALL = RouterOptions(model="ep-router", batch=5, sequence=12, steps=3, capacity_factor=1.0)
@@ -78,7 +79,7 @@ def test_loads_are_those_of_one_device(world: int) -> None:
 
 
 def weights_of_a_rank(rt: Runtime) -> bool:
-    """The lesson where each rank's weights are another multiple."""
+    """Run the lesson with weights scaled differently on each rank; return its verdict."""
     plain = ep_switch_router.statistics
 
     def statistics(*gates: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ def test_weights_are_those_of_one_device() -> None:
 def test_jitter_by_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ep_switch_router, "jittered", lambda x, *more: jittered(x, 0.9, rank_seed[0], 0))
     rank_seed = [0]
-    world = Group("world", 0, 1, (0,))
+    world = Group.alone("world")
     rt = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, world)
     plain = ep_switch_router.route
 
@@ -117,6 +118,6 @@ def test_jitter_by_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
-    rt = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))
+    rt = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
     with pytest.raises(UsageError, match=message):
         ep_switch_router.main(rt, replace(SMALL, **options))

@@ -1,4 +1,4 @@
-"""The equality check itself: what it must not let pass."""
+"""The equality check itself: mistakes that it must find."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import cast
 
 import pytest
 import torch
-from dp_basic import make_version as dp_version
-from dp_training import DataParallelOptions
-from pp_training import PipelineOptions
-from pp_training import make_batches as pp_batches
-from pp_training import make_version as pp_version
 from torch import Tensor
-from tp_megatron import MegatronOptions
-from tp_megatron import make_version as tp_version
 
-from common.comparison import one_rank, split_tokens
-from common.equality import (
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.comparison import by_version
+from common.lesson.equality import (
     OPTIMIZERS,
     TOLERANCE,
     ULPS,
@@ -33,16 +30,23 @@ from common.equality import (
     largest,
     moved,
     unmoved,
+    watch,
     with_units,
     worst,
     worst_of_world,
 )
-from common.measure import BenchmarkRecord
-from common.mesh import Mesh
-from common.proof import Proof
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
+from common.lesson.job import Job
+from common.lesson.measure import BenchmarkRecord
+from common.lesson.proof import Proof
+from common.lesson.training import Batches, Version, make_model, training_step
+
+import dp_basic
+import tp_megatron
+from dp_training import DataParallelOptions
+from pp_training import PipelineOptions
+from pp_training import make_batches as pp_batches
+from pp_training import make_version as pp_version
+from tp_megatron import MegatronOptions
 
 
 def run(gradient: list[float], weight: list[float], loss: float = 1.0) -> Followed:
@@ -96,14 +100,14 @@ def test_a_small_tensor_is_measured_by_its_share_of_the_largest_without_a_jump()
         b = {"large": a["large"], "small": a["small"] - 1e-15}
         apart = (a["small"] - b["small"]).max().item()
         assert math.isclose(largest(a, b).value, apart / max(size, share)), size
-    rounding = 4 * 2.0**-52  # of the largest number: that much is allowed, and no more
+    rounding = 4 * 2.0**-52  # the tolerance, relative to the largest element
     for factor in (0.99, 1.01):
         apart = {**a, "small": a["small"] + factor * rounding}
         assert (largest(a, apart).value <= TOLERANCE[torch.float64]) == (factor < 1)
 
 
 class Weights(torch.nn.Module):
-    """The gradient of `small` is what is left of large terms: a + w - a."""
+    """Model in which the gradient of `small` is 1e-8 times the weight `large`, and that of `zero` is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +148,7 @@ def test_units_see_what_hides_in_a_small_tensor() -> None:
 
 
 def test_a_loss_rounds_as_the_weights_do() -> None:
-    """A unit in the last place may leave a loss as it is; another order of the sum then still rounds it."""
+    """A loss that is off by one unit in the last place counts as 1 unit, even if its measured unit is 0."""
     eps = torch.finfo(torch.float32).eps
     still: list[dict[str, float]] = [{"loss, step 0": 0.0}, {"norm, step 0": 0.0}, {"w": 0.0}]
     reference, other = (
@@ -164,16 +168,16 @@ def test_units_of_what_is_missing_or_no_number_never_pass() -> None:
             else:
                 other.weights[name][0] = value
         assert in_ulps(reference, other).value == math.inf
-    assert in_ulps(weights_followed(unmoved), reference).value == math.inf  # it has no units
+    assert in_ulps(weights_followed(unmoved), reference).value == math.inf  # a run without units
 
 
-# What a lesson records
+# Records of a lesson
 
 
 def two_versions(
     rt: Runtime,
 ) -> tuple[list[tuple[str, bool | None, float | None, dict[str, float] | None]], str]:
-    """A right version, one that is a little off, and one with no row."""
+    """Return the results and closing sentence for a right version, a wrong one, and one without a row."""
     mesh, proof = Mesh(rt.world, dp=1), Proof(torch.float64)
     reference = with_units(weights_followed)
 
@@ -206,7 +210,7 @@ def test_each_version_has_a_difference_and_a_verdict_of_its_own() -> None:
 
 
 def single(model: torch.nn.Module) -> None:
-    """The gradient of the first query projection has been through a message in float32."""
+    """Round the gradient of the first query projection to float32, as a message in float32 would."""
     for name, p in model.named_parameters():
         if name.endswith("q_proj.weight") and p.grad is not None:
             p.grad.copy_(p.grad.float())
@@ -214,7 +218,7 @@ def single(model: torch.nn.Module) -> None:
 
 
 def whole_added(model: torch.nn.Module) -> None:
-    """1e-11 of each gradient is added once more."""
+    """Add 1e-11 of each gradient to it."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad *= 1 + 1e-11
@@ -229,18 +233,18 @@ MISTAKES: dict[str, Callable[[torch.nn.Module], object]] = {
 
 
 Case = tuple[str, str, str, str, float, float]
-"""Mistake, model, axis, optimizer, largest relative difference, in units."""
+"""Mistake, model, axis, optimizer, largest relative difference, and largest difference in units."""
 
 
 def measured_of(rt: Runtime, name: str, axis: str, optimizer: str) -> list[Case]:
-    """Training with each mistake, and with none."""
-    options, make, kind, batches = {
-        "dp": (DataParallelOptions, dp_version, "bucketed", Batches),
-        "tp": (MegatronOptions, tp_version, "column-row", Batches),
-        "pp": (PipelineOptions, pp_version, "1f1b", pp_batches),
+    """Train with each mistake, and without one; return the cases."""
+    options, kind, train = {
+        "dp": (DataParallelOptions, "bucketed", dp_basic.LESSON.versions["bucketed"]),
+        "tp": (MegatronOptions, "plain", tp_megatron.train),
+        "pp": (PipelineOptions, "1f1b", by_version(pp_version, pp_batches)),
     }[axis]
     o = options(model=name, steps=6, batch=4, sequence=16, micro_batches=2)  # type: ignore[operator]
-    mesh, tokens, alone = Mesh(rt.world, **{axis: rt.world_size}), split_tokens(rt, axis), one_rank(rt)
+    mesh, alone = Mesh(rt.world, **{axis: rt.world_size}), Group.alone()
 
     def one_device(start: Start) -> Followed:
         model = start(make_model(o, rt.device))
@@ -249,15 +253,14 @@ def measured_of(rt: Runtime, name: str, axis: str, optimizer: str) -> list[Case]
 
     def on_ranks(spoil: Callable[[torch.nn.Module], object]) -> Followed:
         model = make_model(o, rt.device)
-        version = make(kind, model, rt, o)  # type: ignore[operator]
-        right = training_step(version, batches(o, tokens, rt.device), tokens)  # type: ignore[operator]
 
-        def step(t: int) -> Tensor:
-            loss = right(t)
-            spoil(model)
-            return loss
+        def spoiled(tensors: list[Tensor]) -> torch.optim.Optimizer:
+            made = OPTIMIZERS[optimizer](tensors)
+            made.register_step_pre_hook(lambda *_: spoil(model))
+            return made
 
-        return follow(model, optimizer, o.steps, step, mesh, version.wrap)
+        job = Job(rt, o, kind, model, mesh, axis, spoiled, o.steps)
+        return watch(train(job), job, mesh)
 
     reference, found = with_units(one_device), []
     for mistake, spoil in MISTAKES.items():
@@ -269,7 +272,7 @@ def measured_of(rt: Runtime, name: str, axis: str, optimizer: str) -> list[Case]
 
 
 def measured(rt: Runtime) -> list[Case]:
-    """Of all of the sample."""
+    """Return the cases of the whole sample."""
     cases = itertools.product(SAMPLE, OPTIMIZERS)
     return [row for (name, axis), optimizer in cases for row in measured_of(rt, name, axis, optimizer)]
 

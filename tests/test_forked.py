@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from common.benchmarks import forked, runner
+from common.benchmarks import runner
+from common.launch import forked
 
 SHOWS = """
 import json, os, sys
@@ -88,7 +89,7 @@ WAITS = "import subprocess\nwith subprocess.Popen(['sleep', '600']) as p:\n    p
 
 
 def waiting(env: dict[str, str], script: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """A script that waits, and the process that it waits for."""
+    """Start a script that waits for a child process; return both processes."""
     script.write_text(WAITS)
     started = subprocess.Popen(["python", script], env=env, stdout=-1, stderr=-1, text=True)
     assert started.stdout

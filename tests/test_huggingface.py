@@ -1,4 +1,4 @@
-"""The Transformer equals transformers' GPT-2, LLaMA and Mixtral: logits, loss, gradients, and the files of both."""
+"""The Transformer equals transformers' GPT-2, LLaMA and Mixtral: logits, loss, gradients, checkpoints."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from common.models.transformer import Transformer, cross_entropy_sum
 
 @pytest.fixture
 def in_double(monkeypatch):
-    """transformers computes LLaMA's norms, angles and softmax, and any loss, in float32: here in float64."""
+    """Let transformers compute LLaMA's norms, angles and softmax, and any loss, in float64, not float32."""
 
     class Torch:
         float = float32 = torch.float64
@@ -61,7 +61,7 @@ def theirs(c: TransformerConfig):
 
 
 def in_memory(c: TransformerConfig, tensors: dict) -> dict:
-    """Mixtral's files have a matrix for each expert; its modules stack them, gates on top of ups."""
+    """Convert Mixtral's file format (a matrix per expert) to its modules' (stacked, gates on top of ups)."""
     out = {name: x for name, x in tensors.items() if "block_sparse_moe" not in name}
     for layer in range(c.layers if c.experts else 0):
         file, module = (f"model.layers.{layer}.{name}" for name in ("block_sparse_moe", "mlp"))

@@ -1,4 +1,4 @@
-"""Five dimensions at once: equal to one device, bytes in every group, replicas to the bit, memory, what is refused."""
+"""Five dimensions at once: equal to one device, bytes by group, bitwise equal replicas, memory, bad input."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import hybrid_torch
 import pytest
 import torch
+from torch import nn
+
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.comm.placement import Run, Shard, piece, place, whole_shape
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import compare, follow, unequal_replicas, whole, worst_of_world
+from common.lesson.training import make_model
+from common.models.configs import CONFIGS, gpt2, mixtral, switch
+from common.utils.memory import peak_allocated
+
+import hybrid_torch
 from hybrid_bytes import StepBytes
 from hybrid_explain import label, members
 from hybrid_model import Hybrid, Layout
 from hybrid_proof import prove
 from hybrid_rows import of_meshes, table, ways
 from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
-from torch import nn
-
-from common.comm import Group
-from common.equality import compare, follow, unequal_replicas, whole, worst_of_world
-from common.errors import UsageError
-from common.mesh import Mesh
-from common.models.configs import CONFIGS, gpt2, mixtral, switch
-from common.placement import Run, Shard, piece, place, whole_shape
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import make_model
-from common.utils.memory import peak_allocated
 
 # sizes that divide by next to nothing
 CONFIGS["odd-mixtral"] = mixtral(
@@ -57,7 +58,7 @@ ODD = [
 
 
 def odd(rt: Runtime) -> list[tuple[dict[str, float], bool, list[str]]]:
-    """Of each case: the largest differences, do the bytes agree, which replicas are apart."""
+    """Return, per case: the largest differences, True if the bytes agree, and the replicas that differ."""
     found = []
     for o in ODD:
         mesh = o.mesh(rt)
@@ -122,7 +123,7 @@ def test_there_are_35_ways_to_write_8() -> None:
 
 
 def initial(rt: Runtime) -> list[bool]:
-    """On several meshes: is the model the one that a single device makes, to the bit?"""
+    """Return, per parameter on several meshes, True if it starts as on one device, bit for bit."""
     plain = dict(make_model(options(), rt.device).named_parameters())
     same = []
     for o in (options(pp=2, tp=2), options(dp=2, ep=2, zero=3), options(sp=2, ep=2), options(dp=4, zero=1)):
@@ -138,7 +139,7 @@ def test_the_same_seed_gives_the_same_model_on_every_mesh() -> None:
 
 
 def alone() -> Group:
-    return Group("world", 0, 1, (0,))
+    return Group.alone("world")
 
 
 def test_making_a_model_holds_its_pieces_and_one_parameter() -> None:
@@ -184,7 +185,10 @@ def test_a_wrong_formula_is_caught() -> None:
 
 
 def in_16_bits(rt: Runtime) -> list[dict[str, float]]:
-    """Loss, gradients and norm of a step in bfloat16, against those of one device in bfloat16."""
+    """Return, on two meshes, the differences of a bfloat16 step's loss, gradients and norm from one device's.
+
+    rounded: the difference of its gradients from those of one device in float32.
+    """
     found = []
     for given in (
         {"pp": 2, "tp": 2, "schedule": "zb-h1"},
@@ -251,7 +255,7 @@ def test_groups_on_paper() -> None:
 
 
 def torch_parts(rt: Runtime) -> list[tuple[bool, dict[str, Any]]]:
-    """hybrid_torch on two meshes: its verdict, and what it says of whom in its records."""
+    """Run hybrid_torch on two meshes; return its verdict, and the `equal` of each implementation's record."""
     found = []
     for shape in ({"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}):
         with patch.object(hybrid_torch, "report") as report:

@@ -1,4 +1,4 @@
-"""Checkpoints: from any mesh to any other, at once or meanwhile, and training goes on where it was."""
+"""Checkpoints: from any mesh to any other, synchronous or asynchronous, and training resumes from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ep_moe import expert_parallel
-from hybrid_checkpoint import Checkpoints, entries_of
-from hybrid_files import Writer, fault, steps
-from hybrid_pieces import Entry, boxes_of_run, pieces
-from hybrid_training import HybridOptions, make_hybrid, mesh_step, one_device_step
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi.launch import need_module, run_worker
@@ -27,13 +22,19 @@ from torch import nn
 
 from common import comm
 from common.comm import Group
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.comm.placement import Run, Shard, place
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.training import TrainingOptions, make_model
 from common.models.configs import CONFIGS, mixtral
 from common.models.transformer import Transformer
-from common.placement import Run, Shard, place
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import TrainingOptions, make_model
+
+from ep_moe import expert_parallel
+from hybrid_checkpoint import Checkpoints, entries_of
+from hybrid_files import Writer, fault, steps
+from hybrid_pieces import Entry, boxes_of_run, pieces
+from hybrid_training import HybridOptions, make_hybrid, mesh_step, one_device_step
 
 CONFIGS["checkpoint-moe"] = replace(
     mixtral(layers=2, width=12, heads=2, kv_heads=1, mlp_width=7, sequence=8, experts=4), router="sigmoid"
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_a_run_is_a_few_boxes(shape: list[int], data: st.DataObject) -> None:
-    """In their order they hold the numbers of the run and no other."""
+    """The boxes of a run hold the run's elements in order, and no others."""
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
@@ -90,7 +91,7 @@ JOURNEY: list[tuple[int, list[tuple[Axes, bool]]]] = [
 
 
 def travel(rt: Runtime, folder: Path, step: int, meshes: list[tuple[Axes, bool]]) -> list[list[str]]:
-    """Restores checkpoint `step` and saves the next on each mesh; the names of what came out wrong."""
+    """Restore checkpoint `step` and save the next on each mesh; return the names that came out wrong."""
     bad = []
     for i, (axes, zero) in enumerate(meshes, step):
         mesh = Mesh(rt.world, **axes)
@@ -110,7 +111,7 @@ def meshes_so_far() -> list[tuple[Axes, bool]]:
 
 
 def test_from_any_mesh_to_any_other(tmp_path: Path) -> None:
-    """Bit for bit, over 12 meshes of 1 to 8 ranks; each number is written once; torch's own `load` reads it."""
+    """Checkpoints move bitwise over 12 meshes of 1 to 8 ranks; elements are stored once; torch reads them."""
     step = 0
     for world, meshes in JOURNEY:
         assert not any(any(bad) for bad in spawn(travel, world, tmp_path, step, meshes)), (world, meshes)
@@ -136,7 +137,7 @@ def test_from_any_mesh_to_any_other(tmp_path: Path) -> None:
 
 
 def asynchronously(rt: Runtime, folder: Path) -> dict[str, Any]:
-    """A checkpoint whose writing is held up until the weights are others, and training has talked meanwhile."""
+    """Save asynchronously; hold up the writing until weights change and ranks communicate; restore."""
     mesh, found = Mesh(rt.world, tp=2, dp=2), {}
     checkpoints, mine = Checkpoints(folder, mesh, asynchronous=True), entries(mesh, True)
     for step in (1, 2):
@@ -179,7 +180,7 @@ RESUMED: list[tuple[str, str, list[dict[str, Any]]]] = [
 
 
 def resumed(rt: Runtime, folder: Path, model_name: str, optimizer_name: str, meshes: Any) -> list[float]:
-    """Largest differences of the losses to those of one device; from mesh to mesh, each time out of other weights."""
+    """Train across meshes, resuming from other weights each time; return relative loss differences."""
     o, checkpoints = HybridOptions(model=model_name, batch=8, sequence=8, micro_batches=2), None
     model = make_model(o, rt.device)
     optimizer, step = optimizer_of(optimizer_name, model.parameters()), one_device_step(model, rt, o)
@@ -217,7 +218,7 @@ def test_training_goes_on_where_it_was_on_another_mesh(tmp_path: Path) -> None:
 
 
 def experts_and_buffers(rt: Runtime, folder: Path) -> tuple[list[bool], list[str]]:
-    """Experts over ep, and a buffer that is part of the model; then all of it on each rank."""
+    """Save experts sharded over ep and a buffer, restore all on each rank; return equality and names."""
     o = TrainingOptions(model="checkpoint-moe", batch=4, sequence=8)
     mesh, model = Mesh(rt.world, ep=2), make_model(o, rt.device)
     assert isinstance(model, Transformer)
@@ -240,7 +241,7 @@ def test_experts_and_buffers(tmp_path: Path) -> None:
 
 
 def test_states_are_made_without_a_trace() -> None:
-    """Also for a parameter that no step has used yet, beside one that has a state."""
+    """Creating optimizer states changes nothing, also for a parameter that no step has used yet."""
     for name in ("sgd", "adamw"):
         used, unused = (nn.Parameter(torch.randn(3, 2)) for _ in range(2))
         optimizer = optimizer_of(name, [used, unused])

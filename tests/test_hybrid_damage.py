@@ -1,4 +1,4 @@
-"""Checkpoints when a disk is full, a file is damaged, a rank dies, or the model is another: nothing is lost."""
+"""Checkpoints when a disk is full, a file is damaged, a rank dies, or the model is another: none is lost."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import hybrid_files
 import pytest
 import torch
-from hybrid_checkpoint import Checkpoints, SaveFailed
-from hybrid_files import SUMS, Reader, fault, steps, sum_of
-from hybrid_pieces import Entry
 from placed import entries
 from torch.distributed.checkpoint import ChunkStorageMetadata
 
 from common import comm
 from common.comm import Group
+from common.comm.mesh import Mesh
+from common.comm.placement import Shard, place
 from common.errors import RankError, UsageError
-from common.mesh import Mesh
-from common.placement import Shard, place
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 
-ALONE_MESH = Mesh(Group("world", 0, 1, (0,)))
+import hybrid_files
+from hybrid_checkpoint import Checkpoints, SaveFailed
+from hybrid_files import SUMS, Reader, fault, steps, sum_of
+from hybrid_pieces import Entry
+
+ALONE_MESH = Mesh(Group.alone("world"))
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @contextlib.contextmanager
 def small_disk(active: bool) -> Iterator[None]:
-    """A file that grows beyond 3000 bytes fails, as on a full disk."""
+    """Make files fail that grow beyond 3000 bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000 if active else soft, hard))
     try:
@@ -55,9 +56,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def full_disk(rt: Runtime, folder: Path, asynchronous: bool, large: bool) -> dict[str, Any]:
-    """Saves twice, the second time on a disk that is full for rank 1 alone, and then a third time.
+    """Save twice, the second time with a full disk on rank 1 alone, and then a third time.
 
-    large: a tensor that the file does not buffer; then it is torch.save that meets the full disk.
+    large: add a tensor that exceeds the file's buffer, so that torch.save itself fails on the full disk.
     """
     mesh = Mesh(rt.world, tp=2)
     checkpoints, mine = Checkpoints(folder, mesh, asynchronous=asynchronous), entries(mesh, False)
@@ -97,7 +98,7 @@ def test_a_full_disk_loses_nothing(asynchronous: bool, large: bool, tmp_path: Pa
 
 
 def saved(folder: Path, *at: int, keep: int = 9) -> Checkpoints:
-    """Checkpoints of one rank, each with its step as the value of every number."""
+    """Save checkpoints on one rank, with the step as the value of every element; return them."""
     with Checkpoints(folder, ALONE_MESH, keep) as checkpoints:
         for step in at:
             checkpoints.save(step, [Entry("w", w := torch.full((50, 50), float(step)), w)], {"seed": 5})
@@ -111,13 +112,13 @@ def flip(file: Path) -> None:
 
 
 def add_sum(place: Path, name: str) -> None:
-    """One more line in SHA256SUMS."""
+    """Add a line to SHA256SUMS."""
     with (place / SUMS).open("a") as file:
         file.write(f"{64 * '0'}  {name}\n")
 
 
 def pipe(file: Path) -> None:
-    """A pipe in the place of a file; nobody ever writes to it."""
+    """Replace the file by a pipe to which nobody writes."""
     file.unlink()
     os.mkfifo(file)
 
@@ -166,7 +167,7 @@ def test_no_bit_of_the_sums_can_flip_unseen(tmp_path: Path) -> None:
     place = tmp_path / "step-00000001"
     file = place / "SHA256SUMS"
     data = file.read_bytes()
-    (place / "notes.txt").touch()  # what somebody else left there is nothing to us
+    (place / "notes.txt").touch()  # a foreign file is ignored
     assert fault(place) is None
     for at in range(len(data)):
         other = bytearray(data)
@@ -176,7 +177,7 @@ def test_no_bit_of_the_sums_can_flip_unseen(tmp_path: Path) -> None:
 
 
 def damaged_on_ranks(rt: Runtime, folder: Path) -> tuple[Any, str, str]:
-    """Of two checkpoints the newer is damaged in what rank 1 alone reads; then the older is, too."""
+    """Restore with the newest checkpoint damaged in a file that rank 1 alone reads; then the older, too."""
     mesh = Mesh(rt.world, dp=2)
     checkpoints, mine = Checkpoints(folder, mesh), entries(mesh, True)
     checkpoints.save(1, mine, {})
@@ -247,7 +248,7 @@ def test_another_model_is_refused(entry: tuple[str, torch.Tensor], message: str,
 
 
 class Hostile:
-    """Unpickled, it makes a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -257,7 +258,7 @@ class Hostile:
 
 
 def forged(name: Any = "w", at: str = "", **changed: Any) -> Any:
-    """A `.metadata` whose tensor has this name and these fields, and is in the file `at`."""
+    """Return a function that forges `.metadata`: a tensor of this name and these fields, in file `at`."""
 
     def content(marker: Path) -> bytes:
         metadata = Reader(marker.with_name("step-00000001")).read_metadata()
@@ -270,7 +271,7 @@ def forged(name: Any = "w", at: str = "", **changed: Any) -> Any:
 
 
 def forge(place: Path, name: str, content: bytes) -> None:
-    """Another file in a checkpoint, with its right sum."""
+    """Replace a checkpoint's file, with its right sum in SHA256SUMS."""
     sums = (place / SUMS).read_text().replace(sum_of(place / name), hashlib.sha256(content).hexdigest())
     (place / name).write_bytes(content)
     (place / SUMS).write_text(sums)
@@ -325,7 +326,7 @@ def test_a_forged_checkpoint_runs_no_code(name: str, content: Any, message: str,
 
 
 def held_by(rt: Runtime, folder: Path, ends: bool) -> str:
-    """Who else has the folder; a run that ends badly leaves it to others all the same."""
+    """Return the error if another run holds the folder. If `ends`, die: the folder must become free."""
     try:
         Checkpoints(folder, Mesh(rt.world, dp=rt.world_size))
     except UsageError as error:
@@ -347,7 +348,7 @@ def test_one_run_at_a_time_has_a_folder(tmp_path: Path) -> None:
 
 
 def killed(rt: Runtime, folder: Path) -> None:
-    """A save that ends when everything is written but the checkpoint's name."""
+    """Save, and die when everything is written except the checkpoint's final name."""
     with patch.object(hybrid_files, "sync", lambda _: os.kill(os.getpid(), signal.SIGKILL)):
         saved(folder, 2)
 
@@ -365,7 +366,7 @@ def test_a_rank_killed_while_it_saves_loses_nothing(tmp_path: Path) -> None:
 
 
 def killed_between_names(rt: Runtime, folder: Path) -> None:
-    """A save of a step that is there already, which ends when the old one has lost its name and the new has none."""
+    """Save an existing step again, and die after the old one is renamed and before the new one is."""
     rename = Path.rename
 
     def last(path: Path, target: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A training run on any mesh: the same losses, evaluation and text; resumed anywhere; to and from Hugging Face."""
+"""Training on any mesh: the same losses, evaluation and text; resumed anywhere; to and from Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,15 +13,33 @@ from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from small_models import tokens
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_huggingface import in_double, theirs  # noqa: F401
+from training_runs import Ran, go, options
+
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.data.text import load_text
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson import runner as lesson
+from common.lesson.runner import write_records
+from common.models.configs import CONFIGS
+from common.models.huggingface import read_huggingface
+from common.models.transformer import Transformer
 
 import hybrid_explain
 import hybrid_log
 import hybrid_training
-import numpy as np
-import pytest
-import torch
 from dp_memory import held
 from hybrid_bytes import StepBytes
 from hybrid_data import Shuffled, load_tokens, unigram_entropy
@@ -35,33 +53,17 @@ from hybrid_options import TrainOptions, parse
 from hybrid_signals import Signals
 from hybrid_trainer import Trainer, make, start
 from hybrid_training import HybridOptions, samples_of
-from small_models import tokens
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_huggingface import in_double, theirs  # noqa: F401
-from training_runs import Ran, go, options
 
-from common import lesson
-from common.comm import Group
-from common.data.text import load_text
-from common.errors import UsageError
-from common.ledger import Ledger
-from common.lesson import write_records
-from common.models.configs import CONFIGS
-from common.models.huggingface import read_huggingface
-from common.models.transformer import Transformer
-from common.runtime import Runtime
-from common.spawn import spawn
-
-ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group("world", 0, 1, (0,)))
+ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
 
 def runs(rt: Runtime, *given: tuple[TrainOptions, int]) -> list[Ran]:
-    """One run after the other, each stopped after a step."""
+    """Run training several times, each stopped after a given step."""
     return [go(rt, o, stop_after) for o, stop_after in given]
 
 
 def by_hand(o: TrainOptions) -> dict[str, torch.Tensor]:
-    """The same training written down: schedule, clipping, AdamW and its decay, without the trainer's parts."""
+    """Train without the trainer's parts: schedule, clipping, AdamW, decay by hand; return the weights."""
     model, held = Transformer(o.model_config(), o.seed, torch.float64), Shuffled(o, ALONE.world, ALONE.device)
     mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     square = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -130,7 +132,7 @@ MESHES: list[dict[str, Any]] = [
 
 
 def looked_at(rt: Runtime, cases: list[TrainOptions]) -> list[tuple[float, list[list[int]]]]:
-    """The validation loss of the first weights, and what they write."""
+    """Return the validation loss of the initial weights, and the tokens that they generate."""
     found = []
     for o in cases:
         trainer = start(rt, o)
@@ -174,7 +176,7 @@ def test_a_token_is_drawn_by_its_share() -> None:
 
 
 def there_and_back(rt: Runtime, folder: Path, names: list[str]) -> list[bool]:
-    """A step on one mesh, exported; begun with on another: is it the same?"""
+    """Train and export on one mesh, start on another; return, per model, True if the weights are equal."""
     same = []
     for name in names:
         moe = {"dp": 1, "ep": 2} if CONFIGS[name].experts else {"dp": 2}
@@ -343,7 +345,7 @@ def test_two_runs_of_one_mesh_are_two_curves(tmp_path: Path) -> None:
 
 
 def test_any_text_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that wrote no letters, on a terminal that knows few."""
+    """Bytes that are no text, such as this prompt's, are `?` on a terminal with a small character set."""
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
     o = options(steps=1, evaluate_every=1, generate=4, prompt=b"\xff\xe9".decode(errors="surrogateescape"))
@@ -364,7 +366,7 @@ def test_text_is_written_without_evaluations(capsys: pytest.CaptureFixture[str])
 def test_the_head_of_the_table_is_above_the_first_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which a resumed run does before its first step."""
+    """A resumed run evaluates before its first step; the table's head is printed above that evaluation."""
     o = options(steps=2, evaluate_every=2, checkpoints=tmp_path)
     for steps in (2, 4):
         capsys.readouterr()
@@ -379,7 +381,7 @@ def test_the_head_of_the_table_is_above_the_first_evaluation(
 
 
 def explained(rt: Runtime, o: TrainOptions, lesson_too: bool) -> str:
-    """What --explain prints where nothing is to be done."""
+    """Return the output of --explain."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         make(rt, o)
         if lesson_too:
@@ -402,19 +404,19 @@ def test_explain_trains_nothing() -> None:
 
 
 def memory(rt: Runtime, *given: TrainOptions) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Bytes of weights, gradients and states: said before, and there after a step."""
+    """Return bytes of weights, gradients and states: as predicted, and as held after a step."""
     found = []
     for o in given:
         trainer = start(rt, o)
         said = hybrid_explain.held(trainer.hybrid)
         assert trainer.run()
-        version = replace(trainer.hybrid.version(), owner=trainer.hybrid)
-        found.append((said, held(version, trainer.optimizer)))
+        ran = SimpleNamespace(model=trainer.hybrid.model, owner=trainer.hybrid, stepped=trainer.optimizer)
+        found.append((said, held(ran)))
     return found
 
 
 def test_explain_says_what_ranks_hold() -> None:
-    """But for the padding of ZeRO's units, and AdamW's number of steps for each piece."""
+    """Predicted bytes match, except for padding of ZeRO's units and AdamW's step count per tensor."""
     meshes = [dict(pp=2, tp=2), dict(tp=2, dp=2, zero=1), dict(dp=4, zero=2), dict(dp=4, zero=3)]
     given = [options(steps=1, batch=8, **{"dp": 1, **mesh}) for mesh in meshes]
     for rank in spawn(memory, 4, *given):
@@ -423,7 +425,7 @@ def test_explain_says_what_ranks_hold() -> None:
 
 
 def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
-    """Bytes of a step, by formula and sent; how many calls of experts are remembered after two."""
+    """Return a step's bytes by formula and as sent, and the expert calls on record after two steps."""
     trainer = start(rt, o)
     formula = StepBytes(trainer.hybrid, samples_of(o, trainer.hybrid), o.sequence, clip=4)
     with Log(rt, o, 0) as trainer.log, Signals() as trainer.signals:
@@ -451,7 +453,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     go(ALONE, o)
     for other, message in (
         (dict(batch=8), "a run with batch 6, this one has 8"),
-        (dict(seed=1), "a run with seed 0"),
+        (dict(seed=o.seed + 1), f"a run with seed {o.seed}"),
         (dict(model="nano-gpt2"), "is of another model"),
         (dict(resume="no"), "holds step-00000002; a run with --resume no"),
         (dict(steps=1), "is of step 2, beyond --steps 1; give at least 2, or another folder"),
@@ -465,11 +467,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     ):
         start(ALONE, o)
     data.write_bytes(text)
-    assert start(ALONE, o).run()  # nothing is left to do, and nothing is wrong
+    assert start(ALONE, o).run()  # no step is left, which is no error
 
 
 def crash_in_the_fifth(trainer: Trainer) -> None:
-    """And in the first somebody asks for a trace."""
+    """Raise an error in the fifth step, and request a trace in the first."""
     backward = trainer.backward
 
     def crashing(t: int) -> torch.Tensor:
@@ -508,7 +510,7 @@ def test_numbers_go_to_files_tensorboard_traces_and_a_picture(tmp_path: Path) ->
 
 
 def not_of_one_mind(rt: Runtime) -> str:
-    """A configuration file of which each host has its own."""
+    """Return the error if the hosts' configuration files differ."""
     with pytest.raises(UsageError) as error:
         lesson._checked(lambda rt, o: True, rt, options(learning_rate=0.1 * (1 + rt.rank)))
     return str(error.value)

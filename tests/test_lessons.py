@@ -1,4 +1,4 @@
-"""Lessons of chapters 01 to 05 as they are started: under mpirun, with their sentence at the end and their records."""
+"""Lessons of chapters 01 to 05, started under mpirun as a user would: closing sentences and records."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from mpi.launch import ROOT, need_module, run_worker
 
 from common.benchmarks.measures import problem
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 
 EQUAL = "proved: equal to one device within 1e-12, bytes counted = formula"
 AGREE = "agree with one another within 1e-10"
@@ -27,7 +27,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Lesson:
-    """One step of it, the sentences that it prints, and of each record in turn how its implementation ends."""
+    """One step of a lesson: the sentences it prints, and the ends of its records' implementation names."""
 
     file: str
     ranks: int
@@ -106,7 +106,7 @@ Found = dict[str, tuple[int, str, list[dict[str, Any]]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Of each lesson the exit code, what it printed, its records: one mpirun for each number of ranks."""
+    """Run the lessons, one mpirun per number of ranks; return {lesson: (exit code, output, records)}."""
     for module in MODULES:
         need_module(module)
     every: Found = {}
@@ -169,7 +169,7 @@ def test_what_a_pipeline_waited_and_when(found: Found) -> None:
 
 
 def unlike(rt: Runtime, lesson: str, options: str, module: str, file: Path) -> bool:
-    """The lesson's verdict where no difference between two versions is allowed, not even 0."""
+    """Return the lesson's verdict if no difference between two versions is tolerated, not even 0."""
     main, given = (
         importlib.import_module(lesson),
         {"versions": ("pytorch-mlp",)} if lesson[:2] == "dp" else {},
@@ -183,7 +183,7 @@ def unlike(rt: Runtime, lesson: str, options: str, module: str, file: Path) -> b
     "names",
     [
         ("dp_languages", "MLPOptions", "dp_languages"),
-        ("tp_languages", "LanguageOptions", "common.languages"),
+        ("tp_languages", "LanguageOptions", "common.lesson.languages"),
     ],
 )
 def test_versions_that_disagree_are_recorded_as_unequal(names: tuple[str, str, str], tmp_path: Path) -> None:

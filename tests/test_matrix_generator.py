@@ -1,4 +1,4 @@
-"""Generated matrices have the property they are named for, and any cut gives the same bits."""
+"""Generated matrices have the property in their name, and any split gives the same bits."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_every_grid_of_ranks_makes_the_same_bits(kind, shape, seed, grid):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_blocks_too(kind):
-    """A product of a BLAS rounds differently only from some size on."""
+    """Large blocks are equal bit for bit, too: BLAS products round differently only from some size on."""
     a = matrix(kind, 517, 389, seed=4)
     whole = a.block()
     for rows, columns in [

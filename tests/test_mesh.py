@@ -1,4 +1,4 @@
-"""The mesh covers the world, its groups agree on all ranks, and the gradient norm counts each number once."""
+"""The mesh covers the world, its groups agree on all ranks, and the gradient norm counts elements once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from common import comm
 from common.comm import Group
+from common.comm.mesh import AXES, Mesh
+from common.comm.placement import Shard, gradient_axes, gradient_norm, place
 from common.errors import UsageError
-from common.mesh import AXES, Mesh
-from common.placement import Shard, gradient_axes, gradient_norm, place
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 
 
 def world(size: int, rank: int = 0) -> Group:

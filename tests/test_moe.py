@@ -1,4 +1,4 @@
-"""Experts in the plain Transformer: each kind of router against a loop over tokens, capacity, precision, bad shapes."""
+"""Experts in the plain Transformer: routers against a loop over tokens; capacity, precision, bad input."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def expert(moe: MoE, e: int, x_D: Tensor) -> Tensor:
 
 
 def one_by_one(moe: MoE, c: TransformerConfig, x_BSD: Tensor) -> tuple[Tensor, int]:
-    """The definition, token by token; and how many choices were dropped."""
+    """Compute the definition token by token; return the result and the number of dropped choices."""
     C = (
         math.inf
         if c.capacity_factor is None
@@ -117,7 +117,7 @@ def test_the_combination_is_rounded_once():
         one_by_one += y_TKD[:, k] * weights_TK[:, k, None].bfloat16()
     found = combine(y_TKD, weights_TK)
     assert found.dtype == torch.bfloat16
-    half_a_step = exact.abs() * 2**-8 + 1e-6  # of bfloat16; and what a sum in float32 rounds
+    half_a_step = exact.abs() * 2**-8 + 1e-6  # of bfloat16, plus the rounding of a sum in float32
     assert ((found.double() - exact).abs() <= half_a_step).all()
     assert (one_by_one.double() - exact).abs().mean() > 2 * (found.double() - exact).abs().mean()
 

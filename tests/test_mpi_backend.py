@@ -1,4 +1,4 @@
-"""The process group on MPI: gloo's results on random calls, what gloo lacks, and errors that name the ranks."""
+"""The process group on MPI: gloo's results on random calls, calls that gloo lacks, errors that name ranks."""
 
 import re
 
@@ -11,14 +11,14 @@ HOSTS = ["2", "3+1"]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """One mpirun for all numbers of ranks."""
+    """Run one mpirun for all numbers of ranks; return the worker's results."""
     need_module("fived_c10d")
     return run_worker(4, "backend_worker.py", tmp_path_factory.mktemp("backend"), "40")
 
 
 @pytest.fixture(params=RANKS, ids="{0} ranks".format)
 def results(request, found):
-    """(ranks, what the worker found)"""
+    """Return (ranks, the worker's results)."""
     return request.param, found[str(request.param)]
 
 
@@ -49,7 +49,7 @@ def test_calls_that_do_not_match_name_who_gave_what(results):
 
 
 def test_ranks_that_do_not_come_are_named(results):
-    """Ranks of the same host by themselves; of others, what can be known: the host."""
+    """A timeout names late ranks of the same host by number, and of other hosts by the host's ranks."""
     ranks, found = results
     for setting, of_rank in found["errors"].items():
         per_host = ranks if setting == "one host" else int(setting[0])
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_come_are_named(results):
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory):
-    """One mpirun for all hosts."""
+    """Run one mpirun for all numbers of hosts; return the worker's results."""
     need_module("fived_c10d")
     return run_worker(4, "peers_worker.py", tmp_path_factory.mktemp("peers"), *HOSTS)
 

@@ -1,4 +1,4 @@
-"""The life of process groups on MPI: split, shrunk, made and ended many times, and how a run may end."""
+"""The life of process groups on MPI: split, shrunk, made and ended many times; and the ends of a run."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank found; MPI carries 1000 bytes in a message, tensors have 5013."""
+    """Return each rank's results; MPI carries 1000 bytes in a message, while tensors have 5013."""
     need_module("fived_c10d")
     folder = tmp_path_factory.mktemp("groups")
     return run_worker(
@@ -84,7 +84,7 @@ import os, sys
 import torch, torch.distributed as dist
 from datetime import timedelta
 from mpi4py import MPI
-from common.mpi_backend import register
+from common.launch.mpi_backend import register
 register()
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 store = dist.FileStore(sys.argv[1], size)
@@ -135,7 +135,7 @@ def test_a_run_ends_whatever_the_order(end, code, says, tmp_path):
 
 
 def test_debug_mode_of_torch(tmp_path):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call over gloo before it lets it through."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call over gloo first, and refuses mismatched ones."""
     need_module("fived_c10d")
     call = (
         "try:\n    dist.all_reduce(torch.ones(3 + rank))\n"

@@ -1,8 +1,8 @@
-"""Museum of silent bugs, data parallelism: each trains, none crashes, and all have been shipped.
+"""Museum of silent bugs, data parallelism: each bug trains without a crash, and all have been shipped.
 
-For each the broken version is run first and must be caught, then the right one must pass. What catches them is
-equality with one device in every gradient and weight; `pytest -s tests/test_museum_dp.py` prints the numbers,
-the loss among them, which for most looks right.
+For each bug the broken version runs first and must be caught, then the right one must pass. The check is
+equality with one device in every gradient and weight. `pytest -s tests/test_museum_dp.py` prints the
+differences, also of the loss, which looks right for most bugs.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from dp_basic import DataParallel, all_reduce_gradients, broadcast_model
-from dp_training import DataParallelOptions
 from museum import UNSEEN, show
 from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, Difference, compare, follow
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.training import Batches, make_model
 from common.models.transformer import cross_entropy_sum
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, make_model
 
-ALONE = Group("one", 0, 1, (0,))
+from dp_basic import DataParallel, all_reduce_gradients, broadcast_model
+from dp_training import DataParallelOptions
+
+ALONE = Group.alone()
 # 7 samples on 2 ranks: 3 and 4
 OPTIONS = DataParallelOptions(model="gpt2-tiny", batch=7, micro_batches=2, sequence=12, steps=3)
 
 
 @dataclass
 class Recipe:
-    """A way to synchronise: what is set up, how a loss sum is scaled, what happens in the last backward and after."""
+    """A way to synchronise: the set-up, the scale of a loss sum, and the call after the backward pass."""
 
     set_up: Callable[[nn.Module, Group], None] = lambda model, group: None
     scale: Callable[[int, int, int], float] = lambda here, everywhere, ranks: 1 / everywhere
@@ -49,7 +50,7 @@ in_last = {"now": False}
 
 
 def hook_on_the_parameter(model: nn.Module, group: Group) -> None:
-    """The hook of `register_post_accumulate_grad_hook` gets the parameter. This averages weights, not gradients."""
+    """Broken: averages weights: a hook of `register_post_accumulate_grad_hook` gets the parameter."""
 
     def hook(p: Tensor) -> None:
         if in_last["now"]:
@@ -60,7 +61,7 @@ def hook_on_the_parameter(model: nn.Module, group: Group) -> None:
 
 
 def hook_on_the_last_gradient(model: nn.Module, group: Group) -> None:
-    """The hook of `register_hook` gets this backward's gradient alone; what was accumulated stays local."""
+    """Broken: keeps accumulated gradients local: a hook of `register_hook` gets this backward's alone."""
 
     def hook(gradient: Tensor) -> Tensor:
         total = gradient.clone()
@@ -94,7 +95,7 @@ EXHIBITS = {
 
 
 def train(model: nn.Module, recipe: Recipe, batches: Batches, group: Group) -> Callable[[int], Tensor]:
-    """The training step as `recipe` has it."""
+    """Return the training step of `recipe`."""
     recipe.set_up(model, group)
 
     def step(t: int) -> Tensor:
@@ -116,7 +117,7 @@ def train(model: nn.Module, recipe: Recipe, batches: Batches, group: Group) -> C
 
 
 def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
-    """Differences of the exhibit to one device, for each optimizer."""
+    """Return the exhibit's differences from one device, for each optimizer."""
     found = {}
     recipe = EXHIBITS[name]
     for optimizer in OPTIMIZERS:
@@ -152,7 +153,10 @@ def test_right(name: str) -> None:
 
 
 def factor(rt: Runtime, times: float) -> dict[str, dict[str, Difference]]:
-    """Gradients `times` too large: the classic one, and why SGD must be in every comparison."""
+    """Return, per optimizer, the effect of gradients that are too large by the factor `times`.
+
+    This is the classic bug. AdamW hides it, so every comparison must include SGD.
+    """
     found = {}
     for optimizer in OPTIMIZERS:
         runs = []

@@ -1,6 +1,6 @@
-"""Museum of silent bugs, compressed gradients: the memory of what was not sent is kept in the wrong place.
+"""Museum of silent bugs, compressed gradients: the error memory is kept in the wrong place.
 
-All of them train, and none crashes. `pytest -s tests/test_museum_dp_compression.py` prints the numbers.
+Each bug trains without a crash. `pytest -s tests/test_museum_dp_compression.py` prints the numbers.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from museum import UNSEEN, show
+
+from common import comm
+from common.comm.mesh import Mesh
+from common.data.text import PADDING
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+from common.models.configs import CONFIGS, gpt2
+from common.models.transformer import cross_entropy_sum
+
 from dp_basic import Bucket, DataParallel
 from dp_compression import CompressionOptions, same_on_all_ranks
 from dp_compression_simulated import Simulation, simulated_step, top_k
 from dp_compressors import Message, TopK
-from museum import UNSEEN, show
-
-from common import comm
-from common.data.text import PADDING
-from common.equality import OPTIMIZERS, Difference, Followed, compare, follow
-from common.mesh import Mesh
-from common.models.configs import CONFIGS, gpt2
-from common.models.transformer import cross_entropy_sum
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
 
 CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
 # 7 samples on 2 ranks: 3 and 4
@@ -35,7 +36,7 @@ Found = tuple[dict[str, dict[str, Difference]], bool]
 
 
 class OfTheBucket(TopK):
-    """Remembers by bucket; the buckets of the second step are new ones."""
+    """Broken: keeps the error memory per bucket, but the second step makes new buckets."""
 
     def __call__(self, bucket: Bucket) -> Message:
         if not hasattr(bucket, "memory"):
@@ -45,7 +46,7 @@ class OfTheBucket(TopK):
 
 
 class OfThePlace(TopK):
-    """Remembers one flat tensor for the first bucket, one for the second; in the second step others lie there."""
+    """Broken: keeps one flat memory per bucket number; in the second step other parameters lie there."""
 
     def __call__(self, bucket: Bucket) -> Message:
         kept = [self.memory[i].flatten() for i in self.at] if self.memory else []
@@ -58,7 +59,7 @@ class OfThePlace(TopK):
 
 
 class BehindTheSum(TopK):
-    """Sends the bare gradient; each rank adds what it kept to the sum that arrives."""
+    """Broken: sends the gradient without the memory; each rank adds its own memory to the arriving sum."""
 
     def __call__(self, bucket: Bucket) -> Message:
         kept, self.memory = self.memory, {}
@@ -80,9 +81,9 @@ def compressed(rt: Runtime, optimizer: str, o: CompressionOptions, compressor: t
 
 
 def behind_the_optimizer(rt: Runtime, optimizer: str, o: CompressionOptions) -> Followed:
-    """Each rank lets its own optimizer turn its own gradient into an update; updates are compressed and averaged.
+    """Train with local optimizers, whose updates (not gradients) are compressed and averaged over the ranks.
 
-    What is followed as gradient is the difference of the weights, with its sign turned.
+    The recorded gradient is the difference of the weights with its sign reversed.
     """
     model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
     parameters, compressor = list(model.parameters()), TopK(rt.world, o.k)
@@ -123,7 +124,7 @@ def one_device(optimizer: str, o: CompressionOptions, ranks: int) -> Followed:
 
 
 def visit(rt: Runtime, compressor: type[TopK], o: CompressionOptions) -> Found:
-    """Differences to one device for each optimizer, and whether the ranks are one another's equals."""
+    """Return the differences from one device for each optimizer, and True if all ranks agree."""
     found, same = {}, True
     for optimizer in OPTIMIZERS:
         followed = compressed(rt, optimizer, o, compressor)
@@ -133,7 +134,7 @@ def visit(rt: Runtime, compressor: type[TopK], o: CompressionOptions) -> Found:
 
 
 def visit_the_optimizer(rt: Runtime, o: CompressionOptions) -> dict[str, tuple[float, float, float, bool]]:
-    """For each optimizer: loss of the last step here and on one device, difference of the weights, ranks the same."""
+    """Return, per optimizer: last loss here and on one device, weights' difference, True if ranks agree."""
     found = {}
     for optimizer in OPTIMIZERS:
         followed, right = behind_the_optimizer(rt, optimizer, o), one_device(optimizer, o, rt.world_size)
@@ -171,7 +172,7 @@ def test_right() -> None:
 
 
 def test_the_memory_behind_the_optimizer() -> None:
-    """Under SGD an update is a multiple of the gradient, and all is well; under AdamW it is another algorithm."""
+    """Under SGD the result is right, as an update is a multiple of the gradient; under AdamW it is not."""
     for o in (ALL, OPTIONS):
         found = spawn(visit_the_optimizer, 2, o)[0]
         for optimizer, (loss, right, difference, same) in found.items():

@@ -1,24 +1,25 @@
-"""Museum of silent bugs, one process for all devices: the broken step is caught first, then the right one passes."""
+"""Museum of silent bugs, one process for all devices: the broken step is caught, the right one passes."""
 
 from __future__ import annotations
 
 import pytest
-from dp_data_parallel import OneProcess, alone
-from dp_training import DataParallelOptions
 from museum import show
 from torch import Tensor
 
-from common.equality import OPTIMIZERS, Difference, compare, follow
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import make_model
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.training import make_model
+
+from dp_data_parallel import OneProcess, alone
+from dp_training import DataParallelOptions
 
 # 7 samples on 2 ranks: 4 and 3
 OPTIONS = DataParallelOptions(model="gpt2-tiny", batch=7, sequence=12, steps=3, micro_batches=1)
 
 
 class ReplicatesOnce(OneProcess):
-    """Broken: helpers go on with the weights of the first step."""
+    """Broken: helpers keep the weights of the first step."""
 
     done = False
 
@@ -29,7 +30,7 @@ class ReplicatesOnce(OneProcess):
 
 
 class MeanOfMeans(OneProcess):
-    """Broken where parts differ: each device returns the mean loss of its samples, and these are averaged."""
+    """Broken for uneven shards: averages the devices' mean losses, each over the device's samples."""
 
     def loss_on_rank_0(self, logits_bSV: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
         dlogits_bSV, loss = super().loss_on_rank_0(logits_bSV, targets_BS)

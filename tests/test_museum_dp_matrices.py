@@ -1,7 +1,7 @@
-"""Museum of silent bugs, cut matrices: C is right to the last bit, and a gradient is one rank's share of it.
+"""Museum of silent bugs, split matrices: C is right to the last bit, but a gradient is a partial sum.
 
-A loss curve goes down with such gradients, too, only slower. For each the broken version is run first and must be
-caught, then the right one must pass.
+With such gradients a loss curve falls, too, only more slowly. For each bug the broken version runs first and
+must be caught, then the right one must pass.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_multiply import multiply
 from torch import Tensor
 
-from common import collectives
-from common.comm import Group, sizes_of
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.comm import Group, collectives, sizes_of
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+
+from dp_matrices import SPLITS, Factors, MatrixOptions
+from dp_matrix_multiply import multiply
 
 
 def nobody_sums(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
-    """Rows and columns need nothing forward, so nothing is written; but then autograd sends nothing backward."""
+    """Broken: no collective. Rows and columns need none forward, but autograd then sends nothing backward."""
     return a @ b
 
 
 def taken_for_the_same(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
-    """Every rank multiplied the gathered B by other rows, so its gradient is a part, not the whole."""
+    """Broken: takes the gathered B's gradient for complete, but ranks multiply B by different rows of A."""
     return a @ collectives.gather(b, group, 0, "replicated", sizes_of(a.shape[1], group.size))
 
 
@@ -38,7 +38,7 @@ Multiply = Callable[[str, Tensor, Tensor, Group], Tensor]
 
 
 def visit(rt: Runtime, version: Multiply, split: str) -> dict[str, float]:
-    """Differences to numpy."""
+    """Return the differences from numpy."""
     factors, lies = Factors(MatrixOptions(shape=(9, 8, 7)), rt.world, rt.device), SPLITS[split]
     a, b = factors.piece("A", lies.a).requires_grad_(), factors.piece("B", lies.b).requires_grad_()
     c = version(split, a, b, rt.world)

@@ -1,6 +1,6 @@
-"""Museum of silent bugs in a training step: each trains, none crashes, and all have been shipped.
+"""Museum of silent bugs in a training step: each bug trains without a crash, and all have been shipped.
 
-As tests/test_museum_dp.py: the broken version runs first and must be caught, then the right one must pass.
+As in tests/test_museum_dp.py, the broken version runs first and must be caught, then the right one must pass.
 `pytest -s tests/test_museum_dp_step.py` prints the numbers.
 """
 
@@ -15,6 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from museum import UNSEEN, show
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.data.sampler import samples_at
+from common.data.text import lm_samples, rank_slice
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, Wrap, compare, follow, plain
+from common.lesson.training import Batches, Version, make_model, training_step
+
 from dp_accumulation import (
     EpochBatches,
     StepOptions,
@@ -27,22 +42,8 @@ from dp_basic import DataParallel
 from dp_loss_scaling import HALF, LossScaler, ScalingOptions, TorchScaler, alone, overflow_in, with_scaler
 from dp_mixed_precision import Trainer
 from dp_zero import make_version
-from museum import UNSEEN, show
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DistributedSampler, TensorDataset
 
-from common.comm import Group
-from common.data.sampler import samples_at
-from common.data.text import lm_samples, rank_slice
-from common.equality import OPTIMIZERS, Difference, Followed, Wrap, compare, follow, plain
-from common.mesh import Mesh
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
-
-ALONE = Group("one", 0, 1, (0,))
+ALONE = Group.alone()
 Found = dict[str, Difference]
 # an epoch of 7 samples on 2 ranks: 3 and 4, where a padded sampler takes 4 and 4
 OPTIONS = StepOptions(samples=7, batch=7, sequence=12, steps=4, micro_batches=2, clip=0.3, warm_up=1)
@@ -50,7 +51,7 @@ OPTIONS = StepOptions(samples=7, batch=7, sequence=12, steps=4, micro_batches=2,
 
 @dataclass
 class Exhibit:
-    """What differs from a step that accumulates, and what one device does beside it."""
+    """An exhibit's changes to a step that accumulates, and the one-device version it is compared with."""
 
     batches: type[Batches] = EpochBatches
     clip_each: bool = False
@@ -60,7 +61,7 @@ class Exhibit:
 
 
 class SeededByRank(EpochBatches):
-    """Each rank shuffles with a seed of its own, and takes its part of *its* order."""
+    """Broken: each rank shuffles with its own seed, and takes its part of its own order."""
 
     def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
         mine = EpochBatches(
@@ -70,7 +71,7 @@ class SeededByRank(EpochBatches):
 
 
 class PaddedEnd(EpochBatches):
-    """torch's DistributedSampler over the same order: the ranks' parts are made equal by repeating samples."""
+    """Broken: torch's DistributedSampler on the same order: it repeats samples to make parts equal."""
 
     def parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
         o = self.options
@@ -83,7 +84,7 @@ class PaddedEnd(EpochBatches):
 
 
 def stepped_in_each(make: Any, tensors: list[Tensor]) -> Optimizer:
-    """The scheduler steps in the loop over micro-batches: M times a step."""
+    """Broken: the scheduler steps once per micro-batch: M times a step."""
     optimizer = make(tensors)
     rates = LambdaLR(optimizer, lambda t: rate_factor(t, OPTIONS.warm_up, OPTIONS.steps))
 
@@ -108,7 +109,7 @@ EXHIBITS = {
 
 @contextmanager
 def clipped(model: nn.Module, dp: DataParallel) -> Iterator[None]:
-    """Clipping in the loop over micro-batches: what has gathered so far, on this rank."""
+    """Broken: clips after each micro-batch, by the norm of this rank's gradients so far."""
     with dp.no_sync():
         yield
     nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip)
@@ -128,7 +129,7 @@ def one_device(like: str, optimizer: str) -> Followed:
 
 
 def visit(rt: Runtime, name: str) -> dict[str, Found]:
-    """Differences of the exhibit to one device, for each optimizer."""
+    """Return the exhibit's differences from one device, for each optimizer."""
     exhibit, mesh, found = EXHIBITS[name], Mesh(rt.world, dp=rt.world_size), {}
     for optimizer in OPTIMIZERS:
         model = make_model(OPTIONS, rt.device)
@@ -163,7 +164,7 @@ def test_right(name: str) -> None:
 
 
 def epochs_of_seeds(seeded_by_rank: bool, ranks: int) -> list[int]:
-    """How often each of 1000 samples is seen in an epoch."""
+    """Return the count of each of 1000 samples in an epoch."""
     parts = [
         samples_at(rank if seeded_by_rank else 0, 1000, *rank_slice(1000, rank, ranks))
         for rank in range(ranks)
@@ -172,7 +173,7 @@ def epochs_of_seeds(seeded_by_rank: bool, ranks: int) -> list[int]:
 
 
 def test_a_seed_for_each_rank_loses_samples() -> None:
-    """8 ranks each draw an eighth in their own order: (7/8)^8, a third of the samples, is in nobody's."""
+    """With a seed per rank, 8 ranks each draw 1/8 in their own order: (7/8)^8, a third, is never seen."""
     wrong, right = epochs_of_seeds(True, 8), epochs_of_seeds(False, 8)
     print(
         f"\na seed for each of 8 ranks, 1000 samples: {wrong.count(0)} never seen, {sum(n > 1 for n in wrong)} again"
@@ -185,7 +186,7 @@ SCALING = ScalingOptions(batch=8, sequence=8, steps=5, overflow=2)
 
 
 def scaled(rt: Runtime, group: str) -> tuple[list[float], dict[str, Found]]:
-    """ZeRO's pieces with a scaler that asks all ranks, or its own alone: scales, differences to one device."""
+    """Train ZeRO-2 with a scaler that asks all ranks or its own only; return scales and differences."""
     found, mesh = {}, Mesh(rt.world, dp=rt.world_size)
     for optimizer in OPTIMIZERS:
         model = make_model(SCALING, rt.device)
@@ -219,7 +220,7 @@ def test_a_scaler_that_asks_all_ranks() -> None:
 
 
 def own_pieces(rt: Runtime) -> tuple[list[float], list[float]]:
-    """Scales by torch's scaler and by ours when rank 1 alone has a piece that overflows."""
+    """Return the scales of torch's scaler and of ours if only rank 1 has a shard that overflows."""
     scalers: list[TorchScaler | LossScaler] = [TorchScaler(rt.device, 8.0, 9), LossScaler(rt.world, 8.0, 9)]
     for scaler in scalers:
         piece = nn.Parameter(torch.ones(2))

@@ -1,4 +1,4 @@
-"""Museum of silent bugs, sharded states: each trains, none crashes. As in test_museum_dp.py.
+"""Museum of silent bugs, sharded states: each bug trains without a crash. See test_museum_dp.py.
 
 `pytest -s tests/test_museum_dp_zero.py` prints the differences to one device.
 """
@@ -10,26 +10,27 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from dp_training import DataParallelOptions
-from dp_unit import Unit
-from dp_zero import Zero
 from museum import UNSEEN, show
 from torch import Tensor
 
 from common.comm import Group
-from common.equality import OPTIMIZERS, Difference, compare, follow
-from common.mesh import Mesh
-from common.placement import gradient_norm
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
+from common.comm.mesh import Mesh
+from common.comm.placement import gradient_norm
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+
+from dp_training import DataParallelOptions
+from dp_unit import Unit
+from dp_zero import Zero
 
 OPTIONS = DataParallelOptions(model="gpt2-tiny", batch=6, micro_batches=2, sequence=12, steps=3)
 LARGEST_NORM = 0.05
 
 
 class KeepsGradients(Unit):
-    """Reduces p.grad and leaves it: the next micro-batch adds to what was sent, and sends it again."""
+    """Broken: keeps p.grad after its reduction: the next micro-batch adds to it, and it is sent again."""
 
     def fill(self, name: str) -> None:
         kept = self.parameters[name].grad.clone()
@@ -38,14 +39,14 @@ class KeepsGradients(Unit):
 
 
 class Forgets(Zero):
-    """The optimizer steps, and nobody gathers: each rank sees its own run new and the others' old."""
+    """Broken: no all-gather after the optimizer step: each rank has new weights in its own run only."""
 
     def _stepped(self, *_: object) -> None:
         pass
 
 
 def norm_of_shards(pieces: list[Tensor], mesh: Mesh) -> Tensor:
-    """What torch.nn.utils.clip_grad_norm_ would clip by: the whole norm only where the pieces are the model."""
+    """Return torch.nn.utils' total norm, as clip_grad_norm_ uses it: right only for a whole model."""
     return torch.nn.utils.get_total_norm([p.grad for p in pieces if p.grad is not None])
 
 
@@ -53,7 +54,7 @@ Norm = Callable[[list[Tensor], Mesh], Tensor]
 
 
 def clipped_step(version: Version, group: Group, norm: Norm | None, mesh: Mesh) -> Callable[[int], Tensor]:
-    """The training step; its gradients clipped by `norm`, or as they are."""
+    """Return the training step, with its gradients clipped by `norm` if one is given."""
     step = training_step(version, Batches(OPTIONS, group, torch.device("cpu")), group)
 
     def clipped(t: int) -> Tensor:
@@ -68,8 +69,8 @@ def clipped_step(version: Version, group: Group, norm: Norm | None, mesh: Mesh) 
 
 
 def visit(rt: Runtime, name: str, stage: int) -> dict[str, dict[str, Difference]]:
-    """Differences of the exhibit to one device, for each optimizer."""
-    mesh, alone, found = Mesh(rt.world, dp=rt.world_size), Group("one", 0, 1, (rt.rank,)), {}
+    """Return the exhibit's differences from one device, for each optimizer."""
+    mesh, alone, found = Mesh(rt.world, dp=rt.world_size), Group.alone(), {}
     norms: dict[str, tuple[Norm, Norm]] = {
         "the norm of a shard": (norm_of_shards, norm_of_shards),
         "right, clipped": (norm_of_shards, gradient_norm),

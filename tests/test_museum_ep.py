@@ -1,6 +1,6 @@
-"""Museum of silent bugs, expert parallelism: each trains, none crashes, and all have been shipped.
+"""Museum of silent bugs, expert parallelism: each bug trains without a crash, and all have been shipped.
 
-For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+For each bug the broken version runs first and must be caught, then the right one must pass. The check is
 equality with one device in every gradient and weight; `pytest -s tests/test_museum_ep.py` prints the numbers.
 """
 
@@ -14,23 +14,24 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ep_load_balance import Balance, BalanceOptions
-from ep_moe import expert_parallel, with_capacity
-from ep_training import load
 from museum import Found, is_right, visit_all
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, compare, follow
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.comm.placement import placement, sum_gradients
+from common.launch.runtime import Runtime
+from common.lesson.equality import OPTIMIZERS, compare, follow
+from common.lesson.training import Batches, Run, Version, make_model, training_step
 from common.models import moe as plain_moe
 from common.models.configs import CONFIGS, mixtral
 from common.models.moe import MoE, Routing, combine, pick
-from common.models.transformer import Transformer
-from common.placement import placement, sum_gradients
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
+from common.models.transformer import Transformer, cross_entropy_sum
+
+from ep_load_balance import Balance, BalanceOptions
+from ep_moe import expert_parallel, with_capacity
+from ep_training import load
 
 CONFIGS["museum-mixtral"] = mixtral(
     layers=2, width=16, heads=2, kv_heads=1, mlp_width=12, sequence=8, experts=4
@@ -48,14 +49,14 @@ Finish = Callable[[Transformer, Mesh], None]
 
 
 def rule(model: Transformer, mesh: Mesh) -> None:
-    """What the right version does after the backward pass."""
+    """Synchronise gradients as the right version does."""
     sum_gradients(model.parameters(), mesh)
 
 
 def dense_averaged_experts_left(model: Transformer, mesh: Mesh) -> None:
-    """Each rank's loss is a mean over its own part, as for DDP; dense gradients are averaged, experts left alone.
+    """Broken: each loss is a mean over the rank's samples, as in DDP; only dense gradients are averaged.
 
-    But an expert met the tokens of all ranks: its gradient is the sum of n means.
+    An expert, however, sees the tokens of all ranks: its gradient is the sum of n means.
     """
     sum_gradients(model.parameters(), mesh)
     for p in model.parameters():
@@ -64,7 +65,7 @@ def dense_averaged_experts_left(model: Transformer, mesh: Mesh) -> None:
 
 
 def as_for_ddp(model: Transformer, mesh: Mesh) -> None:
-    """The same, and then experts divided as well: right."""
+    """Average dense gradients, and divide the experts' by n as well: right."""
     dense_averaged_experts_left(model, mesh)
     for p in model.parameters():
         if "ep" in placement(p):
@@ -72,7 +73,7 @@ def as_for_ddp(model: Transformer, mesh: Mesh) -> None:
 
 
 def experts_summed_too(model: Transformer, mesh: Mesh) -> None:
-    """Takes experts for replicas, and adds the gradients of different ones."""
+    """Broken: takes experts for replicas, and sums the gradients of different experts."""
     rule(model, mesh)
     for p in model.parameters():
         if "ep" in placement(p):
@@ -80,7 +81,7 @@ def experts_summed_too(model: Transformer, mesh: Mesh) -> None:
 
 
 def weighted_twice(self: MoE, x_BSD: Tensor) -> Tensor:
-    """Weights go with the rows, so that the experts' results only need a sum; and the sum is weighted as well."""
+    """Broken: applies the weights twice: to the rows sent to the experts, and in the sum of the results."""
     routing = self.router(x_BSD)
     plan = self.plan(routing.experts_BSK)
     weights_TK = routing.weights_BSK.flatten(0, 1)
@@ -92,7 +93,7 @@ def weighted_twice(self: MoE, x_BSD: Tensor) -> Tensor:
 
 
 def capacity_of_the_flat_batch(experts_BSK: Tensor, E: int, factor: float) -> plain_moe.Plan:
-    """One queue for all samples that a rank has: who is dropped depends on how the batch is cut."""
+    """Broken: one capacity for all samples of a rank: the dropped tokens depend on how the batch is split."""
     return plan_capacity(experts_BSK.flatten(0, 1)[None], E, factor)
 
 
@@ -100,25 +101,35 @@ plan_capacity = plain_moe.plan_capacity
 
 
 class OfEachMicroBatch(Balance):
-    """The statistics of every micro-batch by itself, as if it were all: one loss each, added up."""
-
-    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        total = parts[0][-1].new_zeros((), dtype=self.model.norm.weight.dtype)
-        for i, part in enumerate(parts):
-            total += super().run([part], scale, lambda _, i=i: begin(i))
-        return total
+    """Broken: computes the balance loss per micro-batch, and adds up these losses."""
 
 
 class OfEachRank(Balance):
-    """Each rank balances its own tokens, by their mean; then gradients are summed."""
+    """Broken: computes the balance loss per rank on its own tokens; then gradients are summed."""
 
-    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        self.group = Group("one", 0, 1, (0,))
-        return super().run(parts, scale, begin)
+    def loss(self) -> Tensor | float:
+        self.group = Group.alone()
+        return super().loss()
+
+
+def run_of(balance: Balance) -> Run:
+    """Return forward and backward of a step's micro-batches, with the loss of `balance`."""
+
+    def run(parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
+        total = parts[0][-1].new_zeros((), dtype=balance.model.norm.weight.dtype)
+        for i, (*inputs, targets_BS) in enumerate(parts):
+            begin(i)
+            total = total + cross_entropy_sum(balance.model(*inputs), targets_BS)[0]
+            if i == len(parts) - 1 or isinstance(balance, OfEachMicroBatch):
+                total = total + balance.loss() / scale
+        (total * scale).backward()
+        return total.detach()
+
+    return run
 
 
 class WithoutTheDropped(Balance):
-    """Counts the choices that were served, of which no expert has more than its capacity."""
+    """Broken: counts only choices within capacity, so that no expert's count exceeds its capacity."""
 
     def counts(self, layers: list[list[Routing]]) -> Tensor:
         E, factor = 4, OPTIONS.capacity_factor
@@ -136,7 +147,7 @@ class WithoutTheDropped(Balance):
 
 @dataclass
 class Recipe:
-    """What is broken while the model runs, and what happens after the backward pass."""
+    """A bug: a patch that holds while the model runs, and the call after the backward pass."""
 
     broken: Callable[[], AbstractContextManager[object]] = nullcontext
     finish: Finish = rule
@@ -164,19 +175,19 @@ EXHIBITS = {
 
 
 def visit(rt: Runtime, name: str) -> Found:
-    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
     recipe, mesh = EXHIBITS[name], Mesh(rt.world, ep=rt.world_size)
-    o, found, alone = OPTIONS, {}, Group("one", 0, 1, (rt.rank,))
+    o, found, alone = OPTIONS, {}, Group.alone()
     for optimizer in OPTIMIZERS:
         one = make_model(o, rt.device)
         with_capacity(recipe.version, one, o)
         batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        right = Balance("switch", one, alone, o).run if recipe.balance else None
+        right = run_of(Balance("switch", one, alone, o)) if recipe.balance else None
         reference = follow(one, optimizer, o.steps, training_step(Version(one, run=right), batches, alone))
         model = make_model(o, rt.device)
         expert_parallel(model, mesh.group("ep"))
         with_capacity(recipe.version, model, o)
-        made = recipe.balance("switch", model, rt.world, o).run if recipe.balance else None
+        made = run_of(recipe.balance("switch", model, rt.world, o)) if recipe.balance else None
         finish = partial(recipe.finish, model, mesh)
         version = Version(model, finish=finish, averages=recipe.averages, run=made)
         with recipe.broken():

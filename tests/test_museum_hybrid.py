@@ -1,7 +1,7 @@
-"""Museum of silent bugs, all dimensions: what goes wrong between strategies that are right each by itself.
+"""Museum of silent bugs, all dimensions: errors in the combination of strategies that are each right.
 
-For each the broken version is run first and must be caught, then the right one must pass. What catches them is
-equality with one device in loss, gradients, norm and weights, and bits in replicas. `pytest -s
+For each bug the broken version runs first and must be caught, then the right one must pass. The check is
+equality with one device in loss, gradients, norm and weights, and of replicas bit for bit. `pytest -s
 tests/test_museum_hybrid.py` prints the numbers.
 """
 
@@ -15,19 +15,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hybrid_model import Hybrid
-from hybrid_training import HybridOptions, make_hybrid, mesh_step, reference
 from museum import Found, is_right, visit_all
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.comm.mesh import Mesh
+from common.comm.placement import gradient_axes, gradient_norm, placement, sum_gradients, sum_tied_gradients
 from common.errors import RankError
-from common.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, compare, follow, unequal_replicas
 from common.models.configs import CONFIGS, gpt2, mixtral
-from common.placement import gradient_axes, gradient_norm, placement, sum_gradients, sum_tied_gradients
-from common.runtime import Runtime
-from common.spawn import spawn
+
+from hybrid_model import Hybrid
+from hybrid_training import HybridOptions, make_hybrid, mesh_step, reference
 
 CONFIGS["museum-moe"] = mixtral(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4)
 CONFIGS["museum-tied"] = gpt2(layers=2, width=16, heads=2, sequence=16)
@@ -36,7 +37,7 @@ TIED = dict(model="museum-tied", batch=12, sequence=16, steps=3)
 
 
 def experts_over_ep(hybrid: Hybrid) -> None:
-    """Sums the gradients of experts over all axes of samples, ep among them: those of different experts."""
+    """Broken: sums expert gradients over ep, too, along which ranks hold different experts."""
     hybrid.finish()
     for p in hybrid.parameters():
         if "ep" in placement(p):
@@ -44,14 +45,14 @@ def experts_over_ep(hybrid: Hybrid) -> None:
 
 
 def norm_of_replicas(hybrid: Hybrid) -> torch.Tensor:
-    """Adds up every rank's squares: a replica counts as often as there are ranks that hold it."""
+    """Broken: adds up the squares of every rank, so that a replicated parameter counts once per replica."""
     total = sum(p.grad.double().square().sum() for p in hybrid.parameters())
     comm.all_reduce(total, hybrid.mesh.world)
     return total.sqrt()
 
 
 def norm_of_rank_0(hybrid: Hybrid) -> torch.Tensor:
-    """Adds up along pp and tp, as for a dense model: the experts of other ranks along ep are missing."""
+    """Broken: adds up along pp and tp, as for a dense model: experts of other ranks along ep are missing."""
     total = torch.zeros((), dtype=torch.float64)
     for p in hybrid.parameters():
         total += p.grad.double().square().sum() / (1 if "tp" in placement(p) else hybrid.mesh.shape["tp"])
@@ -60,7 +61,7 @@ def norm_of_rank_0(hybrid: Hybrid) -> torch.Tensor:
 
 
 def norm_of_a_stage(hybrid: Hybrid) -> torch.Tensor:
-    """Each stage clips by the norm of its own layers: torch's clip_grad_norm_ on a stage's parameters."""
+    """Broken: each stage clips by the norm of its own layers, as torch's clip_grad_norm_ would."""
     total = torch.zeros((), dtype=torch.float64)
     for p in hybrid.parameters():
         copies = 1
@@ -72,25 +73,25 @@ def norm_of_a_stage(hybrid: Hybrid) -> torch.Tensor:
 
 
 def mean_of_means(hybrid: Hybrid) -> None:
-    """Dense gradients averaged over dp and ep, experts over dp alone: as two libraries do it, each for itself."""
+    """Broken: averages dense gradients over dp and ep, experts' over dp alone, as two libraries would."""
     hybrid.finish()
     for p in hybrid.parameters():
         p.grad /= hybrid.mesh.group(*gradient_axes(p)).size
 
 
 def tied_first(hybrid: Hybrid) -> None:
-    """Sums a tied head's gradient over its two holders before the sum over samples."""
+    """Broken: sums a tied head's gradient over its two holders before the sum over samples."""
     sum_tied_gradients(hybrid.parameters())
     sum_gradients(hybrid.parameters(), hybrid.mesh)
 
 
 def tied_never(hybrid: Hybrid) -> None:
-    """Each holder of a tied head steps with its own part."""
+    """Broken: each holder of a tied head steps with its own partial gradient."""
     sum_gradients(hybrid.parameters(), hybrid.mesh)
 
 
 def routers_complete(hybrid: Hybrid) -> None:
-    """Takes routers for complete along tp, where each rank weighs a slice of what an expert returned."""
+    """Broken: takes router gradients for complete along tp, where each rank has a slice of the output."""
     routers = [p for name, p in hybrid.named_parameters() if "router" in name]
     before = [p.__dict__.pop("token_axes") for p in routers]
     hybrid.finish()
@@ -116,7 +117,7 @@ EXHIBITS: dict[str, tuple[dict[str, Any], Finish, Norm | None]] = {
 
 
 def visit(rt: Runtime, name: str) -> Found:
-    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
     given, finish, norm = EXHIBITS[name]
     o, found = HybridOptions(**given), {}
     mesh = o.mesh(rt)
@@ -148,33 +149,33 @@ def test_exhibit(name: str, visited: dict[str, Found]) -> None:
 
 
 def in_a_ring(x: torch.Tensor, group: Group, *_: object) -> None:
-    """An all-reduce in one of the orders that libraries take: part i of the message is summed from rank i on."""
+    """Sum x over the ranks, each part of the message in an order of its own: part i starts at rank i."""
     every_nN, n = comm.all_gather(x.detach().reshape(1, -1), group), group.size
     parts = [part.roll(-i, 0) for i, part in enumerate(every_nN.tensor_split(n, 1))]
     x.copy_(torch.cat([functools.reduce(torch.add, part) for part in parts]).view_as(x))
 
 
 def drift(rt: Runtime, finish: Finish) -> list[str]:
-    """Replicas of a tied head that are apart after some steps on 2 stages and 3 places along dp."""
+    """Return the replicas of a tied head that differ after some steps on 2 stages and 3 replicas."""
     o = HybridOptions(**TIED, pp=2, dp=3)
     mesh = o.mesh(rt)
     hybrid = make_hybrid(rt, o, mesh)
     with (
         patch.object(hybrid, "finish", lambda: finish(hybrid)),
-        patch("common.placement.comm.all_reduce", in_a_ring),
+        patch("common.comm.placement.comm.all_reduce", in_a_ring),
     ):
         follow(hybrid, "adamw", o.steps, mesh_step(hybrid, rt, o), mesh)
     return unequal_replicas(hybrid.named_parameters(), mesh)
 
 
 def test_a_tied_head_that_is_summed_first_drifts_apart() -> None:
-    """Equal to one device to 1e-12, and yet two models: sums over three ranks round by their place in the message."""
+    """The head equals one device to 1e-12, but its replicas drift apart: rounding depends on the layout."""
     assert spawn(drift, 6, tied_first)[0] == ["embed_tokens.weight"]
     assert spawn(drift, 6, Hybrid.finish)[0] == []
 
 
 def only_some(rt: Runtime) -> None:
-    """Groups that only their members make: no one else knows, and names of stores no longer agree."""
+    """Broken: makes groups on their members only; other ranks skip the call, and store names disagree."""
     if rt.rank < 2:
         Mesh(rt.world, dp=2, tp=2, timeout=3).group("tp")
     else:

@@ -1,8 +1,8 @@
-"""Museum of silent bugs, checkpoints: each is written and read without an error, and a part of the model is gone.
+"""Museum of silent bugs, checkpoints: each is written and read without an error, but weights are lost.
 
-Training stops after a step and goes on from the checkpoint, on two ranks that hold a shard each. The broken versions
-take the shards for replicas. What catches them is the step after: equality with one device in every gradient and
-weight; `pytest -s tests/test_museum_hybrid_checkpoint.py` prints the numbers.
+Training stops after a step and resumes from the checkpoint, on two ranks that hold a shard each. The broken
+versions take the shards for replicas. They are caught in the next step by equality with one device in every
+gradient and weight; `pytest -s tests/test_museum_hybrid_checkpoint.py` prints the numbers.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-import hybrid_checkpoint
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
 from museum import Found, is_right, visit_all
 from torch import Tensor, nn
-from tp_megatron import tensor_parallel
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, compare, follow
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, compare, follow
+from common.lesson.training import Batches, TrainingOptions, Version, make_model, training_step
 from common.models.configs import CONFIGS, llama
-from common.placement import sum_gradients
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, TrainingOptions, Version, make_model, training_step
+
+import hybrid_checkpoint
+from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
+from tp_megatron import tensor_parallel
 
 CONFIGS["museum-checkpoint"] = llama(layers=2, width=16, heads=2, kv_heads=2, mlp_width=12, sequence=8)
 OPTIONS = TrainingOptions(model="museum-checkpoint", batch=3, sequence=8, steps=2, micro_batches=1)
@@ -45,7 +46,7 @@ def spoil(model: nn.Module) -> None:
 
 
 def a_file_of_each_replica(model: nn.Module, mesh: Mesh, folder: Path) -> None:
-    """Named by the rank along dp, from before there was a tp: both shards go to one file, the last one stays."""
+    """Broken: names files by the rank along dp alone: of two shards along tp the last one written stays."""
     file = folder / f"rank-{mesh.at['dp']}.pt"
     for rank in range(mesh.world.size):
         if mesh.world.rank == rank:
@@ -56,7 +57,7 @@ def a_file_of_each_replica(model: nn.Module, mesh: Mesh, folder: Path) -> None:
 
 
 def rank_0_writes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
-    """All have the same, so one is enough: right for replicas."""
+    """Broken: rank 0 writes for all, which is right for replicas only."""
     if mesh.world.rank == 0:
         torch.save(model.state_dict(), folder / "model.pt")
     comm.barrier(mesh.world)
@@ -65,7 +66,7 @@ def rank_0_writes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
 
 
 def the_library_told_nothing(model: nn.Module, mesh: Mesh, folder: Path) -> None:
-    """It takes tensors of one name for replicas, and keeps one: whichever rank has had less to write so far."""
+    """Broken: the library takes tensors of one name for replicas, and keeps that of the least busy rank."""
     state = model.state_dict()
     dcp.save(state, checkpoint_id=folder, process_group=mesh.world.pg)
     spoil(model)
@@ -73,7 +74,7 @@ def the_library_told_nothing(model: nn.Module, mesh: Mesh, folder: Path) -> None
 
 
 def boxes(model: nn.Module, mesh: Mesh, folder: Path) -> None:
-    """Each rank writes its box of the whole tensor, and of replicas one writes."""
+    """Right: save each rank's box of the whole tensor, but of replicas only one, then restore."""
     checkpoints = Checkpoints(folder, mesh)
     checkpoints.save(1, entries_of(model), {})
     spoil(model)
@@ -91,15 +92,15 @@ EXHIBITS: dict[str, Exhibit] = {
 def resumed_step(
     name: str, folder: Path, model: nn.Module, mesh: Mesh, step: Callable[[int], Tensor], t: int
 ) -> Tensor:
-    """Step t; before the second one all is saved, spoilt and restored."""
+    """Run step t; before the second step, save, overwrite and restore the model."""
     if t == 1:
         EXHIBITS[name](model, mesh, folder)
     return step(t)
 
 
 def visit(rt: Runtime, name: str) -> Found:
-    """Differences to one device of one exhibit, for each optimizer, on this rank."""
-    o, mesh, found, alone = OPTIONS, Mesh(rt.world, tp=rt.world_size), {}, Group("one", 0, 1, (rt.rank,))
+    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
+    o, mesh, found, alone = OPTIONS, Mesh(rt.world, tp=rt.world_size), {}, Group.alone()
     for optimizer in OPTIMIZERS:
         one = make_model(o, rt.device)
         step = training_step(Version(one), Batches(o, alone, rt.device), alone)
@@ -134,7 +135,7 @@ def test_exhibit(name: str, visited: dict[str, Found]) -> None:
 
 
 def every_replica_writes(rt: Runtime, folder: Path) -> str:
-    """Boxes, but nobody asks who writes: the same box from two ranks."""
+    """Return the error if both ranks write the same box."""
     mesh, model = Mesh(rt.world, dp=2), nn.Linear(3, 2)
     with patch.object(hybrid_checkpoint, "writes", lambda *_: True), pytest.raises(SaveFailed) as error:
         Checkpoints(folder, mesh).save(1, entries_of(model), {})
@@ -142,6 +143,6 @@ def every_replica_writes(rt: Runtime, folder: Path) -> str:
 
 
 def test_a_box_from_two_ranks_is_refused(tmp_path: Path) -> None:
-    """Not merged in silence: two ranks that write the same box may well mean different numbers."""
+    """Equal boxes from two ranks are refused, not merged: the two ranks may hold different numbers."""
     for message in spawn(every_replica_writes, 2, tmp_path):
         assert "key:weight has overlapping chunks" in message

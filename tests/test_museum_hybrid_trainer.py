@@ -1,8 +1,8 @@
-"""Museum of silent bugs, a run that stops and goes on: its loss curve looks fine, and it is another run.
+"""Museum of silent bugs, a resumed run: its loss curve looks right, but it differs from an uninterrupted run.
 
-Four steps, of which the last two come after a restart, on two ranks; against four steps on one device. First the order
-of the data, then the masks of dropout, whose random state must differ where ranks hold different numbers and agree
-where they hold the same. `pytest -s tests/test_museum_hybrid_trainer.py` prints the numbers.
+Four steps on two ranks, the last two after a restart, are compared with four steps on one device. The bugs
+concern the order of the data, and dropout, whose random state must differ between ranks with different
+activations and agree between replicas. `pytest -s tests/test_museum_hybrid_trainer.py` prints the numbers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hybrid_model import Hybrid
-from hybrid_training import HybridOptions, mesh_step, reference
 from museum import Found, is_right, visit_all
 from torch import Tensor
 
-from common.equality import OPTIMIZERS, Followed, compare, follow
+from common.launch.runtime import Runtime
+from common.lesson.equality import OPTIMIZERS, Followed, compare, follow
+from common.lesson.training import Batches
 from common.models.configs import CONFIGS, gpt2
 from common.models.dropout import Dropout
-from common.runtime import Runtime
-from common.training import Batches
+
+from hybrid_model import Hybrid
+from hybrid_training import HybridOptions, mesh_step, reference
 
 CONFIGS["museum-run"] = replace(gpt2(layers=2, width=16, heads=2, sequence=8), dropout=0.2)
 OPTIONS = HybridOptions(model="museum-run", batch=4, sequence=8, steps=4)
@@ -33,7 +34,7 @@ RESUMED = 2  # steps before the restart
 
 @dataclass
 class Exhibit:
-    """A mesh; which batch step t gets after the restart; what a dropout takes for its step, first sample and seed."""
+    """A mesh; the batch of step t after the restart; the step, first sample and seed that dropout uses."""
 
     mesh: dict[str, Any] = field(default_factory=lambda: dict(dp=2))
     batch: Callable[[int], int] = lambda t: t
@@ -64,12 +65,12 @@ EXHIBITS = {
 
 @functools.cache
 def alone(rt: Runtime, optimizer: str) -> Followed:
-    """What one device leaves: the same for all exhibits."""
+    """Return the run on one device, the same for all exhibits."""
     return reference(rt, OPTIONS, optimizer)
 
 
 def visit(rt: Runtime, name: str) -> Found:
-    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
     exhibit, found = EXHIBITS[name], {}
     o = replace(OPTIONS, **exhibit.mesh)
     mesh, forward, take = o.mesh(rt), Dropout.forward, Batches.take

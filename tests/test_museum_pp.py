@@ -1,6 +1,6 @@
-"""Museum of silent bugs, pipelines: each trains, none crashes, and no shape is wrong.
+"""Museum of silent bugs, pipelines: each bug trains without a crash, and every shape is right.
 
-For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+For each bug the broken version runs first and must be caught, then the right one must pass. The check is
 equality with one device in every gradient and weight; `pytest -s tests/test_museum_pp.py` prints the numbers.
 """
 
@@ -14,20 +14,21 @@ from typing import Any
 import pytest
 import torch
 from museum import UNSEEN, show
-from pp_pipeline import Pipeline
-from pp_schedule import Instruction
-from pp_schedules import make_schedule
-from pp_training import PipelineOptions
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from common.comm import Group
-from common.equality import OPTIMIZERS, Difference, compare, follow
-from common.mesh import Mesh
-from common.placement import sum_gradients
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+
+from pp_pipeline import Pipeline
+from pp_schedule import Instruction
+from pp_schedules import make_schedule
+from pp_training import PipelineOptions
 
 OPTIONS = PipelineOptions(model="gpt2-tiny", batch=8, micro_batches=4, sequence=12, steps=3)
 
@@ -35,18 +36,18 @@ Prepare = Callable[[Pipeline, Mesh], None]
 
 
 def scaled(factor: float, pipe: Pipeline, mesh: Mesh) -> None:
-    """Gradients of a loss that is a mean over each micro-batch: not divided, or divided again."""
+    """Broken: does not divide a mean loss per micro-batch by their number, or divides it twice."""
     run = pipe.executor.run
     pipe.run = lambda parts, scale, begin: run(parts, scale * factor, begin)  # type: ignore[method-assign]
 
 
 def drifting(pipe: Pipeline, mesh: Mesh) -> None:
-    """The embedding and the head each keep the gradient that they computed."""
+    """Broken: the embedding and the tied head each keep their own gradient."""
     pipe.finish = lambda: None  # type: ignore[method-assign]
 
 
 def synchronised_before(last: int, pipe: Pipeline, mesh: Mesh) -> None:
-    """Replicas sum their gradients when a stage has done `last` backward passes; what comes later stays local."""
+    """Sum gradients over replicas after `last` backward passes of a stage: broken if more passes follow."""
     compute, parameters = pipe.executor.compute, list(pipe.model.parameters())
     done = 0
 
@@ -60,11 +61,11 @@ def synchronised_before(last: int, pipe: Pipeline, mesh: Mesh) -> None:
     pipe.executor.compute = counted  # type: ignore[method-assign]
 
 
-PIPES = count()  # both ranks make the same
+PIPES = count()  # the same numbers on both ranks
 
 
 def late_receiver(pipe: Pipeline, mesh: Mesh) -> None:
-    """Rank 1 comes when rank 0 has sent all activations: all are under way at once. Nothing is wrong with that."""
+    """Start rank 1 after rank 0 has sent all activations: all are in flight at once, which is right."""
     run, send, store = pipe.executor.run, pipe.executor.send, _get_default_store()
     key, sent, begun = f"pipe {next(PIPES)}, sent", count(1), count(1)
 
@@ -83,7 +84,7 @@ def late_receiver(pipe: Pipeline, mesh: Mesh) -> None:
 
 
 def one_buffer(pipe: Pipeline, mesh: Mesh) -> None:
-    """Every activation is sent from the same memory, which the one before it may not have left yet."""
+    """Broken: sends every activation from the same buffer, while the one before may still be in flight."""
     late_receiver(pipe, mesh)
     executor, send = pipe.executor, pipe.executor.send
     buffers: dict[str, Tensor] = {}
@@ -114,9 +115,9 @@ EXHIBITS: dict[str, tuple[str, int, Prepare]] = {  # schedule, replicas, what is
 
 
 def visit(rt: Runtime, names: list[str]) -> dict[str, dict[str, dict[str, Difference]]]:
-    """Differences of each exhibit to one device, for each optimizer."""
+    """Return each exhibit's differences from one device, for each optimizer."""
     found: dict[str, dict[str, dict[str, Difference]]] = {}
-    alone = Group("one", 0, 1, (rt.rank,))
+    alone = Group.alone()
     for optimizer in OPTIMIZERS:
         model = make_model(OPTIONS, rt.device)
         step = training_step(Version(model), Batches(OPTIONS, alone, rt.device), alone)
@@ -139,7 +140,7 @@ def visit(rt: Runtime, names: list[str]) -> dict[str, dict[str, dict[str, Differ
 
 @pytest.fixture(scope="module")
 def visited() -> dict[str, dict[str, dict[str, Difference]]]:
-    """The worst rank's differences of each exhibit."""
+    """Return the largest differences of each exhibit over all ranks."""
     worst: dict[str, dict[str, dict[str, Difference]]] = {}
     for ranks in (2, 4):
         names = [name for name, (_, replicas, _) in EXHIBITS.items() if 2 * replicas == ranks]
@@ -170,7 +171,7 @@ def test_right(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) 
 
 
 def test_adamw_hides_what_sgd_shows(visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
-    """Gradients four times too large: under AdamW the loss is right to three digits, so a loss curve proves nothing."""
+    """With gradients 4 times too large, AdamW's loss is right to 3 digits: a loss curve proves nothing."""
     found = visited["a loss that is not divided by the micro-batches"]
     assert found["adamw"]["gradient norm"].value == pytest.approx(OPTIONS.micro_batches - 1, rel=3e-2)
     assert found["adamw"]["loss"].value < 1e-3  # at most 9e-5 in 35 texts and seeds

@@ -1,6 +1,6 @@
-"""Museum of silent bugs, a split sequence: each trains, none crashes, and no shape is wrong.
+"""Museum of silent bugs, a split sequence: each bug trains without a crash, and every shape is right.
 
-For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+For each bug the broken version runs first and must be caught, then the right one must pass. The check is
 equality with one device in every gradient and weight; `pytest -s tests/test_museum_sp.py` prints the numbers.
 """
 
@@ -13,29 +13,30 @@ from typing import Any
 import pytest
 import torch
 from museum import UNSEEN, show
-from sp_block import KERNELS
-from sp_ring_attention import Passing, RingAttention
-from sp_sequence_parallel import ORDERS, sequence_parallel
-from sp_split import split_sequence
-from sp_training import SequenceOptions
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, Difference, compare, follow
-from common.mesh import Mesh
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.placement import sum_gradients
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, make_model
 
-ALONE = Group("one", 0, 1, (0,))
+from sp_block import KERNELS
+from sp_options import SequenceOptions
+from sp_ring_attention import Passing, RingAttention
+from sp_sequence_parallel import ORDERS, sequence_parallel
+from sp_split import split_sequence
+
+ALONE = Group.alone()
 OPTIONS = SequenceOptions(model="llama-tiny", batch=2, micro_batches=1, sequence=24, steps=3)
 
 
 class FirstKeysAgain(RingAttention):
-    """The forward pass is right. The backward pass goes round with the keys that it began with."""
+    """Broken: the forward pass is right, the backward pass uses this rank's own keys in all ring steps."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,7 +56,7 @@ class FirstKeysAgain(RingAttention):
 
 
 def first_keys_again(model: Transformer, group: Group) -> None:
-    """A ring whose backward pass forgets to receive."""
+    """Give every layer a ring whose backward pass forgets to receive keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return FirstKeysAgain.apply(q, k, v, causal, group, "contiguous", KERNELS["library"])
@@ -65,23 +66,23 @@ def first_keys_again(model: Transformer, group: Group) -> None:
 
 
 def from_zero(positions_s: Tensor) -> Tensor:
-    """Every rank counts its own tokens."""
+    """Broken: numbers each rank's tokens from 0."""
     return torch.arange(len(positions_s))
 
 
 def mean_of_means(here: int, everywhere: int, ranks: int) -> float:
-    """Each rank divides by its own targets, then the ranks by their number."""
+    """Broken: divides by the rank's own number of targets, and by the number of ranks."""
     return 1 / (max(here, 1) * ranks)
 
 
 def contiguous_positions(positions_s: Tensor, group: Group) -> Tensor:
-    """The places that the rank would have in contiguous order."""
+    """Broken: returns the rank's positions in contiguous order."""
     return torch.arange(len(positions_s)) + group.rank * len(positions_s)
 
 
 @dataclass
 class Recipe:
-    """A way to train on a split sequence."""
+    """A way to train on a split sequence: attention, set-up, positions and the scale of the loss."""
 
     attention: str = "ring"
     set_up: Callable[[Transformer, Group], None] = lambda model, group: None
@@ -102,13 +103,13 @@ EXHIBITS = {
 
 
 def padded(step: int) -> tuple[Tensor, Tensor]:
-    """A batch whose samples end early: the last rank has few targets."""
+    """Return a batch whose samples end early: the last rank has few targets."""
     ((tokens_BS, targets_BS),) = Batches(OPTIONS, ALONE, torch.device("cpu")).parts(step)
     return tokens_BS, targets_BS.index_fill(1, torch.arange(15, 24), -100)
 
 
 def train(model: Transformer, recipe: Recipe, group: Group, mesh: Mesh | None) -> Callable[[int], Tensor]:
-    """The training step as `recipe` has it; without a mesh on one device."""
+    """Return the training step of `recipe`; without a mesh, on one device."""
     if mesh:
         sequence_parallel(model, group, recipe.attention)
         recipe.set_up(model, group)
@@ -131,7 +132,7 @@ def train(model: Transformer, recipe: Recipe, group: Group, mesh: Mesh | None) -
 
 
 def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
-    """Differences of the exhibit to one device, for each optimizer."""
+    """Return the exhibit's differences from one device, for each optimizer."""
     found = {}
     for optimizer in OPTIMIZERS:
         model = make_model(OPTIONS, rt.device)

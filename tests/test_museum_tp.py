@@ -1,6 +1,6 @@
-"""Museum of silent bugs, tensor parallelism: each trains, none crashes, and all have been shipped.
+"""Museum of silent bugs, tensor parallelism: each bug trains without a crash, and all have been shipped.
 
-For each the broken version is run first and must be caught, then the right one must pass. What catches them is
+For each bug the broken version runs first and must be caught, then the right one must pass. The check is
 equality with one device in every gradient and weight; `pytest -s tests/test_museum_tp.py` prints the numbers.
 The loss of the first step is right in all of them.
 """
@@ -18,17 +18,18 @@ import torch
 import torch.nn.functional as F
 from museum import Found, is_right, visit_all
 from torch import Tensor
-from tp_megatron import MegatronOptions, SharedRows, tensor_parallel
 
-from common import collectives, comm
-from common.comm import Group
-from common.equality import OPTIMIZERS, compare, follow
-from common.mesh import Mesh
+from common import comm
+from common.comm import Group, collectives
+from common.comm.mesh import Mesh
+from common.comm.placement import gradient_norm, sum_gradients
+from common.launch.runtime import Runtime
+from common.lesson.equality import OPTIMIZERS, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
 from common.models.configs import CONFIGS, llama
 from common.models.transformer import Transformer
-from common.placement import gradient_norm, sum_gradients
-from common.runtime import Runtime
-from common.training import Batches, Version, make_model, training_step
+
+from tp_megatron import MegatronOptions, SharedRows, tensor_parallel
 
 CONFIGS["museum-llama"] = llama(layers=2, width=32, heads=4, kv_heads=1, mlp_width=44, sequence=16)
 OPTIONS = MegatronOptions(model="gpt2-tiny", batch=3, sequence=8, steps=3)
@@ -37,7 +38,7 @@ Finish = Callable[[Transformer, Mesh], None]
 
 
 def rule(model: Transformer, mesh: Mesh) -> None:
-    """What the right version does after the backward pass."""
+    """Synchronise gradients as the right version does."""
     sum_gradients(model.parameters(), mesh)
 
 
@@ -53,7 +54,7 @@ def clip_by_the_norm(model: Transformer, mesh: Mesh) -> None:
 
 
 def clip_by_all_squares(model: Transformer, mesh: Mesh) -> None:
-    """Sums the squares of every rank, those of the norms and biases that all ranks have as well."""
+    """Broken: sums the squares of all ranks, so that replicated norms and biases count more than once."""
     rule(model, mesh)
     squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
     total = squares.sum()
@@ -66,7 +67,7 @@ def nothing(model: Transformer, mesh: Mesh) -> None: ...
 
 @contextmanager
 def averaged_activations() -> Iterator[None]:
-    """The mean of an activation over ranks, for a plot, is taken in place once the layer has used it."""
+    """Broken: averages an activation over ranks in place, for a plot, once the layer has used it."""
     plain = F.gelu
 
     def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -79,12 +80,12 @@ def averaged_activations() -> Iterator[None]:
 
 
 def unsummed_heads(self: SharedRows, x_BSD: Tensor) -> Tensor:
-    """The rows of the shared weight, without the sum over those who share it."""
+    """Broken: uses rows of the shared weight without summing its gradient over the ranks that share it."""
     return F.linear(x_BSD, self.weight[self.rows])
 
 
 def summed_again(x: Tensor, group: Group) -> Tensor:
-    """An all-reduce whose adjoint is an all-reduce: right where each rank has its own loss, n times too much here."""
+    """Broken: an all-reduce as its own adjoint: right for a loss per rank, here n times too large."""
     return collectives._linear(
         x, lambda x: collectives._summed(x, group), lambda dy: collectives._summed(dy, group)
     )
@@ -95,7 +96,7 @@ current: dict[str, Group] = {}
 
 @dataclass
 class Recipe:
-    """What is broken while the model runs, and what happens after the backward pass."""
+    """A bug: a patch that holds while the model runs, and the call after the backward pass."""
 
     broken: Callable[[], AbstractContextManager[object]] = nullcontext
     finish: Finish = rule
@@ -121,9 +122,9 @@ EXHIBITS = {
 
 
 def visit(rt: Runtime, name: str) -> Found:
-    """Differences to one device of one exhibit, for each optimizer, on this rank."""
+    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
     recipe, mesh = EXHIBITS[name], Mesh(rt.world, tp=rt.world_size)
-    alone = Mesh(Group("one", 0, 1, (rt.rank,)))
+    alone = Mesh(Group.alone())
     current["group"] = mesh.group("tp")
     o, found = replace(OPTIONS, model=recipe.model), {}
     batches = Batches(o, alone.world, rt.device)

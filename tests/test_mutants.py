@@ -1,4 +1,4 @@
-"""Mutants: mistakes in what both sides of a comparison share, or that even parts would hide. No lesson may prove them.
+"""Mutants: mistakes shared by both sides of a comparison, or hidden by even shards. Lessons must fail.
 
 Each mutant is patched into two ranks, which run the lesson as a reader would, on a small model.
 """
@@ -11,51 +11,52 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+import small_models  # noqa: F401  (its models are known by name)
+import torch
+from torch import Tensor
+
+from common import comm
+from common.comm import Group, Pending, sizes_of
+from common.data.text import lm_batch
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.models import known
+from common.models.transformer import attend, attend_and_drop, rotate
+
 import dp_accumulation
 import dp_basic
 import hybrid_5d
 import hybrid_proof
-import pytest
-import small_models  # noqa: F401  (its models are known by name)
-import torch
 import tp_megatron
 import tp_vocabulary
 from dp_accumulation import StepOptions
 from dp_training import DataParallelOptions
 from hybrid_rows import of_meshes
 from hybrid_training import HybridOptions
-from torch import Tensor
 from tp_megatron import MegatronOptions
 from tp_vocabulary import VocabularyOptions
-
-from common import comm
-from common.comm import Group, Pending, sizes_of
-from common.data.text import lm_batch
-from common.models import known
-from common.models.transformer import attend, attend_and_drop, rotate
-from common.runtime import Runtime
-from common.spawn import spawn
 
 all_reduce = comm.all_reduce
 
 
 def no_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention that sees what follows."""
+    """Broken: attends to later tokens."""
     return attend(q, k, v, False)
 
 
 def no_mask_where_dropped(q: Tensor, k: Tensor, v: Tensor, causal: bool, drop: Any) -> Tensor:
-    """The same where weights are dropped."""
+    """Broken: attends to later tokens, with dropout of attention weights."""
     return attend_and_drop(q, k, v, False, drop)
 
 
 def another_base(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary positions of three times the base."""
+    """Broken: rotary positions with three times the base."""
     return rotate(x, positions, 3 * base)
 
 
 def not_shifted(*given: Any) -> tuple[Tensor, Tensor]:
-    """Every token is its own target."""
+    """Broken: every token is its own target."""
     tokens_BS, targets_BS = lm_batch(*given)
     return tokens_BS, tokens_BS.where(targets_BS != -100, targets_BS)
 
@@ -63,14 +64,14 @@ def not_shifted(*given: Any) -> tuple[Tensor, Tensor]:
 def padding_counts(
     logits_BSv: Tensor, targets_BS: Tensor, group: Group, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """The vocabulary-parallel loss of all targets, those that do not count among them."""
+    """Broken: the vocabulary-parallel loss counts ignored targets."""
     begin, targets_N = sum(sizes_of(vocabulary, group.size)[: group.rank]), targets_BS.flatten()
     loss_N = tp_vocabulary._CrossEntropy.apply(logits_BSv.flatten(0, -2), targets_N, begin, group)
     return loss_N.sum(), torch.tensor(targets_N.numel())
 
 
 class OffByOne(tp_vocabulary.VocabularyParallelEmbedding):
-    """Every rank but the first begins a row too late."""
+    """Broken: every rank but the first begins one row too late."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -78,7 +79,7 @@ class OffByOne(tp_vocabulary.VocabularyParallelEmbedding):
 
 
 def own_targets(x: Tensor, group: Group, *given: Any, **more: Any) -> Pending:
-    """The mean of the ranks' means: each divides by its own targets, times the ranks."""
+    """Broken: each rank divides by its own number of targets, times the number of ranks."""
     mine = x * group.size
     pending = all_reduce(x, group, *given, **more)
     if x.dtype == torch.int64:
@@ -87,14 +88,14 @@ def own_targets(x: Tensor, group: Group, *given: Any, **more: Any) -> Pending:
 
 
 def in_float32(x: Tensor, group: Group, *given: Any, **more: Any) -> Pending:
-    """One rank rounds the gradients that it sends."""
+    """Broken: rank 1 rounds large gradients to float32 before it sends them."""
     if x.dtype == torch.float64 and x.numel() > 1000 and group.rank == 1:
         x.copy_(x.float())
     return all_reduce(x, group, *given, **more)
 
 
 def prove_meshes(rt: Runtime, *meshes: str) -> bool:
-    """The rows of the proof table for these meshes."""
+    """Return True if all rows of the proof table for these meshes hold."""
     ((_, rows),) = of_meshes(meshes).items()
     return all(row.holds for row in hybrid_proof.prove(rt, rows, show=False))
 
@@ -122,7 +123,7 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], Lesson]] = {
     "no causal mask, rows": ({"common.models.transformer.attend": no_mask}, (prove_meshes, "dp=2")),
     "no causal mask, dropout": ({"common.models.transformer.attend_and_drop": no_mask_where_dropped}, DROPOUT),
     "rotary base x 3, dp": ({"common.models.transformer.rotate": another_base}, DATA),
-    "targets not shifted, dp": ({"common.training.lm_batch": not_shifted}, DATA),
+    "targets not shifted, dp": ({"common.lesson.training.lm_batch": not_shifted}, DATA),
     "padding counts, vocabulary": (LOSS, VOCABULARY),
     "padding counts, rows": (LOSS, (prove_meshes, "tp=2")),
     "embedding off by one": ({"tp_vocabulary.VocabularyParallelEmbedding": OffByOne}, VOCABULARY),
@@ -136,7 +137,7 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], Lesson]] = {
 
 
 def verdicts(rt: Runtime) -> dict[str, tuple[bool, str]]:
-    """Of each mutant whether its lesson held on this rank, and the last line that it said."""
+    """Return, per mutant, the lesson's verdict on this rank and the last line of its output."""
     found = {}
     for name, (patches, (main, options)) in MUTANTS.items():
         known.check_family.cache_clear()

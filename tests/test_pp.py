@@ -1,4 +1,4 @@
-"""Pipelines in PyTorch: every schedule equal to one device at every world size, in the order that it says."""
+"""Pipelines in PyTorch: every schedule equal to one device at every world size, in the order of its lists."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 import torch
 from mpi.launch import refused
+from torch import nn
+
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.comparison import Lesson
+from common.lesson.equality import KINDS as DIFFERENCES
+from common.lesson.equality import OPTIMIZERS, Followed, compare, follow
+from common.lesson.training import Batches, Version, make_model, shape_of, training_step
+from common.models.configs import CONFIGS, gpt2, llama
+
 from pp_checker import held
 from pp_deferred import Deferred
 from pp_pipeline import Pipeline
 from pp_schedule import COMPUTE
 from pp_schedules import KINDS, make_schedule
 from pp_stages import by_cost
-from pp_training import PipelineOptions, lesson, make_batches, make_version, run_bytes
-from torch import nn
-
-from common.comm import Group
-from common.equality import KINDS as DIFFERENCES
-from common.equality import OPTIMIZERS, Followed, compare, follow
-from common.ledger import Ledger
-from common.mesh import Mesh
-from common.models.configs import CONFIGS, gpt2, llama
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, shape_of, training_step
+from pp_training import PipelineOptions, lesson, make_batches, make_version, step_bytes
 
 CONFIGS["pp-gpt2"] = replace(gpt2(layers=8, width=16, heads=2, sequence=16), dropout=0.2)
 CONFIGS["pp-llama"] = llama(layers=9, width=16, heads=2, kv_heads=1, mlp_width=24, sequence=16)
@@ -46,10 +48,13 @@ ALL: list[Case] = [
 ]
 
 
+LESSON = Lesson("pp", {}, step_bytes)
+
+
 def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]:
-    """The largest differences of SGD and AdamW in each case; bytes counted are the formula's."""
+    """Return the largest differences under SGD and AdamW in each case; check the bytes by formula."""
     results = []
-    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group.alone()
     references: dict[tuple[str, str], Followed] = {}
     for name, model_name, more in cases:
         o = PipelineOptions(model=model_name, batch=7, sequence=6, steps=2, **more)
@@ -65,7 +70,7 @@ def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]
                 step = training_step(version, make_batches(o, rt.world, rt.device), alone)
                 followed = follow(model, optimizer, o.steps, step, mesh)
             found = compare(references[model_name, optimizer], followed)
-            assert ledger.bytes() == run_bytes(name, shape_of(o), rt.world, o), (
+            assert ledger.bytes() == LESSON.bytes_of_run(name, shape_of(o), rt.world, o), (
                 name,
                 model_name,
             )
@@ -84,7 +89,10 @@ def test_equal_to_one_device(world: int) -> None:
 
 
 def observe(rt: Runtime, names: list[str]) -> list[bool]:
-    """What each schedule did on this rank, against its list; what was kept at most, against the checker."""
+    """Return three checks of each schedule on this rank.
+
+    It computed in the order of its list, its peak of held activations is the checker's, and nothing is left.
+    """
     seen = []
     for name in names:
         o = PipelineOptions(model="pp-gpt2", batch=7, sequence=6, micro_batches=5)
@@ -101,7 +109,7 @@ def observe(rt: Runtime, names: list[str]) -> list[bool]:
             most = max(most, len(executor.outputs) + len(waiting) + (i.op in ("B", "W")))
 
         executor.compute = watched  # type: ignore[method-assign]
-        alone = Group("one", 0, 1, (rt.rank,))
+        alone = Group.alone()
         training_step(Version(model, run=pipe.run), make_batches(o, rt.world, rt.device), alone)(0)
         order = [e.instruction for e in executor.events]
         seen.append(order == [i for i in pipe.schedule.lists[rt.rank] if i.op in COMPUTE])
@@ -138,9 +146,9 @@ def test_deferred_weight_gradients_are_the_same() -> None:
 
 
 def cut_by_cost(rt: Runtime) -> list[float]:
-    """Stages of 1, 2 and 5 layers."""
+    """Train one step with stages of 1, 2 and 5 layers; return this rank's layer count and the differences."""
     o = PipelineOptions(model="pp-gpt2", batch=3, sequence=6, micro_batches=3)
-    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group.alone()
     model = make_model(o, rt.device)
     reference = follow(model, "sgd", 1, training_step(Version(model), Batches(o, alone, rt.device), alone))
     model = make_model(o, rt.device)

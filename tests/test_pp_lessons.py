@@ -1,25 +1,26 @@
-"""Lessons of chapter 02: what they prove, what they print, what they refuse."""
+"""Lessons of chapter 02: proofs, output, and refused options."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from mpi.launch import refusal, refused
+
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.models.configs import CONFIGS, gpt2
+
 import pp_languages
 import pp_manual
 import pp_memory
 import pp_torch
-import pytest
-from mpi.launch import refusal, refused
 from pp_checker import held
 from pp_languages import LanguageOptions
 from pp_memory import VERSIONS, MemoryOptions, held_by_formula
 from pp_schedules import make_schedule
 from pp_torch import TorchOptions
 from pp_training import PipelineOptions
-
-from common.models.configs import CONFIGS, gpt2
-from common.runtime import Runtime
-from common.spawn import spawn
 
 CONFIGS["pp-four"] = gpt2(layers=4, width=16, heads=2, sequence=16)
 CHAPTER = Path(__file__).resolve().parents[1] / "02-pipeline-parallelism/pytorch"

@@ -1,4 +1,4 @@
-"""pp_libtorch: the Python module against the plain Transformer, on gloo and on MPI; the lists it takes; the program."""
+"""pp_libtorch: the Python module against the plain Transformer on gloo and on MPI; schedules; the program."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, on_gloo, on_mpi, run
-from pp_checker import ScheduleError, check
-from pp_schedules import KINDS, make_schedule
 
 from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text
-from common.equality import OPTIMIZERS
+from common.lesson.equality import OPTIMIZERS
 from common.models.transformer import Transformer, config
+
+from pp_checker import ScheduleError, check
+from pp_schedules import KINDS, make_schedule
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 def equal(found: list[dict[str, Any]]) -> None:
-    """Every rank's outcomes, of every schedule."""
+    """Check every rank's outcomes, of every schedule."""
     from mpi.pp_libtorch_worker import CONFIG
 
     whole = dict(Transformer(CONFIG).named_parameters())
@@ -68,8 +69,9 @@ def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
 
 def test_gradients_of_matrices_wait_for_w() -> None:
     need_module("pp_libtorch")
-    import pp_libtorch
     from mpi.pp_libtorch_worker import CONFIG, batch
+
+    import pp_libtorch
 
     whole, one, late = dict(Transformer(CONFIG).named_parameters()), pp_libtorch.Ranks(None), set()
     pipe = pp_libtorch.Pipeline(whole, CONFIG.heads, "F 0 0;I 0 0;W 0 0", one, one)
@@ -119,7 +121,7 @@ def test_its_checks_find_what_those_of_python_find() -> None:
 
 
 def losses(optimizer: str) -> list[float]:
-    """Of two steps of the plain model in Python."""
+    """Return the losses of two steps of the plain model in Python."""
     model, found = Transformer(config("gpt2-deep"), 0, torch.float64), []
     chosen = OPTIMIZERS[optimizer](list(model.parameters()))
     for step in range(2):

@@ -1,4 +1,4 @@
-"""pp_mpi on 1 to 4 ranks against the plain MLP under autograd; bytes, order, the check of lists, the binary."""
+"""pp_mpi on 1 to 4 ranks against the plain MLP under autograd; bytes, order, schedule checks, the binary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, run, run_worker
-from pp_schedule import COMPUTE, Schedule, connect
-from pp_schedules import KINDS, make_schedule
-from pp_simulator import Times, simulate
 
 from common.benchmarks.measures import problem
 from common.data.text import rank_slice
 from common.models.mlp import MLP
+
+from pp_schedule import COMPUTE, Schedule, connect
+from pp_schedules import KINDS, make_schedule
+from pp_simulator import Times, simulate
 
 # Nine layers, all widths different from their neighbours', so that stages are uneven and messages differ in length.
 SIZES, STEPS = [16, 12, 10, 14, 8, 12, 10, 12, 9, 16], 3
@@ -45,7 +46,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each number of ranks what each rank found: its part of every case, and what was refused."""
+    """Run one mpirun; return {number of ranks: per rank, (its part of every case, errors)}."""
     need_module("pp_mpi")
     found: dict[str, Any] = run_worker(
         4, "pp_mpi_worker.py", tmp_path_factory.mktemp("pp"), json.dumps(CASES)
@@ -55,7 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def outcomes(results: dict[str, Any]) -> list[tuple[dict[str, Any], Schedule, list[dict[str, Any]]]]:
-    """Each case on each number of ranks: the case, its schedule, each rank's part."""
+    """Return, for each number of ranks and case: the case, its schedule, and each rank's results."""
     return [
         (
             case,
@@ -69,7 +70,7 @@ def outcomes(results: dict[str, Any]) -> list[tuple[dict[str, Any], Schedule, li
 
 @functools.cache
 def reference(batch: int, steps: int, optimizer: str) -> dict[str, Any]:
-    """Losses and norms of each step, the last gradients, and the weights after it, of one model."""
+    """Train on one device; return losses and norms per step, the last gradients, and the final weights."""
     model = MLP(SIZES, seed=3, dtype=torch.float64)
     update: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if optimizer == "adamw":
@@ -132,7 +133,7 @@ def test_ranks_compute_what_the_list_says_in_its_order(results: dict[str, Any]) 
 
 
 def test_1f1b_holds_less_than_gpipe(results: dict[str, Any]) -> None:
-    """Nine micro-batches of two ranks: GPipe keeps all nine on both, 1F1B two and one."""
+    """With nine micro-batches on two ranks, GPipe stores all nine on both ranks, 1F1B two and one."""
     first = {
         case["schedule"]: [part["buffers"] for part in parts]
         for case, _, parts in outcomes(results)

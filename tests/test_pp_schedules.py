@@ -1,4 +1,4 @@
-"""Schedules without a model: proved right, simulated against their formulas, and what the checker catches."""
+"""Schedules without a model: checked, simulated against their formulas; and errors that the checker finds."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from common.errors import UsageError
+
 from pp_checker import ScheduleError, check, held
 from pp_schedule import COMPUTE, Instruction, Schedule, connect, in_a_line, read, settled
 from pp_schedules import KINDS, bubble, make_schedule
 from pp_simulator import Times, simulate
 from pp_stages import by_cost, evenly
 
-from common.errors import UsageError
-
 NAMES = tuple(KINDS)
 sizes = {"ranks": st.integers(1, 8), "micro_batches": st.integers(1, 16), "chunks": st.integers(1, 4)}
 
 
 def drawn(**strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """hypothesis' given: enough examples, and as long as a busy machine takes."""
+    """Return hypothesis' `given` with 60 examples and no deadline, for busy machines."""
     return lambda test: settings(deadline=None, max_examples=60)(given(**strategies)(test))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @drawn(**sizes)
 def test_every_schedule_is_right(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
-    """make_schedule checks; times and messages that differ do not stop it, and its text is itself."""
+    """Every schedule passes its check, ends with varying times and messages, and survives as text."""
     schedule = make_schedule(name, ranks, micro_batches, chunks)
     assert read(str(schedule)) == schedule.lists
     line = simulate(schedule, lambda i: 1 + (7 * i.stage + 3 * i.micro) % 5, message=2)
@@ -41,7 +42,7 @@ def test_every_schedule_is_right(name: str, ranks: int, micro_batches: int, chun
 @pytest.mark.parametrize("name", NAMES)
 @drawn(**sizes)
 def test_the_bubble_is_the_formulas(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
-    """Exactly, for equal times and enough micro-batches; those in order do not even need I = W."""
+    """With enough micro-batches the bubble is the formula's; only ZB schedules need equal times for this."""
     formula = bubble(name, ranks, micro_batches, chunks)
     schedule = make_schedule(name, ranks, micro_batches, chunks)
     if formula is not None:
@@ -62,7 +63,7 @@ def test_zb_h1_waits_a_third_and_holds_no_more(ranks: int, more: int) -> None:
 
 @drawn(ranks=st.integers(1, 8), more=st.integers(0, 8))
 def test_what_ranks_hold(ranks: int, more: int) -> None:
-    """1F1B: p - r micro-batches; GPipe: all; ZB-V: 2p chunks of half the size, on every rank."""
+    """Ranks store p - r micro-batches in 1F1B, all in GPipe, 2p chunks of half the size in ZB-V."""
     M = 2 * ranks + more
     everyone = range(ranks)
     for name, each in (("gpipe", M), ("zb-h1", ranks), ("zb-v", 2 * ranks)):
@@ -75,7 +76,7 @@ def test_what_ranks_hold(ranks: int, more: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @drawn(ranks=st.integers(2, 6), micro_batches=st.integers(1, 12))
 def test_what_shows_that_a_send_is_over(name: str, ranks: int, micro_batches: int) -> None:
-    """With every time and delay drawn anew, what `settled` says is over has been read when the receive comes."""
+    """Sends that `settled` reports as over have been read when the receive is used, for varying times."""
     schedule = make_schedule(name, ranks, micro_batches)
     line = simulate(schedule, lambda i: 1 + (13 * i.stage + 5 * i.micro) % 7, message=1)
     begins = {e.instruction: e.start for e in line.events}
@@ -89,7 +90,7 @@ def test_what_shows_that_a_send_is_over(name: str, ranks: int, micro_batches: in
 
 
 def changed(schedule: Schedule, rank: int, edit: dict[int, Instruction | None]) -> Schedule:
-    """The schedule with some of a rank's instructions replaced or, by None, taken away."""
+    """Return the schedule with some of a rank's instructions replaced, or removed by None."""
     row = [edit.get(at, i) for at, i in enumerate(schedule.lists[rank])]
     lists = list(schedule.lists)
     lists[rank] = tuple(i for i in row if i)
@@ -120,7 +121,7 @@ def test_the_checker_names_what_is_wrong(rank: int, take: str, put: str | None, 
 
 
 def test_messages_that_cross_are_caught() -> None:
-    """Receives in another order than sends: gloo would mix them up, NCCL would hand over the wrong micro-batch."""
+    """Receives in another order than the sends are refused: gloo and NCCL would deliver the wrong ones."""
     right = make_schedule("gpipe", 2, 3)
     first, second = (place(right, 1, f"RX 1 {m}") for m in (0, 1))
     row = right.lists[1]
@@ -131,7 +132,7 @@ def test_messages_that_cross_are_caught() -> None:
 
 
 def test_a_deadlock_is_caught() -> None:
-    """Rank 0 wants the gradient of micro-batch 0 before it computes what rank 1 needs to come to it."""
+    """A deadlock is reported: rank 0 waits for a gradient that depends on an activation it has not sent."""
     F, B = (lambda s, m: Instruction("F", s, m)), (lambda s, m: Instruction("B", s, m))
     lists = [[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]
     with pytest.raises(
@@ -146,7 +147,7 @@ def test_text_that_is_no_schedule() -> None:
 
 
 def test_the_generators_need_no_torch() -> None:
-    """The C++ executors ask for their lists; that must not take seconds."""
+    """The generators import no torch: the C++ executors call them, which must not take seconds."""
     folder = Path(sys.modules["pp_schedules"].__file__ or "").parent
     code = "import pp_schedules as s, sys; assert 'torch' not in sys.modules; print(s.make_schedule('1f1b', 2, 1))"
     done = subprocess.run(
@@ -163,7 +164,7 @@ def test_the_generators_need_no_torch() -> None:
     after=st.integers(0, 9),
 )
 def test_cuts(costs: list[int], stages: int, before: int, after: int) -> None:
-    """All layers in order, none empty; no other cut has a faster slowest stage."""
+    """Cuts hold all layers in order, none is empty, and no other cut has a faster slowest stage."""
     if len(costs) < stages:
         with pytest.raises(UsageError, match=f"at most {len(costs)} stages would do"):
             by_cost(costs, stages)

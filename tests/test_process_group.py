@@ -1,4 +1,4 @@
-"""The process group without Python, and that MPI ends once and in peace, whoever goes first."""
+"""The process group without Python; and MPI ends once and without errors, whichever rank leaves first."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ NEVER_DESTROYED = """
 import ctypes
 from mpi4py import MPI
 import torch, torch.distributed as dist
-from common.mpi_backend import register
+from common.launch.mpi_backend import register
 register()
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 dist.init_process_group("fived", store=dist.HashStore(), rank=rank, world_size=size)
@@ -33,7 +33,7 @@ def ending(ranks, how=""):
 
 @pytest.fixture
 def segments():
-    """Shared memory of a process that was killed, which goes, and of one that lives, which stays."""
+    """Make two segments of shared memory; check that only the one of the dead process has been removed."""
     dead, living = (Path(f"/dev/shm/sm_segment.{name}-{os.getpid()}") for name in ("dead", "living"))
     dead.write_bytes(bytes(4096))
     living.write_bytes(bytes(4096))

@@ -1,4 +1,4 @@
-"""The profiler puts time into the right class, joins the ranks' traces and leaves the script as it was."""
+"""The profiler assigns time to the right class, joins the ranks' traces and leaves the script unchanged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from common import comm, lesson
-from common import spawn as spawning
+from common import comm
 from common.errors import RankError, UsageError
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch import spawn as spawning
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson import runner as lesson
 from common.utils import profiler, timeline
 from common.utils.profiler import Report, profile
 from common.utils.timeline import Event
@@ -40,7 +41,7 @@ def multiplying(rt: Runtime) -> None:
 
 
 def rank_1_is_late(rt: Runtime, phase: str) -> None:
-    """Rank 1 sleeps once all others say that they are here."""
+    """Let rank 1 sleep after all others have arrived."""
     store = _get_default_store()
     if rt.rank != 1:
         store.set(f"{phase}/{rt.rank}", "")
@@ -174,7 +175,7 @@ def test_a_script_with_its_own_process_group(tmp_path: Path) -> None:
 
 
 def in_this_process(monkeypatch: pytest.MonkeyPatch, *command: str | Path) -> object:
-    """The command line without a new Python; its exit code."""
+    """Run the command line in this process; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["profiler.py", *map(str, command)])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(spawning, "spawn", spawn)
@@ -214,7 +215,7 @@ LESSON = '''
 """A lesson."""
 import torch
 from common import comm
-from common.lesson import LessonOptions, run
+from common.lesson.runner import LessonOptions, run
 def main(rt, options):
     comm.all_reduce(torch.ones(10), rt.world)
     return options.steps == 3

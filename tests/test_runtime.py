@@ -1,4 +1,4 @@
-"""Launchers, by their environments and for real; failures end the world with one clear message."""
+"""Launchers, by their environment variables and started; failures end the world with one clear message."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import dp_basic
 import pytest
 import torch
 from mpi.launch import ended, refusal
 
-from common import runtime as module
 from common.errors import RankError, UsageError
-from common.launch import Launch, resolve
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch import runtime as module
+from common.launch.launcher import Launch, resolve
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 from scripts import small_lesson
+
+import dp_basic
 
 NOBODY_WAITS = ("--timeout", "1000")  # longer than a test may last
 SCRIPT = Path(__file__).parent / "scripts" / "small_lesson.py"
@@ -41,7 +42,7 @@ def launch(command: list[str], **environment: str) -> subprocess.CompletedProces
 def start(
     launcher: str, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script on two ranks. Those that it would spawn are spawned from here: Python and torch are running."""
+    """Run the script on two ranks. With "spawn", start it from this process, where torch is imported."""
     if launcher != "spawn":
         return launch([*LAUNCHERS[launcher], *arguments])
     code = ended(small_lesson.main, small_lesson.Options, "--nproc", "2", *arguments)
@@ -60,7 +61,7 @@ def test_three_ways_to_start(launcher: str) -> None:
 def test_a_rank_that_raises_is_the_one_shown(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     done = start(launcher, capsys, "--bad", "1", *NOBODY_WAITS)
     assert done.returncode == 1
-    by_torchrun = launcher == "torchrun"  # it repeats what a rank says, at the end
+    by_torchrun = launcher == "torchrun"  # torchrun repeats a rank's message at the end
     assert done.stderr.count("ArithmeticError: the reason") == 1 + by_torchrun
     assert "rank 1 failed:" in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1 + by_torchrun  # its agent's
@@ -173,7 +174,7 @@ def test_ranks_that_never_come_are_named() -> None:
 
 
 def broken_outputs() -> dict[str, int]:
-    """What the system says of each when it is written to."""
+    """Return file descriptors that fail when written to, by the system's error message."""
     reader, closed = os.pipe()
     os.close(reader)
     return {"No space left on device": os.open("/dev/full", os.O_WRONLY), "Broken pipe": closed}
@@ -199,8 +200,8 @@ def test_an_output_that_cannot_be_written_is_one_line(reason: str) -> None:
 
 @pytest.mark.parametrize("reason", ["", "No space left on device", "Broken pipe"])
 def test_text_from_before_the_check_of_the_output(reason: str) -> None:
-    """It comes first, or fails as later text would."""
-    script = "from common.program import *\nprint('first')\nrun_program(lambda: print('second') or 0)"
+    """Text printed before the output is checked comes first, or fails as later text would."""
+    script = "from common.launch.program import *\nprint('first')\nrun_program(lambda: print('second') or 0)"
     out = broken_outputs()[reason] if reason else subprocess.PIPE
     command, env = [sys.executable, "-c", script], os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env)

@@ -1,4 +1,4 @@
-"""The endless order of samples: a function of the position alone, every sample once an epoch on any mesh."""
+"""The endless order of samples: a function of the position alone, each sample once per epoch on any mesh."""
 
 from __future__ import annotations
 

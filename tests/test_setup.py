@@ -1,6 +1,6 @@
-"""The set-up: its messages for what is missing, what a second run does, and the mpirun that it leaves.
+"""The set-up: its messages for missing programs, a second run, and the mpirun that it installs.
 
-The script runs with stand-ins for Python, cmake and the compiler, so that each run takes a fraction of a second.
+The script runs with stand-ins for Python, cmake and the compiler, so that a run takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ case "$*" in
     echo "$*" >>"$CALLS"
     if [ "$*" = "$FAILS" ]; then exit 1; fi
     touch "${{0%/*}}/mpiexec" "${{0%/*}}/../etc/prte-mca-params.conf" "${{0%/*}}/../etc/openmpi-mca-params.conf" ;;
+"-m compileall "*) echo "$*" >>"$CALLS" ;;
 "-m common.utils.environment") echo "what was found" ;;
 *) exec "{sys.executable}" "$@" ;;
 esac
@@ -48,7 +49,7 @@ def program(path: Path, text: str) -> None:
 
 
 class Machine:
-    """A checkout, and a PATH that holds nothing but chosen programs."""
+    """A checkout, and a PATH with chosen programs only."""
 
     def __init__(self, folder: Path) -> None:
         self.bin, self.root = folder / "bin", folder / "a checkout"
@@ -70,7 +71,7 @@ class Machine:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
     def says(self, *parts: str, **variables: str) -> None:
-        """One line on stderr that holds `parts`, exit code 1, and no environment begun."""
+        """Check for one line on stderr that contains `parts`, exit code 1, and no environment begun."""
         run = self.setup(**variables)
         assert run.returncode == 1, run
         assert run.stderr.count("\n") == 1, run.stderr
@@ -85,7 +86,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def old_python(machine: Machine, version: tuple[int, int]) -> str:
-    """A Python that runs as the real one does, but believes that it is another version."""
+    """Return a script that runs this Python under another version number."""
     site = machine.bin / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(f"import sys\nsys.version_info = {(*version, 0, 'final', 0)}\n")
@@ -188,6 +189,14 @@ def test_clean_build_is_configured_again(machine: Machine) -> None:
     shutil.rmtree(machine.root / "build")
     assert machine.setup().returncode == 0
     assert "--preset release" in machine.calls.read_text()
+
+
+def test_packages_are_compiled_where_python_keeps_nothing(machine: Machine) -> None:
+    machine.setup()
+    assert "compileall" not in machine.calls.read_text()
+    (machine.venv / "made-from.txt").unlink()
+    assert machine.setup(PYTHONDONTWRITEBYTECODE="1").returncode == 0
+    assert "-m compileall -qq -j 0" in machine.calls.read_text()
 
 
 def test_torch_cpu_that_no_index_has(machine: Machine) -> None:

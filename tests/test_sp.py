@@ -1,4 +1,4 @@
-"""Sequence parallelism in PyTorch: equal to one device at every world size, by every attention; what is refused."""
+"""Sequence parallelism in PyTorch: equal to one device at every world size by every attention; bad input."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import pytest
-import sp_hybrid
-import sp_ring_attention
-import sp_sequence_parallel
 import torch
 from mpi.launch import refused
-from sp_basic import attention_bytes as gather_bytes
-from sp_block import KERNELS, merge_
-from sp_memory import MemoryOptions, activation_bytes, attention_peak, largest, model_peak, saved
-from sp_ring_attention import RingOptions, ring_attention, work
-from sp_sequence_parallel import ORDERS, sequence_parallel
-from sp_split import Order, places, split_sequence
-from sp_training import SequenceOptions, bytes_of_run, sp_group
-from sp_ulysses import attention_bytes as ulysses_bytes
-from sp_ulysses import copies
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from common.equality import OPTIMIZERS, TOLERANCE, Difference, Followed, compare, follow
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.comm.placement import sum_gradients
 from common.errors import UsageError
-from common.ledger import Ledger
-from common.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.comparison import Lesson
+from common.lesson.equality import OPTIMIZERS, TOLERANCE, Difference, Followed, compare, follow, watch
+from common.lesson.job import Job
+from common.lesson.training import Batches, Version, make_model, training_step
 from common.models import configs
 from common.models.transformer import attend
-from common.placement import sum_gradients
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, training_step
 
-ALONE = Group("one", 0, 1, (0,))
+import sp_hybrid
+import sp_ring_attention
+import sp_sequence_parallel
+from sp_block import KERNELS, merge_
+from sp_costs import allgather_bytes, copies, ring_bytes, step_bytes, ulysses_bytes
+from sp_memory import MemoryOptions, activation_bytes, attention_peak, largest, model_peak, saved
+from sp_options import SequenceOptions
+from sp_ring_attention import RingOptions, ring_attention, work
+from sp_sequence_parallel import ORDERS, sequence_parallel
+from sp_split import Order, places, split_sequence
+from sp_training import sp_group
+
+ALONE = Group.alone()
 # 8 heads divide over 1, 2, 4 and 8 ranks, 6 over 3; 2 and 3 key-value heads over few of them
 configs.CONFIGS |= {
     "sp-gpt2-8": configs.gpt2(layers=2, width=16, heads=8, sequence=48),
@@ -51,13 +53,19 @@ ATTENTIONS = tuple(ORDERS)
 
 def options(model: str, micro_batches: int = 1) -> SequenceOptions:
     return SequenceOptions(
-        model=model, batch=3, micro_batches=micro_batches, sequence=48, steps=2, versions=("",)
+        seed=0,  # the same in ranks, which know no --seed
+        model=model,
+        batch=3,
+        micro_batches=micro_batches,
+        sequence=48,
+        steps=2,
+        versions=("",),
     )
 
 
 @dataclass
 class Padded(Batches):
-    """The last tokens of every sample predict nothing: the last ranks have fewer targets, or none."""
+    """Batches whose samples end with ignored targets: the last ranks have fewer targets, or none."""
 
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
         parts = super().parts(step)
@@ -70,11 +78,11 @@ def batches(o: SequenceOptions, device: torch.device) -> Batches:
 
 @cache
 def one_device(model: str, optimizer: str) -> Followed:
-    """The reference, once for all worlds."""
+    """Train the reference, once for all world sizes."""
     o = options(model)
     plain = Version(without_dropped_weights(make_model(o, torch.device("cpu"))))
     step = training_step(plain, batches(replace(o, micro_batches=1), torch.device("cpu")), ALONE)
-    return replace(follow(plain.model, optimizer, o.steps, step), optimizer=None)
+    return follow(plain.model, optimizer, o.steps, step)
 
 
 def without_dropped_weights(model: torch.nn.Module) -> torch.nn.Module:
@@ -83,17 +91,15 @@ def without_dropped_weights(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def sent_by(attention: str, o: SequenceOptions, ranks: int) -> int:
-    if attention == "allgather":
-        return gather_bytes(o, ranks)
-    return ulysses_bytes(o, ranks) if attention == "ulysses" else sp_ring_attention.attention_bytes(o, ranks)
+BYTES = {"allgather": allgather_bytes, "ulysses": ulysses_bytes, "ring": ring_bytes, "zigzag": ring_bytes}
+LESSONS = {attention: Lesson("sp", {}, step_bytes(formula)) for attention, formula in BYTES.items()}
 
 
 Case = tuple[str, str, str, str]  # model, optimizer, attention, kernel
 
 
 def train(rt: Runtime, cases: list[tuple[Case, Followed]]) -> list[dict[str, Difference]]:
-    """Every case's differences to its reference; the ledger's bytes are checked on the way."""
+    """Return each case's differences from its reference; check the ledger's bytes."""
     found, mesh = [], Mesh(rt.world, sp=rt.world_size)
     group = mesh.group("sp")
     for (name, optimizer, attention, kernel), reference in cases:
@@ -105,7 +111,7 @@ def train(rt: Runtime, cases: list[tuple[Case, Followed]]) -> list[dict[str, Dif
         step = training_step(Version(model, finish=finish, split=split), batches(o, rt.device), group)
         with Ledger() as ledger:
             parallel = follow(model, optimizer, o.steps, step, mesh)
-        assert ledger.bytes() == bytes_of_run(model, group, o, sent_by(attention, o, group.size)), attention
+        assert ledger.bytes() == LESSONS[attention].bytes_of_run(attention, model, group, o), attention
         found.append(compare(reference, parallel))
     return found
 
@@ -135,7 +141,7 @@ def test_equal_to_one_device(world: int) -> None:
 
 
 def train_beside_replicas(rt: Runtime, model: str, reference: Followed) -> dict[str, Difference]:
-    """Two replicas, each of two pieces: samples are split along dp, tokens along sp."""
+    """Train two replicas of two shards: samples split along dp, tokens along sp; return the differences."""
     o, mesh = options(model), Mesh(rt.world, dp=2, sp=2)
     made, group = make_model(o, rt.device), mesh.group("sp")
     sequence_parallel(made, group, "zigzag")
@@ -154,15 +160,15 @@ def test_beside_data_parallelism() -> None:
 def train_hybrid(
     rt: Runtime, inner: int, model: str, references: dict[str, Followed]
 ) -> list[dict[str, Difference]]:
-    """SGD and AdamW in both orders; the ledger's bytes are checked on the way."""
+    """Train both orders of the hybrid, under SGD and AdamW; check the bytes, return the differences."""
     o = sp_hybrid.HybridOptions(**vars(replace(options(model), versions=sp_hybrid.VERSIONS)), inner=inner)
     mesh, found = Mesh(rt.world, sp=rt.world_size), []
     for (optimizer, reference), name in zip(references.items(), sp_hybrid.VERSIONS, strict=True):
-        made = sp_hybrid.make_version(name, make_model(o, rt.device), rt, o)
+        whole = make_model(o, rt.device)
+        job = Job(rt, o, name, whole, mesh, "sp", OPTIMIZERS[optimizer], o.steps, Padded)
         with Ledger() as ledger:
-            step = training_step(made, batches(o, rt.device), rt.world)
-            parallel = follow(made.model, optimizer, o.steps, step, mesh)
-        assert ledger.bytes() == sp_hybrid.run_bytes(name, made.model, rt.world, o)
+            parallel = watch(sp_hybrid.train(job), job, mesh)
+        assert ledger.bytes() == sp_hybrid.LESSON.bytes_of_run(name, whole, rt.world, o)
         found.append(compare(reference, parallel))
     return found
 
@@ -184,13 +190,13 @@ def test_hybrid(inner: int, across: int, model: str) -> None:
 
 
 def pieces(rt: Runtime, kv_heads: int) -> list[tuple[list[float], float]]:
-    """Attention alone against torch's: differences, and what is allowed."""
+    """Return differences of attention alone from torch's, each with its tolerance."""
     cases = ((True, torch.float64), (False, torch.float64), (True, torch.float32))
     return [(one_case(rt, kv_heads, *case), TOLERANCE[case[1]]) for case in cases]
 
 
 def one_case(rt: Runtime, kv_heads: int, causal: bool, dtype: torch.dtype) -> list[float]:
-    """o, dq, dk and dv of each attention and kernel."""
+    """Return the relative differences of o, dq, dk and dv, for each attention and kernel."""
     draw = torch.Generator().manual_seed(3)
     shapes = [(2, h, 24, 4) for h in (12, kv_heads, kv_heads, 12)]
     *qkv, do = (torch.randn(shape, generator=draw, dtype=dtype) for shape in shapes)
@@ -266,7 +272,7 @@ def test_copies_of_key_value_heads() -> None:
 
 
 def order_of_events(rt: Runtime) -> list[str]:
-    """Sends, multiplications and waits of a ring, in their order."""
+    """Return the sends, multiplications and waits of a ring, in their order."""
     events: list[str] = []
     plain, wait, kernel = comm.exchange, comm.Pending.wait, KERNELS["hand"]
 
@@ -302,7 +308,7 @@ def test_messages_travel_while_blocks_are_multiplied() -> None:
 
 
 def peaks(rt: Runtime) -> dict[tuple[object, str, int, int], int]:
-    """Peak bytes of a model and of one attention, by a ring of n ranks: 1024 tokens in all, and 256 on each rank."""
+    """Return the peak bytes of a model and of one attention: n ranks in a ring, 1024/n or 256 tokens each."""
     found, o = {}, MemoryOptions(shape=(1024, 32, 64), dtype="float32")
     for n in (1, 2, 4):
         group = Mesh(rt.world, dp=rt.world_size // n, sp=n).group("sp")
@@ -313,7 +319,11 @@ def peaks(rt: Runtime) -> dict[tuple[object, str, int, int], int]:
 
 
 def test_peak_of_the_ring_falls_with_ranks_and_does_not_grow_with_them() -> None:
-    """The model's from one device on; that of one attention from 2 ranks on, which have what travels as well."""
+    """Peak bytes fall as 1/n for 1024 tokens in all, and are constant at 256 tokens per rank.
+
+    This holds for the model from 1 rank on, and for attention alone from 2 ranks on, since these also hold
+    messages in flight.
+    """
     found = spawn(peaks, 4)[0]
     for name, (what, n) in itertools.product(
         ("ring", "zigzag"), (("model_peak", 1), ("model_peak", 2), ("attention_peak", 2))
@@ -324,7 +334,7 @@ def test_peak_of_the_ring_falls_with_ranks_and_does_not_grow_with_them() -> None
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_bytes_kept_by_formula(kernel: str) -> None:
-    """The lesson compares them itself; its attention is a small one here."""
+    """The bytes stored by the lesson's small attention match the formula."""
     o = MemoryOptions(shape=(96, 4, 4), kernel=kernel, dtype="float32")
     for exact in spawn(kept_bytes, 4, o):
         assert all(measured == formula for measured, formula in exact)
@@ -335,7 +345,7 @@ def kept_bytes(rt: Runtime, o: MemoryOptions) -> list[tuple[int, int]]:
     return [(saved(name, o, group, rt), activation_bytes(name, o, group)) for name in ATTENTIONS]
 
 
-# What cannot work
+# Bad input
 
 
 def test_sequences_that_do_not_divide() -> None:

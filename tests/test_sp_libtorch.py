@@ -1,4 +1,4 @@
-"""sp_libtorch: ring attention against scaled_dot_product_attention, on gloo and on MPI; the program; bad input."""
+"""sp_libtorch: ring attention against scaled_dot_product_attention on gloo and MPI; program; bad input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 def check(found: list[dict[str, Any]]) -> None:
-    """Every rank's outcomes."""
+    """Check every rank's outcomes."""
     n = len(found)
     for rank in found:
         for case, (difference, counted, formula) in rank["attention"].items():

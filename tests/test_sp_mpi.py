@@ -1,4 +1,4 @@
-"""sp_mpi on 1 to 4 ranks against torch's attention in float64; bytes, balance, the binary, what is refused."""
+"""sp_mpi on 1 to 4 ranks against torch's attention in float64; bytes, balance, the binary, bad input."""
 
 import itertools
 import json
@@ -22,14 +22,14 @@ CASES = [
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
 def results(request, tmp_path_factory):
-    """One mpirun for each number of ranks."""
+    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
     need_module("sp_mpi")
     folder = tmp_path_factory.mktemp("sp_mpi")
     return request.param, run_worker(request.param, "sp_mpi_worker.py", folder, json.dumps(CASES))
 
 
 def reference(shape, causal, order, dtype):
-    """The same attention on one device, by autograd on the matrix of all weights."""
+    """Compute the attention on one device, by autograd on the full matrix of weights."""
     batch, heads, kv_heads, sequence, width = shape
     draw = np.random.default_rng(7)
     sizes = [(batch, h, sequence, width) for h in (heads, kv_heads, kv_heads, heads)]
@@ -63,7 +63,7 @@ def test_parts_put_together_are_attention_on_one_device(results):
 
 
 def test_bytes_sent_are_those_of_the_ring(results):
-    """k and v go past all ranks but one, their gradients as far: 3 (P-1) times k and v over all ranks."""
+    """k and v visit all ranks but one, and so do their gradients: 3 (P-1) times k and v in all."""
     ranks, found = results
     for case, ours in zip(CASES, found["cases"], strict=True):
         batch, _, kv_heads, sequence, width = case["shape"]
@@ -117,7 +117,7 @@ def test_what_makes_no_attention_is_refused():
 
 
 def test_numbers_far_from_zero_do_not_overflow():
-    """Scores of some 1e4: without the largest score taken off, e^s is infinite."""
+    """Scores of about 1e4 do not overflow: without subtracting the largest score, e^s would be infinite."""
     need_module("sp_mpi")
     import sp_mpi
 

@@ -1,4 +1,4 @@
-"""Ranks start, return, fail and hang: what `spawn` and the watchdog under it say of each."""
+"""Spawned ranks start, return, fail and hang: the messages of `spawn` and of the watchdog under it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import psutil
 import pytest
 import torch
 
-from common import comm, watchdog
-from common import spawn as module
+from common import comm
 from common.comm import blocked_in
 from common.errors import RankError, UsageError
-from common.runtime import Runtime
-from common.spawn import spawn
+from common.launch import spawn as module
+from common.launch import watchdog
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 
 
 def add_up(rt: Runtime, extra: int) -> tuple[int, float]:
@@ -37,7 +38,7 @@ def test_results_come_in_rank_order(world: int) -> None:
 
 
 def terminated_while_it_fails(rt: Runtime) -> None:
-    """As under a launcher that ends all ranks when one has died: SIGTERM comes before the report is written."""
+    """Fail on rank 0, with a SIGTERM before the report, as from a launcher that ends all ranks."""
     if rt.rank == 0:
         describe = watchdog.describe
 
@@ -99,7 +100,7 @@ def write_and_sleep(rt: Runtime, folder: str) -> None:
 
 @pytest.fixture
 def long_folder(tmp_path: Path) -> str:
-    """For temporary files: spaces, letters beyond ASCII, and too long for a socket's address."""
+    """Return a folder for temporary files, with spaces and umlauts, too long for a socket's address."""
     folder = tmp_path / "ein längerer Weg, an dessen Ende kein Socket mehr einen Namen hätte"
     folder.mkdir()
     return str(folder)
@@ -108,7 +109,7 @@ def long_folder(tmp_path: Path) -> str:
 def test_ranks_go_with_their_parent(tmp_path: Path, long_folder: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from common.spawn import spawn\nfrom test_spawn import write_and_sleep\n"
+        "from common.launch.spawn import spawn\nfrom test_spawn import write_and_sleep\n"
         f"if __name__ == '__main__':\n    spawn(write_and_sleep, 2, {str(tmp_path)!r}, timeout=600)\n"
     )
     here = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": long_folder}
@@ -138,7 +139,7 @@ def test_folders_of_killed_parents_are_removed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An unlocked mark would let others remove the folder of a living process."""
+    """Without file locks no mark is made: an unlocked mark lets others remove a living process's folder."""
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -158,9 +159,9 @@ def sleep_forever(rt: Runtime, folder: Path) -> None:
 
 
 def test_hang_names_every_rank_and_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time is up when all ranks are where they hang, however long it took them to start."""
+    """The message names each rank's position; time counts only once all ranks hang."""
     up = SimpleNamespace(monotonic=lambda: 2.0 * (len(list(tmp_path.iterdir())) == 3))
-    monkeypatch.setattr(sys.modules["common.spawn"], "time", up)
+    monkeypatch.setattr(sys.modules["common.launch.spawn"], "time", up)
     with pytest.raises(RankError) as error:
         spawn(sleep_forever, 3, tmp_path, limit=1)
     message = str(error.value)
@@ -170,7 +171,7 @@ def test_hang_names_every_rank_and_where_it_stands(tmp_path: Path, monkeypatch: 
 
 
 def test_what_lies_in_no_file_is_refused() -> None:
-    typed = "from common.spawn import spawn\nspawn(print, 2)\n"
+    typed = "from common.launch.spawn import spawn\nspawn(print, 2)\n"
     done = subprocess.run([sys.executable, "-"], input=typed, text=True, capture_output=True, timeout=240)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ValueError: spawn's ranks import the script again")

@@ -1,4 +1,4 @@
-"""Which class a moment of a trace falls into: compute, exposed or hidden communication, idle."""
+"""The class of a moment of a trace: compute, exposed or hidden communication, idle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sweep_is_set_arithmetic(a: list[tuple[int, int]], b: list[tuple[int, in
 
 
 def trace_of(*spans: tuple[str, str, int, float, float]) -> dict[str, Any]:
-    """A Kineto trace of (category, name, thread, start, end) in microseconds, profiled from 0 to 100."""
+    """Return a Kineto trace of (category, name, thread, start, end) in microseconds, from 0 to 100."""
     events: list[Event] = [
         {"ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": start, "dur": end - start}
         for cat, name, tid, start, end in (("user_annotation", timeline.WINDOW, 1, 0, 100), *spans)

@@ -1,4 +1,4 @@
-"""Tensor parallelism in PyTorch: every split equal to one device at every world size, and what it refuses."""
+"""Tensor parallelism in PyTorch: every split equal to one device at every world size, and refused options."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from functools import partial
 
 import pytest
 import torch
+from beside_one_device import on_ranks
+from torch import nn
+
+from common.comm import Group, sizes_of
+from common.comm.placement import Shard, placement
+from common.errors import RankError, UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
+from common.lesson.training import Batches, Version, make_model, training_step
+from common.models.configs import CONFIGS, gpt2, llama
+from common.models.transformer import cross_entropy_sum
+from common.utils.memory import peak_allocated
+
 import tp_column_parallel
 import tp_dtensor
 import tp_megatron
 import tp_overlap
 import tp_row_parallel
 import tp_vocabulary
-from torch import nn
 from tp_column_parallel import ColumnParallelLinear
 from tp_megatron import MegatronOptions, tensor_parallel
 from tp_row_parallel import RowParallelLinear
-from tp_training import run_bytes, tp_group
+from tp_training import tp_group
 from tp_vocabulary import VocabularyParallelEmbedding, cross_entropy_sum_parallel
-
-from common.comm import Group, sizes_of
-from common.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.errors import RankError, UsageError
-from common.ledger import Ledger
-from common.listen import Listener
-from common.mesh import Mesh
-from common.models.configs import CONFIGS, gpt2, llama
-from common.models.transformer import cross_entropy_sum
-from common.placement import Shard, placement
-from common.runtime import Runtime
-from common.spawn import spawn
-from common.training import Batches, Version, make_model, shape_of, training_step
-from common.utils.memory import peak_allocated
 
 # 24 heads divide by 2, 3, 4 and 8; nothing else does by all: 259 tokens, an MLP of 51, 6 key-value heads
 CONFIGS["tp-gpt2"] = replace(gpt2(layers=2, width=48, heads=24, sequence=48, vocabulary=259), mlp_width=51)
@@ -77,9 +76,9 @@ CASES = [
 
 
 def against_one_device(rt: Runtime, cases: list[tuple[str, str, str, dict]]) -> list[dict[str, float]]:
-    """The largest differences of SGD and AdamW in each case; bytes counted are the formula's."""
+    """Return the largest differences under SGD and AdamW in each case; check the bytes by formula."""
     results = []
-    mesh, alone = Mesh(rt.world, tp=rt.world_size), Group("one", 0, 1, (rt.rank,))
+    alone = Group.alone()
     references: dict[str, Followed] = {}
     for lesson, version, model_name, more in cases:
         o = OPTIONS[lesson](model=model_name, batch=4, steps=2, **{"sequence": 12, **more})
@@ -92,13 +91,8 @@ def against_one_device(rt: Runtime, cases: list[tuple[str, str, str, dict]]) -> 
                     Version(model), Batches(replace(o, micro_batches=1), alone, rt.device), alone
                 )
                 references[key] = follow(model, optimizer, o.steps, step)
-            model = make_model(o, rt.device)
-            with Listener(rt.world) if lesson == "dtensor" else Ledger() as ledger:
-                made = module.make_version(version, model, rt, o)
-                step = training_step(made, Batches(o, alone, rt.device), alone)
-                found = compare(references[key], follow(model, optimizer, o.steps, step, mesh))
-            formula = run_bytes(module.step_bytes)(version, shape_of(o), rt.world, o)
-            assert ledger.bytes() == formula, (lesson, version, model_name)
+            followed, _ = on_ranks(rt, o, module.LESSON, version, optimizer)
+            found = compare(references[key], followed)
             results.append({kind: found[kind].value for kind in KINDS})
     return results
 
@@ -120,13 +114,13 @@ def test_dtensor_is_equal_and_sends_the_same() -> None:
 
 
 def place(total: int, group: Group) -> slice:
-    """Where this rank's piece lies."""
+    """Return the slice of this rank's shard."""
     sizes = sizes_of(total, group.size)
     return slice(sum(sizes[: group.rank]), sum(sizes[: group.rank + 1]))
 
 
 def layers_alone(rt: Runtime) -> None:
-    """Every option of the two linear layers, on sizes that divide by nothing, forward and backward."""
+    """Check every option of the two linear layers on sizes that divide by nothing, forward and backward."""
     group = tp_group(rt)
     for bias in (False, True):
         torch.manual_seed(3)
@@ -169,7 +163,7 @@ def layers_alone(rt: Runtime) -> None:
 
 
 def vocabulary_alone(rt: Runtime) -> None:
-    """Embedding and loss on 13 tokens, ignored targets and large logits among them, forward and backward."""
+    """Check embedding and loss on 13 tokens, with ignored targets and large logits, forward and backward."""
     group, V = tp_group(rt), 13
     mine, sizes = place(V, group), sizes_of(V, group.size)
     generator = torch.Generator().manual_seed(1)
@@ -212,7 +206,7 @@ def vocabulary_alone(rt: Runtime) -> None:
 
 
 def loss_memory(rt: Runtime) -> tuple[int, int]:
-    """(peak bytes of the loss forward and backward, bytes of the whole logits)."""
+    """Return (peak bytes of the loss forward and backward, bytes of the full logits)."""
     group, N, V = tp_group(rt), 64, 4096
     logits = torch.randn(N, V // group.size).requires_grad_()
     call = partial(cross_entropy_sum_parallel, logits, torch.arange(N), group, V)
@@ -233,7 +227,7 @@ def test_the_loss_holds_no_whole_logits() -> None:
 
 
 def logits_of(rt: Runtime, sequence_parallel: bool) -> None:
-    """Logits are this rank's part of the plain model's, in evaluation as well."""
+    """Check that logits are this rank's shard of the plain model's, in evaluation mode."""
     o = MegatronOptions(model="tp-gpt2", dropout=0.5)
     plain, split = (make_model(o, rt.device).eval() for _ in range(2))
     group = tp_group(rt)
@@ -267,7 +261,7 @@ def test_what_does_not_divide_is_refused_in_one_line() -> None:
     ],
 )
 def test_bad_options(lesson: str, options: dict, message: str) -> None:
-    world = Group("world", 0, 1, (0,))
+    world = Group.alone("world")
     rt = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, world)
     with pytest.raises(UsageError, match=message):
         LESSONS[lesson].main(rt, OPTIONS[lesson](**options))

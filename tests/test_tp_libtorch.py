@@ -1,4 +1,4 @@
-"""tp_libtorch: the Python module against the plain Transformer, on gloo and on MPI; the program; bad input."""
+"""tp_libtorch: the Python module against the plain Transformer on gloo and on MPI; the program; bad input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpi.launch import mpirun, need_binary, on_gloo, on_mpi, run
 
 from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text
-from common.equality import OPTIMIZERS
+from common.lesson.equality import OPTIMIZERS
 from common.models.transformer import Transformer, config
 
 
@@ -25,7 +25,7 @@ def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 def check(found: list[dict[str, Any]]) -> None:
-    """Every rank's outcomes."""
+    """Check every rank's outcomes."""
     n = len(found)
     for rank in found:
         without_copy = rank["pair"].pop("without")
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
 
 
 def losses(optimizer: str, heads: int) -> list[float]:
-    """Of two steps of the plain model in Python."""
+    """Return the losses of two steps of the plain model in Python."""
     shape = replace(config("gpt2-tiny"), heads=heads, kv_heads=heads)
     model, found = Transformer(shape, 0, torch.float64), []
     chosen = OPTIMIZERS[optimizer](list(model.parameters()))

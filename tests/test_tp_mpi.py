@@ -1,4 +1,4 @@
-"""tp_mpi on 1 to 4 ranks against the plain Transformer's layer under autograd; bytes, memory, what is refused."""
+"""tp_mpi on 1 to 4 ranks against the plain Transformer's layer under autograd; bytes, memory, bad input."""
 
 import itertools
 import json
@@ -26,14 +26,14 @@ CASES = [
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
 def results(request, tmp_path_factory):
-    """One mpirun for each number of ranks."""
+    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
     need_module("tp_mpi")
     folder = tmp_path_factory.mktemp("tp_mpi")
     return request.param, run_worker(request.param, "tp_mpi_worker.py", folder, json.dumps(CASES))
 
 
 def reference(shape, tokens, steps, optimizer, dtype, **_):
-    """The same steps of common/models/transformer.py's layer on one device."""
+    """Train the same steps with common/models/transformer.py's layer on one device."""
     width, heads, mlp_width = shape
     config = TransformerConfig(1, width, heads, heads, mlp_width, tokens[1])
     layer = Layer(config).to(getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""C = A B on a grid: blocks put together are numpy's C, dA and dB; bytes, costs, what breaks, what is refused."""
+"""C = A B on a grid: the blocks give numpy's C, dA and dB; bytes, costs, broken versions, refused options."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import pytest
 import torch
 from mpi.launch import ROOT, mpirun, run
 from torch import Tensor
+
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+
 from tp_cannon import Cannon, finish, move
 from tp_grid import ALGORITHMS, Blocks, GridOptions, make_grid, most_square, panels
 from tp_grid_costs import best_layers, cannon, summa
 from tp_grid_product import Method, bytes_by_formula, multiply, prepared
 from tp_summa import Summa, benchmark, make_method
 from tp_summa_peers import dtensor
-
-from common.errors import UsageError
-from common.ledger import Ledger
-from common.mesh import Mesh
-from common.runtime import Runtime
-from common.spawn import spawn
 
 LESSON = ROOT / "03-tensor-parallelism/pytorch/tp_summa.py"
 # uneven on all grids; even on all; less rows, inner or columns than ranks in a line; one number
@@ -53,12 +54,12 @@ def factors(m: int, k: int, j: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def options(algorithm: str, shape: tuple[int, int, int]) -> GridOptions:
-    """SUMMA with other panels and with and without overlap, by the shape."""
+    """Return options with panels and overlap that vary with the shape."""
     return GridOptions(panels=1 + shape[0] % 3, overlap=shape[0] % 2 == 1, algorithms=(algorithm,))
 
 
 def results(a: Tensor, b: Tensor, dc: Tensor, method: Method) -> dict[str, Any]:
-    """What this rank has of every result, where it belongs, and the bytes that it sent."""
+    """Return this rank's block of every result, its place, and the bytes sent and by formula."""
     blocks = method.blocks
     a, b = mine(a, "A", blocks).requires_grad_(), mine(b, "B", blocks).requires_grad_()
     with Ledger() as forward:
@@ -79,7 +80,7 @@ def results(a: Tensor, b: Tensor, dc: Tensor, method: Method) -> dict[str, Any]:
 
 
 def pieces(rt: Runtime) -> list[dict[str, Any]]:
-    """For each grid, shape and algorithm that fits."""
+    """Return the results for each grid, shape and algorithm that fits the grid."""
     found = []
     for rows, columns, layers in GRIDS[rt.world_size]:
         grid = make_grid(rt.world, rows, columns, layers)
@@ -95,7 +96,7 @@ def pieces(rt: Runtime) -> list[dict[str, Any]]:
 def joined(
     ranks: list[dict[str, Any]], name: str, place: str, shape: tuple[int, int]
 ) -> np.ndarray[Any, Any]:
-    """The blocks of all ranks, each entry from one rank and no more."""
+    """Assemble the blocks of all ranks; each entry must come from exactly one rank."""
     whole, times = np.zeros(shape), np.zeros(shape)
     for r in ranks:
         whole[r["places"][place]] += r["found"][name].numpy()
@@ -105,7 +106,7 @@ def joined(
 
 
 def check_whole(ranks: list[dict[str, Any]]) -> None:
-    """All that `results` found on the ranks of one grid."""
+    """Check all that `results` returned on the ranks of one grid."""
     (m, k, j), what = ranks[0]["shape"], ranks[0]["what"]
     a, b, dc = (x.numpy() for x in factors(m, k, j))
     for name, place, expected in (
@@ -129,7 +130,7 @@ def test_blocks_put_together_are_the_whole(world: int) -> None:
 
 
 def in_a_mesh(rt: Runtime) -> dict[str, Any]:
-    """Two replicas of a grid of four: the groups of one are made while the other makes its own."""
+    """Multiply on one of two replicas of a 2 x 2 grid; both make their groups at the same time."""
     mesh = Mesh(rt.world, dp=2, tp=4)
     shape = (13, 11, 7)
     a, b, dc = factors(*shape)
@@ -144,7 +145,7 @@ def test_a_grid_of_each_group_of_a_mesh() -> None:
 
 
 class ForgetsTheSum(Summa):
-    """Backward as forward: panels are multiplied, and nobody adds what the other ranks of the line got."""
+    """Broken: multiplies panels in backward as in forward, without the sum over the row or column."""
 
     def gradients(self, a: Tensor, b: Tensor, dc: Tensor, da: Tensor, db: Tensor) -> None:
         def add(p: Any, a_mk: Tensor, b_kj: Tensor) -> None:
@@ -158,7 +159,7 @@ class ForgetsTheSum(Summa):
 
 
 class SkewsNothing(Cannon):
-    """Blocks begin to go round from where they lie: an A and a B of different k meet."""
+    """Broken: blocks start to rotate unskewed, so that an A and a B of different k meet."""
 
     def turns(self, a: Tensor, b: Tensor, use: Callable[[int, Tensor, Tensor], object]) -> None:
         for step in range(self.q):
@@ -169,7 +170,7 @@ class SkewsNothing(Cannon):
 
 
 def visit(rt: Runtime) -> dict[str, dict[str, float]]:
-    """Differences of this rank's blocks by right and by broken versions, for sizes that divide."""
+    """Return differences of this rank's blocks for right and broken versions, for sizes that divide."""
     shape = (8, 8, 8)
     a, b, dc = factors(*shape)
     blocks = Blocks(shape, make_grid(rt.world, 2, 2))
@@ -230,7 +231,7 @@ def test_costs_by_hand() -> None:
 
 
 def counted(rt: Runtime) -> list[tuple[Any, Any]]:
-    """The formula of this rank, and the mean that the table has, for sizes that divide."""
+    """Return pairs of this rank's bytes by formula and the table's mean, for sizes that divide."""
     shape, found = (16, 8, 24), []
     for rows, columns, layers in GRIDS[rt.world_size]:
         blocks, like = Blocks(shape, make_grid(rt.world, rows, columns, layers)), random((1, 1), 0)
@@ -247,7 +248,7 @@ def test_the_table_is_the_mean_of_what_ranks_count() -> None:
 
 
 def by_the_library(rt: Runtime) -> list[float]:
-    """Largest differences of DTensor's blocks, in both ways, from numpy's; none where it is not asked."""
+    """Return the largest differences between DTensor's blocks and numpy's, for each of DTensor's ways."""
     a, b, _ = factors(8, 16, 24)
     found = []
     for rows, columns in ((2, 2), (1, 4), (4, 1)):

@@ -24,7 +24,7 @@ def cases(ranks):
 
 @pytest.fixture(scope="module", params=GRIDS, ids="{0} ranks".format)
 def results(request, tmp_path_factory):
-    """One mpirun for each number of ranks."""
+    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
     need_module("tp_summa_mpi")
     folder = tmp_path_factory.mktemp("tp_summa_mpi")
     given = json.dumps(cases(request.param))

@@ -1,4 +1,4 @@
-"""The Transformer and the MLP by themselves: initial values, positions, the loss, counts, bad shapes."""
+"""The Transformer and the MLP alone: initial values, positions, the loss, parameter counts, bad shapes."""
 
 import dataclasses
 import math
@@ -118,7 +118,7 @@ def test_bad_shapes_get_one_line(make, message):
 
 
 def test_mlp_equals_its_definition():
-    """The initial weights, the layers and the gradient, in numpy's plainest form."""
+    """The MLP's initial weights and layers equal their definition in plain formulas."""
     assert sizes(context=2, hidden=5, layers=3) == [16, 5, 5, 256]
     model = MLP([16, 5, 3], seed=9, dtype=torch.float64)
     assert [name for name, _ in model.named_parameters()] == [

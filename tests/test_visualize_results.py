@@ -1,4 +1,4 @@
-"""Stored results are drawn again as they were, laid side by side, and made on several hosts."""
+"""Stored results are drawn again unchanged, compared side by side, and produced on several hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drawn(folder: Path) -> dict[str, bytes]:
 def test_drawn_again_it_is_what_benchmark_all_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On another machine, with other cores, and from the records alone."""
+    """Results drawn on another machine with other cores, from the records alone, equal benchmark_all's."""
     monkeypatch.setattr("common.benchmarks.plots.cores", lambda: 1)
     monkeypatch.setattr("common.benchmarks.peaks.measured", lambda *given: {})
     chapter(tmp_path, TIMED, EQUAL, FAILS)
@@ -105,7 +105,7 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_two_blases_are_one_line_above_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the terminal and in the page; names that look like markup are shown as they are."""
+    """One line above the table names both BLAS rates, in terminal and page; markup in names is text."""
     given = {"model": "[/]", "peaks": {"torch": {"float32": 8e9}, "C++": {"float32": 4e9}}}
     both = [record(name, [1.0], language=name, **given) for name in ("pytorch", "cpp-mpi")]
     folder = write(tmp_path / "one", *both)
@@ -161,7 +161,7 @@ def test_a_damaged_record_is_left_out_and_one_line_says_so(
 
 
 def cluster(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """scripts/benchmark_cluster.sh, with programs in tmp_path before all others."""
+    """Run scripts/benchmark_cluster.sh, with the programs in tmp_path first on the PATH."""
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "VIRTUAL_ENV": "/somewhere", **variables}
     script = ROOT / "scripts" / "benchmark_cluster.sh"
@@ -188,7 +188,7 @@ def test_the_benchmark_over_a_file_of_hosts(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_under_slurm_or_alone(tmp_path: Path) -> None:
-    """srun and python only show what they were asked."""
+    """The script runs the benchmark under Slurm or alone; srun and python only print their arguments."""
     program(tmp_path / "python", 'echo "python $*"')
     program(tmp_path / "srun", '[ "$1" = --mpi=list ] && echo "none pmix" && exit; printf "a\\nb\\na\\n"')
     benchmark = f"{ROOT}/scripts/../common/benchmarks/benchmark_all.py"

@@ -1,4 +1,4 @@
-"""The plots show the numbers they are given, with units, in colours that everyone can tell apart."""
+"""The plots show the given numbers, with units, in colours that colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def new_axes() -> Axes:
 
 
 def bars(axes: Axes) -> list[tuple[float, float, float]]:
-    """(left, width, y of the middle) of every bar, in the order in which they were drawn."""
+    """Return (left, width, y of the middle) of every bar, in drawing order."""
     boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     return [(b.get_x(), b.get_width(), b.get_y() + b.get_height() / 2) for b in boxes]
 
@@ -39,7 +39,7 @@ def test_throughput_has_a_bar_for_every_number() -> None:
     assert texts(axes) == ["naive", "5.2k", "9k", "ddp", "5.15k", "9.9k"]
     assert axes.get_xlabel() == "tokens/s"
     assert len({y for *_, y in bars(axes)}) == 4
-    assert axes.get_xlim()[0] == 0  # a bar that does not begin at 0 lies
+    assert axes.get_xlim()[0] == 0  # a bar must begin at 0
 
 
 def test_scaling_draws_the_ideal_up_to_the_cores() -> None:

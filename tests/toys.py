@@ -1,4 +1,4 @@
-"""Chapters that are folders with a benchmark.toml and one small program that pretends to be a lesson."""
+"""Toy chapters: folders with a benchmark.toml and one small program that imitates a lesson."""
 
 from __future__ import annotations
 

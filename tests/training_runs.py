@@ -1,4 +1,4 @@
-"""Runs of the trainer for its tests: tiny models, what each step found, and stops in the middle."""
+"""Runs of the trainer for its tests: tiny models, the results of each step, and stops in the middle."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor
+
+from common.launch.runtime import Runtime
+from common.models.configs import CONFIGS, gpt2, llama, mixtral
+
 from hybrid_export import gather_to_rank_0
 from hybrid_log import Log
 from hybrid_options import TrainOptions
 from hybrid_signals import STOP
 from hybrid_trainer import Trainer, start
-from torch import Tensor
-
-from common.models.configs import CONFIGS, gpt2, llama, mixtral
-from common.runtime import Runtime
 
 CONFIGS["nano-llama"] = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, sequence=16)
 CONFIGS["nano-mixtral"] = mixtral(
@@ -31,7 +32,7 @@ CONFIGS["nano-gpt2"] = gpt2(layers=2, width=16, heads=2, sequence=16)
 
 @dataclass
 class Ran:
-    """What a run left on one rank; weights are whole, on rank 0."""
+    """Results of a run on one rank; weights are whole, on rank 0."""
 
     finished: bool = False
     losses: dict[int, float] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class Ran:
 
 
 def options(**given: Any) -> TrainOptions:
-    """Those of a short run in float64."""
+    """Return the options of a short run in float64."""
     short = dict(model="nano-llama", steps=6, batch=6, sequence=16, warm_up=2, learning_rate=1e-2)
     short |= dict(dtype="float64", evaluation=5, evaluate_every=0, log_every=100, peak_tflops=1.0)
     return TrainOptions(**(short | given))
@@ -51,7 +52,7 @@ def options(**given: Any) -> TrainOptions:
 def go(
     rt: Runtime, o: TrainOptions, stop_after: int = 0, change: Callable[[Trainer], None] | None = None
 ) -> Ran:
-    """A run; the last rank gets SIGTERM after a step, where one is given. change: the test's own fault."""
+    """Run training; after step `stop_after`, if any, the last rank gets SIGTERM. change: adds a fault."""
     ran, trainer = Ran(), start(rt, o)
     if change:
         change(trainer)
@@ -85,5 +86,5 @@ def go(
 
 
 def file_of(folder: Path) -> bytes:
-    """The exported weights, every bit."""
+    """Return the bytes of the exported weights."""
     return (folder / "model.safetensors").read_bytes()

@@ -4,12 +4,13 @@
 
     python tests/two_hosts.py scripts/launch/torchrun.sh 2 10.77.0.1:29500 tests/scripts/small_lesson.py
 
-runs a command on both at once; each line that it prints begins with its host. Names lead nowhere, as on many a
-cluster: only the addresses work. Files, memory and cores are the machine's, so this says nothing about speed.
+runs a command on both at once; each line of its output begins with its host. Host names do not resolve, as on
+many clusters: only the addresses work. Both hosts share memory, cores and files but temporary ones, which programs name
+by process numbers: those of the hosts overlap. Speed is not representative.
 
-A host is as old as its first process, which only reads a pipe. When this program ends, however it ends, the pipe
-closes, and with its first process go all others of the host and its network. Needs Linux, and root or the right
-to make user namespaces.
+A host lives as long as its first process, which only reads a pipe. When this program ends, however it ends,
+the pipe closes and the first process ends; the host's other processes and its network end with it. Needs
+Linux, and root or the right to make user namespaces.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 import psutil
 
@@ -31,20 +33,21 @@ ENTER = ("nsenter", *USER, *(("--preserve-credentials",) if USER else ()))
 
 
 class NotAllowed(Exception):
-    """This machine lets us make no networks; the message is its answer."""
+    """Raised if this machine forbids making networks; the message is the system's."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host; `pid` is its first process, `holder` ours, which waits for that one."""
+    """A host; `pid` is its first process, `holder` our process that waits for `pid`, `temporary` its TMPDIR."""
 
     name: str
     address: str
     holder: subprocess.Popen[str]
     pid: int
+    temporary: str
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """Starts `words` here, in the caller's folder and environment; what they print comes in one pipe."""
+        """Start `words` on the host, in the caller's folder and environment, with all output in one pipe."""
         command = (
             *ENTER,
             f"--target={self.pid}",
@@ -54,24 +57,25 @@ class Host:
             "--mount",
             f"--wdns={os.getcwd()}",
         )
-        return subprocess.Popen([*command, *words], stdout=-1, stderr=subprocess.STDOUT, text=True)
+        env = {**os.environ, "TMPDIR": self.temporary}
+        return subprocess.Popen([*command, *words], env=env, stdout=-1, stderr=subprocess.STDOUT, text=True)
 
     def network(self, words: str) -> None:
-        """Runs `ip` with `words` on this host's network. Raises NotAllowed."""
+        """Run `ip` with `words` on this host's network. Raises NotAllowed."""
         command = [*ENTER, f"--target={self.pid}", "--net", "ip", *words.split()]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise NotAllowed(f"ip {words}: {done.stderr.strip()}")
 
     def down(self) -> None:
-        """Ends the host as a power cut does: its processes are killed, and no message says so."""
+        """End the host as a power cut does: its processes are killed without a message."""
         assert self.holder.stdin is not None
         self.holder.stdin.close()
         self.holder.wait()
 
 
 def own_network() -> tuple[str, ...]:
-    """Words before a command that give it a network of its own, in which there is its loopback. Raises NotAllowed."""
+    """Return words that run a command in a network of its own, with a loopback. Raises NotAllowed."""
     user = ("--user", "--map-root-user") if USER else ()
     words = ("unshare", *user, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     done = subprocess.run([*words, "true"], capture_output=True, text=True)
@@ -80,8 +84,8 @@ def own_network() -> tuple[str, ...]:
     return words
 
 
-def _host(name: str, address: str, other: Host | None) -> Host:
-    """A host without a cable. Without root, both are in one user namespace, which the first one makes."""
+def _host(name: str, address: str, other: Host | None, temporary: str) -> Host:
+    """Start a host without a cable. Without root, both hosts are in one user namespace, made by the first."""
     spaces = ("--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
     start = f"hostname {name} && ip link set lo up && echo up && exec cat"
     first = (*ENTER, f"--target={other.pid}") if USER and other else ()
@@ -96,16 +100,18 @@ def _host(name: str, address: str, other: Host | None) -> Host:
     process = psutil.Process(holder.pid)
     while children := process.children():
         process = children[0]
-    return Host(name, address, holder, process.pid)
+    return Host(name, address, holder, process.pid, temporary)
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other by their addresses. Raises NotAllowed."""
+    """Yield two hosts that reach each other by their addresses. Raises NotAllowed."""
     with ExitStack() as stack:
         hosts: list[Host] = []
         for place, address in enumerate(ADDRESSES):
-            hosts.append(_host(f"node{place}", address, hosts[0] if hosts else None))
+            name = f"node{place}"
+            temporary = TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
+            hosts.append(_host(name, address, hosts[0] if hosts else None, stack.enter_context(temporary)))
             stack.callback(hosts[-1].down)
         hosts[0].network(f"link add veth0 type veth peer name veth0 netns {hosts[1].pid}")
         for host in hosts:
@@ -115,7 +121,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def main(words: list[str]) -> int:
-    """Run `words` on both; the first exit code that is not 0."""
+    """Run `words` on both hosts; return the first exit code that is not 0, else 0."""
 
     def show(host: Host, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

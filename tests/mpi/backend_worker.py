@@ -1,4 +1,4 @@
-"""The process group on MPI against gloo, on the first 2, 3 and 4 ranks of one mpirun: random calls on random groups.
+"""Compare the process group on MPI with gloo on 2, 3 and 4 ranks of one mpirun: random calls and groups.
 
 python backend_worker.py RESULT EXAMPLES, under mpirun
 
@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from mpi import worker
 from torch import Tensor
 
-from common.mpi_backend import register
+from common.launch.mpi_backend import register
 
 TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
 OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
-# Each group is made once for each setting: on one host; on several, of which the key says how many ranks each has.
+# Each group is made once per setting: on one host, or on several; the key gives the ranks per host.
 SEVERAL_HOSTS = {
     2: {
         "1 + 1, in pieces, staged": {
@@ -36,12 +36,12 @@ SEVERAL_HOSTS = {
     3: {"2 + 1": {"FIVED_RANKS_PER_HOST": "2"}},
     4: {"2 + 2": {"FIVED_RANKS_PER_HOST": "2"}, "3 + 1": {"FIVED_RANKS_PER_HOST": "3"}},
 }  # fmt: skip
-# Of the world under test: its communicator, its ranks, their groups, and the settings that they allow.
+# The world under test: its communicator, number of ranks, groups, and possible settings.
 WORLD, N, SUBSETS, SETTINGS = worker.WORLD, 0, [], {}
 
 
 def calls() -> st.SearchStrategy[dict[str, Any]]:
-    """One call of any kind on any group."""
+    """Return hypothesis' strategy for one call of any kind on any group."""
     return st.fixed_dictionaries(
     {
         "call": st.sampled_from(
@@ -72,7 +72,7 @@ def make(setting: str, ranks: list[int] | None = None, seconds: float = 60) -> A
 
 
 def numbers(c: dict[str, Any], rank: int, piece: int = 0, elements: int | None = None) -> Tensor:
-    """Small whole numbers, which every type adds and multiplies exactly in any order."""
+    """Return small whole numbers, which every type adds and multiplies exactly in any order."""
     generator = torch.Generator().manual_seed(1000 * c["seed"] + 10 * rank + piece)
     n = c["elements"] if elements is None else elements
     x = torch.randint(0, 3, (2 * n,), generator=generator).to(getattr(torch, c["dtype"]))
@@ -81,7 +81,7 @@ def numbers(c: dict[str, Any], rank: int, piece: int = 0, elements: int | None =
 
 
 def run(c: dict[str, Any], group: dist.ProcessGroup, me: int, members: tuple[int, ...]) -> list[Tensor]:
-    """The call on one group; every tensor that it fills."""
+    """Make the call on one group; return every tensor that it fills."""
     n, x = len(members), numbers(c, me)
     root = members[c["root"] % n]
     op = getattr(dist.ReduceOp, c["op"])
@@ -149,12 +149,12 @@ def run(c: dict[str, Any], group: dist.ProcessGroup, me: int, members: tuple[int
 
 
 def same(c: dict[str, Any], groups: dict[str, list[Any]]) -> str:
-    """What differs between the two backends on this rank; empty when nothing does."""
+    """Return the differences between the two backends on this rank; empty if there are none."""
     members = SUBSETS[c["group"]]
     if WORLD.rank not in members:
         return ""
     me = members.index(WORLD.rank)
-    # gloo reduces what lies between the elements of a tensor with gaps: it gets one without
+    # gloo also reduces the memory between the elements of a strided tensor: it gets a dense one
     theirs = run(c | {"dense": True}, groups["gloo"][c["group"]], me, members)
     ours = {setting: run(c, groups[setting][c["group"]], me, members) for setting in SETTINGS}
     return "; ".join(
@@ -166,13 +166,13 @@ def same(c: dict[str, Any], groups: dict[str, list[Any]]) -> str:
 
 
 def agree(example: list[dict[str, Any]], groups: dict[str, list[Any]]) -> list[str]:
-    """Make the calls; what differs, on any rank."""
+    """Make the calls; return the differences found on any rank."""
     found = [message for c in example if (message := same(c, groups))]
     return [message for part in WORLD.allgather(found) for message in part]
 
 
 def property_test(groups: dict[str, list[Any]], examples: int) -> str:
-    """Rank 0 chooses; the first failure, shrunk, or nothing."""
+    """Let rank 0 choose the calls; return the first failure, shrunk, or an empty string."""
     if WORLD.rank > 0:
         while (example := WORLD.bcast(None)) is not None:
             agree(example, groups)
@@ -194,7 +194,7 @@ def property_test(groups: dict[str, list[Any]], examples: int) -> str:
 
 
 def raised(call: Any) -> str:
-    """The exception's text, or nothing."""
+    """Return the text of the exception that `call` raises, or an empty string."""
     try:
         call()
     except (RuntimeError, ValueError) as error:
@@ -203,7 +203,7 @@ def raised(call: Any) -> str:
 
 
 def what_gloo_lacks(setting: str) -> dict[str, Any]:
-    """Averages, bool, complex, bfloat16 summed in float32: against the formula."""
+    """Check averages, bool, complex, and bfloat16 summed in float32 against the formula: gloo lacks them."""
     rank, total = WORLD.rank, N * (N + 1) / 2
     group = make(setting)
     results: dict[str, Any] = {}
@@ -242,7 +242,7 @@ def what_gloo_lacks(setting: str) -> dict[str, Any]:
 
 
 def mismatched(setting: str) -> dict[str, str]:
-    """Calls that do not match; each breaks its own group."""
+    """Return the errors of calls that do not match; each call breaks its own group."""
     rank = WORLD.rank
     results = {}
     g = make(setting)
@@ -256,7 +256,10 @@ def mismatched(setting: str) -> dict[str, str]:
 
 
 def timed_out() -> dict[str, dict[str, str]]:
-    """In all settings at the same time, the first rank hears nothing from the second, and the last does not come."""
+    """Return, per setting, the errors of two timeouts.
+
+    Rank 0 receives from rank 1, which never sends; and the last rank never enters a barrier.
+    """
     late, recv = {}, {}
     groups = {setting: make(setting, seconds=2) for setting in SETTINGS}
     WORLD.Barrier()  # from here on, a rank has 2 s to be where it should be
@@ -277,7 +280,7 @@ def timed_out() -> dict[str, dict[str, str]]:
 
 
 def everything(ranks: int, examples: int) -> dict[str, Any]:
-    """All that is tested, on a world of so many ranks."""
+    """Run all checks on a world of `ranks` ranks."""
     global WORLD, N, SUBSETS, SETTINGS
     WORLD, N = worker.WORLD.Create_group(worker.WORLD.group.Incl(range(ranks))), ranks
     SUBSETS = [s for size in range(1, N + 1) for s in itertools.combinations(range(N), size)]

@@ -1,4 +1,4 @@
-"""Runs the module fived's collectives on every rank; rank 0 writes what came out as JSON.
+"""Run the module fived's collectives on every rank; rank 0 writes results as JSON.
 
 python cpp_worker.py RESULT, under mpirun.
 """
@@ -12,12 +12,12 @@ SIZES = [0, 1, 5, 1000, 300_001]
 
 
 def numbers(n, dtype, rank):
-    """Whole numbers, so that every order of summation gives the same."""
+    """Return whole numbers, so that every order of summation gives the same sum."""
     return ((np.arange(n) * 7 + rank * 13) % 32).astype(dtype)
 
 
 def all_reduces(comm, dtype):
-    """For each function and length: is it the sum, and the bytes of each rank."""
+    """Return, for each function and length, if the sum is right, and the bytes sent per rank."""
     rows = []
     for name in ("ring_all_reduce", "recursive_doubling_all_reduce"):
         for n in SIZES:
@@ -29,7 +29,7 @@ def all_reduces(comm, dtype):
 
 
 def scatter_gather(comm):
-    """After the reduce-scatter only the rank's own piece is complete; the all-gather completes the rest."""
+    """Check that reduce-scatter completes this rank's shard, and all-gather the others."""
     n = 1001
     array, total = numbers(n, np.float64, comm.rank), sum(numbers(n, np.float64, r) for r in range(comm.size))
     begin, end = collectives.piece(n, comm.size, comm.rank)
@@ -49,7 +49,7 @@ def broadcasts(comm):
 
 
 def mismatch(comm):
-    """The message of each rank when rank 0 sends 3 elements and rank 1 expects 5."""
+    """Return this rank's error message when rank 0 sends 3 elements and rank 1 expects 5."""
     try:
         if comm.rank == 0:
             mpi.send(comm, np.zeros(3), to=1)
@@ -61,7 +61,7 @@ def mismatch(comm):
 
 
 def waits_without_the_gil(comm):
-    """Rank 1 waits in a thread while its main thread sends what the wait needs."""
+    """Let rank 1 wait in a thread while its main thread sends the message that the wait needs."""
     from threading import Thread
 
     if comm.size == 1 or comm.rank > 1:

@@ -1,7 +1,7 @@
-"""Trains the MLP in every language on the first ranks of the world, for each of a list of options, and compares.
+"""Train the MLP in every language on the world's first ranks, for each of a list of options, and compare.
 
-python dp_languages_worker.py RESULT CASES, under mpirun; CASES are dictionaries of MLPOptions for each number of ranks.
-Rank 0 writes for each case, as the maximum over ranks, differences from one device and between versions, and bytes
+python dp_languages_worker.py RESULT CASES, under mpirun; CASES is {number of ranks: [MLPOptions as dict]}.
+For each case rank 0 writes differences from one device and between versions (maxima over ranks), and bytes,
 counted and by formula.
 """
 
@@ -12,23 +12,24 @@ from dataclasses import replace
 
 import mpi4py.MPI
 import torch.distributed as dist
-from dp_languages import bytes_by_formula, prepare
-from dp_mlp import MLPOptions, one_device, train
 from mpi.worker import WORLD, on_first_ranks, write
 
 from common.comm import Group
-from common.equality import OPTIMIZERS, compare
-from common.runtime import runtime
+from common.launch.runtime import runtime
+from common.lesson.equality import OPTIMIZERS, compare
+
+from dp_languages import bytes_by_formula, prepare
+from dp_mlp import MLPOptions, one_device, train
 
 
 def worst(found):
-    """{kind: [largest difference of any rank, where]}"""
+    """Return {kind: [largest difference over all ranks, where]}."""
     everyones = mpi4py.MPI.COMM_WORLD.allgather({kind: (d.value, d.where) for kind, d in found.items()})
     return {kind: max(each[kind] for each in everyones) for kind in found}
 
 
 def outcome(rt, options):
-    """What one case found."""
+    """Return one case's differences from one device and between versions; bytes counted and by formula."""
     prepare(rt, options)
     one, pairs, sent = {}, {}, {}
     for optimizer in OPTIMIZERS:
@@ -43,7 +44,7 @@ def outcome(rt, options):
 
 
 def first_ranks(rt, size, comm, pg):
-    """What the runtime would be if mpirun had started `size` ranks; the lesson takes MPI's world for its own."""
+    """Return the runtime of the first `size` ranks; set mpi4py's COMM_WORLD, which lessons use, to theirs."""
     mpi4py.MPI.COMM_WORLD = comm
     world = Group("world", rt.rank, size, tuple(range(size)), pg)
     return replace(rt, world_size=size, local_world_size=size, world=world)

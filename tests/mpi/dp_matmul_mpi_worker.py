@@ -1,4 +1,4 @@
-"""Multiplies pieces by dp_matmul_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+"""Multiply shards by dp_matmul_mpi on every rank for each case of a list; rank 0 writes results as JSON.
 
 python dp_matmul_mpi_worker.py RESULT CASES, under mpirun; a case is [shape, split, panels, dtype].
 """
@@ -6,11 +6,12 @@ python dp_matmul_mpi_worker.py RESULT CASES, under mpirun; a case is [shape, spl
 import json
 import sys
 
-import dp_matmul_mpi
 import numpy as np
 from fived import collectives
 from mpi.said import said_by
 from mpi.worker import WORLD, write
+
+import dp_matmul_mpi
 
 CUT = {"rows": (0, None, 0), "columns": (None, 1, 1), "inner": (1, 0, 0)}  # A, B, C
 
@@ -50,7 +51,7 @@ def case(shape, split, panels, dtype):
 
 
 def refused():
-    """What the module says of pieces that do not fit, on every rank alike."""
+    """Return the module's errors for invalid shapes, splits and types; every rank raises the same ones."""
     x = np.ones((4, 4))
     multiply = dp_matmul_mpi.multiply
     calls = [

@@ -1,4 +1,4 @@
-"""Trains the MLP of dp_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+"""Train the MLP of dp_mpi on every rank for each case of a list; rank 0 writes results as JSON.
 
 python dp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `train`'s arguments.
 """
@@ -6,17 +6,18 @@ python dp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `t
 import json
 import sys
 
-import dp_mpi
 import numpy as np
 from fived import collectives, text
 from mpi.worker import WORLD, write
 from mpi4py import MPI
 
+import dp_mpi
+
 SOURCE = text.load("")[0]
 
 
 def spread(arrays):
-    """The largest difference of any element between any two ranks."""
+    """Return the largest difference of any element between any two ranks."""
     largest = np.concatenate([a.ravel() for a in arrays.values()])
     smallest = largest.copy()
     WORLD.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)

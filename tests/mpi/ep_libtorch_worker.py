@@ -1,4 +1,4 @@
-"""The module ep_libtorch against the plain mixture, on every size of group up to the ranks of one mpirun.
+"""Compare the module ep_libtorch with the plain mixture of experts, on groups of every size up to all ranks.
 
 libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ep_libtorch
 import torch
 import torch.distributed as dist
 from mpi.said import said_by
@@ -18,6 +17,8 @@ from common.comm import sizes_of
 from common.data.text import rank_slice
 from common.models.configs import TransformerConfig, mixtral, switch
 from common.models.moe import Experts, MoE
+
+import ep_libtorch
 
 E, D = 9, 12  # nine experts divide over 3 ranks alone
 MIXTRAL = mixtral(layers=1, width=D, heads=2, kv_heads=1, mlp_width=7, sequence=10, experts=E)
@@ -34,7 +35,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tenso
 
 
 def apart(a: Tensor | None, b: Tensor | None, scale: Tensor | None = None) -> float:
-    """max |a - b| / max |a|; of what has no elements 0."""
+    """Return max |a - b| / max |scale| (a by default): 0 if empty, inf if a shape differs or one is None."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
     return ((a - b).abs().max() / (a if scale is None else scale).abs().max()).item() if a.numel() else 0.0
@@ -52,12 +53,12 @@ def piece(whole: Tensor, name: str, ranks: Any) -> Tensor:
 
 
 def sent(ranks: Any) -> int:
-    """Bytes times ranks, since it was asked last."""
+    """Return (bytes that this rank sent since the last call) x (ranks)."""
     return sum(n_bytes for _, n_bytes, _ in ranks.take_messages())
 
 
 def rows_between(counts_nE: list[Tensor], ranks: Any) -> int:
-    """Rows that this rank sends to others, and that others send to it."""
+    """Return the number of rows that this rank sends to other ranks, plus those it receives from them."""
     rows_nn = torch.stack(
         [torch.stack([c.sum() for c in x.split(sizes_of(E, ranks.size))]) for x in counts_nE]
     )
@@ -66,7 +67,10 @@ def rows_between(counts_nE: list[Tensor], ranks: Any) -> int:
 
 
 def mixtures(config: TransformerConfig, ranks: Any) -> dict[str, Any]:
-    """Ours on each rank's own samples, the plain one on all, in two passes: results, gradients, bytes each way."""
+    """Compare our mixture on each rank's own samples with the plain one on all samples, in two passes.
+
+    Return the differences of results and gradients, and the bytes of either direction.
+    """
     n, r, plain = ranks.size, ranks.rank, plain_mixture(config)
     whole = dict(plain.named_parameters())
     mine = ep_libtorch.split(whole, ranks)
@@ -97,7 +101,10 @@ def mixtures(config: TransformerConfig, ranks: Any) -> dict[str, Any]:
 
 
 def odd_loads(ranks: Any) -> float:
-    """All rows on one expert, none on a rank, a rank without a row: results and gradients are the plain experts'."""
+    """Return the largest difference from the plain experts, in results and gradients, under uneven loads.
+
+    The loads: all rows on one expert, no row for a rank's experts, a rank without a row, no row at all.
+    """
     n, r, worst = ranks.size, ranks.rank, 0.0
     for config in (MIXTRAL, SWITCH):
         for per_rank in (
@@ -129,7 +136,10 @@ def odd_loads(ranks: Any) -> float:
 
 
 def journey(ranks: Any) -> dict[str, Any]:
-    """Where rows (rank, expert, number) arrive, in which order; collect is dispatch's way back, and its adjoint."""
+    """Check the order in which dispatch delivers rows (rank, expert, number).
+
+    Check also that collect inverts dispatch, and that the gradient of dispatch does so, too.
+    """
     n, r = ranks.size, ranks.rank
     counts_nE = [[(rank + expert) % 3 for expert in range(E)] for rank in range(n)]
 
@@ -154,7 +164,10 @@ def journey(ranks: Any) -> dict[str, Any]:
 
 
 def precisions(ranks: Any) -> dict[str, float]:
-    """Other types than float64: the router scores in float32, weights are not rounded before the sum."""
+    """Return the differences in float32 and bfloat16.
+
+    The router scores in float32, and the weights are not rounded before the sum.
+    """
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         plain = plain_mixture(SWITCH, dtype)
@@ -166,7 +179,7 @@ def precisions(ranks: Any) -> dict[str, float]:
 
 
 def refused(ranks: Any) -> list[str]:
-    """What is said of what does not fit, before any message."""
+    """Return the module's errors for invalid arguments, each raised before any message is sent."""
     n = ranks.size
     mine = ep_libtorch.split(dict(plain_mixture(MIXTRAL).named_parameters()), ranks)
     x = numbers(2, 3, D, seed=0).requires_grad_()
@@ -195,7 +208,7 @@ def refused(ranks: Any) -> list[str]:
 
 
 def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """All of it on one group."""
+    """Run all checks on one group."""
     ranks = ep_libtorch.Ranks(group)
     return {
         "mixtures": {name: mixtures(config, ranks) for name, config in CASES.items()},
@@ -207,7 +220,7 @@ def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def on_mpi() -> dict[int, list[Any]]:
-    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    """Run all checks on each group size, under mpirun. The import is here because it starts MPI."""
     from mpi.worker import on_groups
 
     return on_groups(outcomes)

@@ -1,20 +1,21 @@
-"""Trains the mixture of ep_mpi on the first 1 to 4 ranks for each case of a list; rank 0 writes what came out as JSON.
+"""Train the mixture of ep_mpi on the first 1 to 4 ranks for each of a list of cases; rank 0 writes JSON.
 
-python ep_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `train`'s arguments but the first.
+python ep_mpi_worker.py RESULT CASES, under mpirun; a case holds `train`'s arguments after the first.
 """
 
 import json
 import sys
 
-import ep_mpi
 import numpy as np
 from mpi.ep_mpi_inputs import all_to_the_first, drawn
 from mpi.said import said_by
 from mpi.worker import WORLD, on_first_ranks, write
 
+import ep_mpi
+
 
 def whole(comm, parts):
-    """Experts of all ranks stacked; the router is the same on all of them."""
+    """Stack the experts of all ranks, and check that the router is the same on every rank."""
     stacked = {}
     for name, part in parts.items():
         pieces = comm.allgather(part)
@@ -25,7 +26,7 @@ def whole(comm, parts):
 
 
 def train(comm, shape, tokens, steps, optimizer, mlp, router, dtype, collapsed=False):
-    """tokens: of ranks 0, 1, ... in turn; the last rank of a smaller world takes the rest."""
+    """Train on tokens[rank] tokens on this rank; the last rank of a smaller world takes the rest."""
     begin = sum(tokens[: comm.rank])
     mine = slice(begin, sum(tokens) if comm.rank == comm.size - 1 else begin + tokens[comm.rank])
     layer = ep_mpi.Layer(*shape, comm, 3, dtype, mlp, router)
@@ -51,7 +52,7 @@ def train(comm, shape, tokens, steps, optimizer, mlp, router, dtype, collapsed=F
 
 
 def refused(comm):
-    """What the module says, on every rank alike."""
+    """Return the module's errors for invalid arguments; every rank raises the same ones."""
     layer = ep_mpi.Layer(8, 6, 5, comm=comm)
     calls = [
         lambda: ep_mpi.Layer(8, 6, max(1, comm.size - 1), 1, comm),
@@ -68,7 +69,7 @@ if __name__ == "__main__":
     cases = json.loads(sys.argv[2])
 
     def work(size):
-        """Of all cases."""
+        """Return the results of all cases and the errors, on rank 0."""
         found = [train(comms[size], **case) for case in cases], refused(comms[size])
         return found if comms[size].rank == 0 else None
 

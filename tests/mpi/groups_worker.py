@@ -1,4 +1,4 @@
-"""The life of process groups on MPI: split, shrunk, made and ended many times; long messages; calls that are refused.
+"""Check the life of process groups on MPI: split, shrunk, made and ended often; long messages; invalid calls.
 
 mpirun -np 2 python -m mpi4py tests/mpi/groups_worker.py result.json 2147483661    # tensors longer than 2^31
 """
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from common.errors import UsageError
-from common.mpi_backend import register
+from common.launch.mpi_backend import register
 
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank
 
 
 def make(ranks_per_host: int) -> Any:
-    """A group of all ranks; 0: their host as it is."""
+    """Make a group of all ranks; ranks_per_host=0 keeps the real hosts."""
     os.environ["FIVED_RANKS_PER_HOST"] = str(ranks_per_host)
     g = dist.new_group(timeout=timedelta(seconds=300))
     os.environ.pop("FIVED_RANKS_PER_HOST")
@@ -43,7 +43,7 @@ def group(ranks_per_host: int = 0) -> Iterator[Any]:
 
 
 def raised(call: Callable[[], object]) -> str:
-    """The exception's text, or nothing."""
+    """Return the text of the exception that `call` raises, or an empty string."""
     try:
         call()
     except (RuntimeError, ValueError, UsageError) as error:
@@ -52,7 +52,7 @@ def raised(call: Callable[[], object]) -> str:
 
 
 def long_tensors(elements: int, ranks_per_host: int) -> dict[str, bool]:
-    """Sum, broadcast, gather and a message between ranks 0 and 1, of `elements` bytes; the ends are looked at."""
+    """Check some elements of a sum, a broadcast, a gather and a message, each of `elements` bytes."""
     found = {}
     x = torch.full((elements,), RANK + 1, dtype=torch.int8)
     x[-1] = 10 * (RANK + 1)
@@ -82,7 +82,7 @@ def long_tensors(elements: int, ranks_per_host: int) -> dict[str, bool]:
 
 
 def parts() -> dict[str, Any]:
-    """Groups out of groups: what sum each gives."""
+    """Return the sum that each group made from another group gives, beside the right one."""
     ones = torch.ones(3)
     found: dict[str, Any] = {}
     with group() as g:
@@ -110,7 +110,7 @@ def parts() -> dict[str, Any]:
 
 
 def many_times(times: int) -> dict[str, Any]:
-    """Neither shared memory nor communicators nor threads are left behind."""
+    """Check that groups leave no shared memory, communicators or threads behind when they end."""
 
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("/dev/shm/fived")
@@ -142,7 +142,7 @@ def many_times(times: int) -> dict[str, Any]:
 
 
 def refused() -> dict[str, str]:
-    """Calls that cannot be right, and what is said of them; each on its own group."""
+    """Return the errors of invalid calls, each on its own group."""
     found = {}
     ones = torch.ones(4 + RANK)
     with group() as g:
@@ -169,7 +169,7 @@ def refused() -> dict[str, str]:
 
 
 def wrong_ranks() -> list[str]:
-    """Calls to a rank that there is not, in the world: torch looks for ranks in other groups itself."""
+    """Return the errors of calls to ranks outside the world. In other groups torch itself looks ranks up."""
     x = torch.ones(3)
     calls: list[Callable[[int], object]] = [
         lambda r: dist.reduce(x, r),
@@ -183,7 +183,7 @@ def wrong_ranks() -> list[str]:
 
 
 def forked() -> tuple[str, list[float]]:
-    """What a child hears that uses its parent's group, and the parents' next sum."""
+    """Return the error of a forked child that uses its parent's group, and the parents' next sum."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         os.write(writer, raised(lambda: dist.all_reduce(torch.ones(3))).encode())
@@ -196,7 +196,7 @@ def forked() -> tuple[str, list[float]]:
 
 
 def without_room() -> str:
-    """What is said where /dev/shm is full; the system's limit for files stands for it."""
+    """Return the error when /dev/shm is full; the limit on file sizes simulates this."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     try:

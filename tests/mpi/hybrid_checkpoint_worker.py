@@ -1,4 +1,4 @@
-"""Checkpoints of the ranks of one mpirun, over this repository's process group: the names that came out wrong, as JSON.
+"""Save and restore checkpoints under one mpirun, over our process group; write names that differ as JSON.
 
 mpirun -np 2 python -m mpi4py tests/mpi/hybrid_checkpoint_worker.py result.json folder
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hybrid_checkpoint import Checkpoints
 from mpi.worker import write
 from placed import entries, spoil, wrong
 
 from common import comm
-from common.mesh import Mesh
-from common.runtime import Runtime, runtime
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime, runtime
+
+from hybrid_checkpoint import Checkpoints
 
 
 def travel(rt: Runtime, folder: Path) -> list[str]:
-    """Saved on one mesh and restored on another; then asynchronously, and back."""
+    """Save on one mesh and restore on another, then asynchronously; return the names that differ."""
     bad = []
     for step, (there, here) in enumerate([({"pp": 2}, {"tp": 2}), ({"dp": 2}, {"ep": 2})], 1):
         saving, mesh = Mesh(rt.world, **there), Mesh(rt.world, **here)

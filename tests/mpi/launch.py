@@ -1,4 +1,4 @@
-"""Runs commands and workers under mpirun for tests, and a worker's checks on gloo."""
+"""Helpers of tests: run commands and workers under mpirun, and a worker's checks on gloo."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from common import lesson
-from common.benchmarks import forked
 from common.comm import Group
 from common.errors import UsageError
-from common.runtime import Runtime
-from common.spawn import PRELOAD, spawn
+from common.launch import forked
+from common.launch.runtime import Runtime
+from common.launch.spawn import PRELOAD, spawn
+from common.lesson import runner as lesson
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARIES = ROOT / "build" / "bin"
@@ -36,13 +36,13 @@ NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 
 def need_module(name: str) -> None:
-    """Fails the test when the C++ part is not built: tests build nothing."""
+    """Fail the test if the C++ module is not built: tests build nothing."""
     if importlib.util.find_spec(name) is None:
         pytest.fail(f"the Python module {name} is not built: run make setup", pytrace=False)
 
 
 def cannot(why: str) -> NoReturn:
-    """Skips the test; fails it where FIVED_NO_SKIPS is set, as where every change is checked."""
+    """Skip the test, or fail it if FIVED_NO_SKIPS is set, as where every change is checked."""
     (pytest.fail if os.environ.get("FIVED_NO_SKIPS") else pytest.skip)(why)
 
 
@@ -55,7 +55,7 @@ def need_binary(name: str) -> Path:
 def run(
     command: list[str], timeout: float = 240, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Exit code, stdout and stderr; on a timeout the whole process group is killed and the test fails."""
+    """Return exit code, stdout and stderr. On a timeout, kill the whole process group and fail the test."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
     process = subprocess.Popen(
         command, stdout=-1, stderr=-1, text=True, start_new_session=True, env=variables
@@ -79,20 +79,20 @@ def mpirun(
     timeout: float = 240,
     before: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """The mpirun of this Python's environment, else the one on the PATH. before: words that start mpirun."""
+    """Run `command` with the mpirun beside this Python, else the PATH's. before: words that start mpirun."""
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         pytest.fail("there is no mpirun: run make setup", pytrace=False)
     whole = [*before, launcher, "-np", str(ranks), *map(str, command)]
     done = run(whole, timeout, environment)
-    # Now and then Open MPI's launcher fails before it has started any rank; then there is nothing to judge.
+    # Open MPI's launcher sometimes fails before it starts any rank; then the command runs once more.
     return run(whole, timeout, environment) if NOT_STARTED in done.stdout + done.stderr else done
 
 
 @functools.cache
 def python() -> Path:
-    """A Python whose scripts are forks of one that has imported torch: that takes each rank seconds of CPU."""
+    """Return a Python that forks scripts from a process with torch imported: it saves seconds per rank."""
     if not forked.possible():
         return Path(sys.executable)
     server = forked.interpreter(PRELOAD, os.environ)
@@ -109,9 +109,10 @@ def run_worker(
     timeout: float = 240,
     before: Sequence[str] = (),
 ) -> Any:
-    """Runs tests/mpi/<worker> on `ranks` ranks; returns what its rank 0 wrote as JSON to its first argument.
+    """Run tests/mpi/<worker> on `ranks` ranks; return the JSON that rank 0 writes to the file given first.
 
-    before: words that start mpirun, on another network, say; a fork would be where its server is.
+    before: words that start mpirun, for example on another network. Ranks are then no forks: forks would run
+    on their server's network.
     """
     result, scripts = folder / "result.json", ROOT / "tests" / "mpi"
     interpreter = sys.executable if before else python()
@@ -125,9 +126,9 @@ LIBTORCH = ("sp_libtorch", "tp_libtorch", "ep_libtorch", "pp_libtorch")
 
 
 def on_mpi(worker: str, factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What tests/mpi/<worker>_worker.py finds on groups of 1 to 4 ranks, under one mpirun: each rank's outcomes.
+    """Run tests/mpi/<worker>_worker.py on 1 to 4 ranks of one mpirun; return {size: each rank's outcomes}.
 
-    Where xdist runs files in several processes, the first to come runs all of LIBTORCH; the others wait and read.
+    If xdist runs files in several processes, the first one runs all of LIBTORCH; the others wait and read.
     """
     need_module(worker)
     several = "PYTEST_XDIST_WORKER" in os.environ
@@ -151,13 +152,13 @@ def _outcomes(rt: Runtime, worker: str) -> dict[str, Any]:
 
 
 def on_gloo(worker: str, ranks: int) -> list[dict[str, Any]]:
-    """The same on ranks that were spawned."""
+    """Run the same checks on spawned ranks, on gloo."""
     need_module(worker)
     return spawn(_outcomes, ranks, worker)
 
 
 def ended(main: Callable[..., bool], options: type[Any], *arguments: str) -> int:
-    """The exit code of a lesson that is started in this process: Python and torch are running here."""
+    """Run a lesson in this process, which has imported torch already; return its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["lesson.py", *arguments])
         with pytest.raises(SystemExit) as end:
@@ -169,7 +170,7 @@ def ended(main: Callable[..., bool], options: type[Any], *arguments: str) -> int
 def refusal(
     main: Callable[..., bool], options: type[Any], capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> str:
-    """The one line with which a lesson refuses its command line."""
+    """Return the one line with which a lesson refuses its command line."""
     assert ended(main, options, *arguments) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
@@ -177,7 +178,7 @@ def refusal(
 
 
 def refused(main: Callable[[Runtime, Any], Any], ranks: int, options: Any) -> str:
-    """What rank 0 of `ranks` says of bad options. The others do not exist: it must say so before any message."""
+    """Return rank 0's error for bad options. No other rank exists: it must be raised before any message."""
     world = Group("world", 0, ranks, tuple(range(ranks)))
     with pytest.raises(UsageError) as error:
         main(Runtime(0, ranks, 0, ranks, "none", torch.device("cpu"), "gloo", 60.0, world), options)

@@ -1,6 +1,6 @@
-"""Starts lessons one after the other, each as `python lesson.py options` would: torch is imported once.
+"""Start lessons one after the other, each as `python lesson.py options` would: torch is imported once.
 
-python lessons_worker.py RESULT COMMANDS, under mpirun; rank 0 writes each one's exit code and what it printed as JSON.
+python lessons_worker.py RESULT COMMANDS, under mpirun; rank 0 writes the exit codes and outputs as JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the modules on LibTorch find on groups of 1 to all ranks, one module after the other: torch is imported once.
+"""Run the checks of the LibTorch modules on groups of 1 to all ranks, importing torch once.
 
-python libtorch_worker.py RESULT MODULE..., under mpirun; rank 0 writes {module: {ranks: what each rank found}}.
+python libtorch_worker.py RESULT MODULE..., under mpirun; rank 0 writes {module: {ranks: results by rank}}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch builds on process groups, on ours: each against one device, float64, after two steps of AdamW.
+"""Run torch's parallelism on our process groups against one device: float64, after two steps of AdamW.
 
 python peers_worker.py RESULT 2 3+1, under mpirun: on 2 ranks of one host; on hosts of 3 ranks and of 1
 """
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from common.mpi_backend import register
+from common.launch.mpi_backend import register
 
 N, RANK = WORLD.size, WORLD.rank  # N is less where the first ranks alone are the world
 STEPS, BATCH, WIDTH = 2, 8, 12
@@ -78,13 +78,13 @@ def on_my_part(model: nn.Module, step: int) -> Tensor:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Every weight, gathered where it is cut."""
+    """Return every weight; sharded ones are gathered."""
     state = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in state.items()}
 
 
 def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest relative difference of two sets of weights on this rank."""
+    """Return the largest relative difference of two sets of weights on this rank."""
     assert a.keys() >= b.keys()
     assert b
     return max(((a[name] - b[name]).abs().max() / a[name].abs().max()).item() for name in b)
@@ -112,7 +112,7 @@ def fsdp() -> dict[str, Tensor]:
 
 
 def checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Saved by all ranks, each its shards, and read back into another model."""
+    """Save the shards of all ranks, read them back into another model, and return its weights."""
     trained = sharded()
     dcp.save({"model": trained.state_dict()}, checkpoint_id=folder)
     torch.manual_seed(9)
@@ -144,7 +144,7 @@ def tensor_parallel() -> dict[str, Tensor]:
 
 
 def pipeline() -> dict[str, Tensor]:
-    """One block a stage, four micro-batches."""
+    """Train a pipeline with one block per stage and four micro-batches; return this rank's weights."""
     part = make()[3 * RANK : 3 * RANK + 3]
     stage = PipelineStage(part, RANK, N, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=F.mse_loss)
@@ -158,7 +158,7 @@ def pipeline() -> dict[str, Tensor]:
 
 
 def two_axes() -> dict[str, Tensor]:
-    """Tensor parallelism in pairs, FSDP2 across them: overlapping groups."""
+    """Train with tensor parallelism in pairs and FSDP2 across them: overlapping groups."""
     model = make()
     mesh = init_device_mesh("cpu", (N // 2, 2), mesh_dim_names=("dp", "tp"))
     plan = {
@@ -178,7 +178,7 @@ def two_axes() -> dict[str, Tensor]:
 
 
 def differences(hosts: str, folder: Path) -> dict[str, float]:
-    """Of everything, on a world of its own."""
+    """Return each strategy's largest difference from one device, on a world of its own."""
     global N
     sizes = [int(ranks) for ranks in hosts.split("+")]
     N = sum(sizes)

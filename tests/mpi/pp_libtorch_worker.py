@@ -1,4 +1,4 @@
-"""The module pp_libtorch against the plain Transformer, on every size of group up to the ranks of one mpirun.
+"""Compare the module pp_libtorch with the plain Transformer, on groups of every size up to all ranks.
 
 libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pp_libtorch
 import torch
 import torch.distributed as dist
 from mpi.said import said_by
-from pp_schedules import make_schedule
 from torch import Tensor
 
-from common.equality import OPTIMIZERS, largest
+from common.lesson.equality import OPTIMIZERS, largest
 from common.models.configs import gpt2
 from common.models.transformer import Transformer, cross_entropy_sum
+
+import pp_libtorch
+from pp_schedules import make_schedule
 
 CONFIG = gpt2(layers=8, width=16, heads=2, sequence=8, vocabulary=40)
 BATCH, SEQUENCE, STEPS, MICRO_BATCHES = 7, 6, 2, 4
@@ -25,26 +26,26 @@ CASES = (("gpipe", "sgd"), ("1f1b", "adamw"), ("zb-h1", "sgd"), ("zb-v", "adamw"
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets."""
+    """Return the step's tokens and targets, each (BATCH, SEQUENCE)."""
     generator = torch.Generator().manual_seed(step)
     shape = (2, BATCH, SEQUENCE)
     return tuple(torch.randint(CONFIG.vocabulary, shape, generator=generator))  # type: ignore[return-value]
 
 
 class Apart:
-    """The largest difference of each kind."""
+    """The largest difference of each kind seen so far."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
 
     def include(self, kind: str, expected: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-        """Of the tensors that we have."""
+        """Record the largest difference over the tensors that `ours` holds."""
         value = largest({name: expected[name] for name in ours}, ours).value
         self.found[kind] = max(self.found.get(kind, 0.0), value)
 
 
 def trained(name: str, optimizer: str, up: Any, down: Any) -> dict[str, Any]:
-    """How far two steps by a schedule are from two of the plain model, and what was sent."""
+    """Train two steps by a schedule; return the differences from the plain model, and bytes sent."""
     plain = Transformer(CONFIG, 0, torch.float64)
     schedule = make_schedule(name, up.size, MICRO_BATCHES)
     pipe = pp_libtorch.Pipeline(dict(plain.named_parameters()), CONFIG.heads, str(schedule), up, down)
@@ -76,7 +77,7 @@ def trained(name: str, optimizer: str, up: Any, down: Any) -> dict[str, Any]:
 
 
 def formula(owner: tuple[int, ...], ranks: Any) -> float:
-    """Bytes this rank sends in a step."""
+    """Return the bytes that this rank sends in a step."""
     sides = sum(ranks.rank in (a, b) for a, b in itertools.pairwise(owner) if a != b)
     tied = owner[0] != owner[-1] and ranks.rank in (owner[0], owner[-1])
     numbers = sides * BATCH * SEQUENCE * CONFIG.width + tied * CONFIG.vocabulary * CONFIG.width
@@ -84,7 +85,7 @@ def formula(owner: tuple[int, ...], ranks: Any) -> float:
 
 
 def refused(ranks: Any) -> list[str]:
-    """What is said of what does not fit, before any message."""
+    """Return the module's errors for invalid arguments, each raised before any message is sent."""
     whole = dict(Transformer(CONFIG).named_parameters())
     n = ranks.size
     some = {name: p for name, p in whole.items() if name != "norm.bias"}
@@ -104,7 +105,7 @@ def refused(ranks: Any) -> list[str]:
 
 
 def outcomes(up: dist.ProcessGroup | None, down: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """All of it on the ranks of two groups; the second, left out, is made here, for which `up` must be the world."""
+    """Run all checks on two groups of the same ranks. Without `down`, `up` must be the world."""
     if up and not down:
         down = dist.new_group(dist.get_process_group_ranks(up))
     ways = pp_libtorch.Ranks(up), pp_libtorch.Ranks(down)
@@ -115,10 +116,10 @@ def outcomes(up: dist.ProcessGroup | None, down: dist.ProcessGroup | None = None
 
 
 def on_mpi() -> dict[int, list[Any]]:
-    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    """Run all checks on each group size, under mpirun. The import is here because it starts MPI."""
     from mpi.worker import WORLD, on_first_ranks
 
-    from common.runtime import runtime
+    from common.launch.runtime import runtime
 
     with runtime():
         sizes = range(1, WORLD.size + 1)

@@ -1,4 +1,4 @@
-"""Trains the MLP of pp_mpi on worlds of 1 to 4 ranks for each case of a list; rank 0 writes what came out as JSON.
+"""Train the MLP of pp_mpi on worlds of 1 to 4 ranks for each case of a list; rank 0 writes results as JSON.
 
 python pp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `train`'s arguments.
 """
@@ -8,9 +8,10 @@ import json
 import sys
 
 import numpy as np
-import pp_mpi
 from mpi.said import said_by
 from mpi.worker import WORLD, on_first_ranks, write
+
+import pp_mpi
 from pp_schedules import make_schedule
 
 
@@ -20,7 +21,7 @@ def world(size):
 
 
 def train(size, sizes, schedule, micro_batches, batch, steps, optimizer, dtype="float64"):
-    """A rank's part. Of the samples each rank gives what it reads; what it does not read is no number."""
+    """Train this rank's stages. On ranks that do not read them, x is NaN and y is 0."""
     comm, plan = world(size), make_schedule(schedule, size, micro_batches)
     model = pp_mpi.MLP(sizes, str(plan), comm, dtype, seed=3)
     draw = np.random.default_rng(7)
@@ -48,7 +49,7 @@ def train(size, sizes, schedule, micro_batches, batch, steps, optimizer, dtype="
 
 
 def refused(size, sizes):
-    """What the module says, on every rank alike."""
+    """Return the module's errors for invalid arguments; every rank raises the same ones."""
     comm = world(size)
     lists = str(make_schedule("1f1b", size, 4))
     calls = [

@@ -1,4 +1,4 @@
-"""What calls refuse. Apart from launch.py, which imports torch: many workers need none."""
+"""Errors that calls raise. Separate from launch.py, which imports torch: many workers need no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 def said_by(calls: Iterable[Callable[[], object]]) -> list[str]:
-    """The error that each call raises, with its type; empty where it raises none."""
+    """Return the error that each call raises, with its type; empty if it raises none."""
     said = []
     for call in calls:
         try:

@@ -1,4 +1,4 @@
-"""The module sp_libtorch against scaled_dot_product_attention, on every size of group up to the ranks of one mpirun.
+"""Compare sp_libtorch with scaled_dot_product_attention, on groups of every size up to all ranks.
 
 libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import sp_libtorch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mpi.said import said_by
 from torch import Tensor
+
+import sp_libtorch
 
 ORDERS, KERNELS = ("contiguous", "zigzag"), ("library", "plain")
 # batch, query heads, heads of keys, width: grouped, all alike, one for all
@@ -25,7 +26,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def apart(whole: Tensor | None, places: Tensor, part: Tensor | None) -> float:
-    """max |a - b| / max |a| at these places of the sequence."""
+    """Return max |whole - part| / max |whole| over the positions `places`; inf if one is missing."""
     if whole is None or part is None:
         return float("inf")
     return ((whole[:, :, places] - part).abs().max() / whole.abs().max()).item()
@@ -34,7 +35,7 @@ def apart(whole: Tensor | None, places: Tensor, part: Tensor | None) -> float:
 def attention(
     ranks: Any, shape: tuple[int, ...], sequence: int, causal: bool, order: str, kernel: str
 ) -> Any:
-    """(largest differences of o, dq, dk, dv; bytes times ranks, counted and by formula)."""
+    """Return [largest difference of o, dq, dk, dv; bytes x ranks, counted; by formula]."""
     B, H, G, K = shape
     whole = [numbers(B, heads, sequence, K, seed=i) for i, heads in enumerate((H, G, G, H))]
     places = sp_libtorch.places(sequence, ranks, order)
@@ -69,7 +70,7 @@ def places(ranks: Any) -> dict[str, list[int]]:
 
 
 def float32_and_layout(ranks: Any) -> dict[str, Any]:
-    """Half the precision; tensors that lie as the model's, [B, S, H, K] turned; a gradient of one number, expanded."""
+    """Compare in float32, in the layout [B, S, H, K] transposed, and with an expanded scalar gradient."""
     mine = sp_libtorch.places(48, ranks, "zigzag")
     x = [numbers(2, 48, 4, 8, seed=i).requires_grad_() for i in range(3)]
     y = [each.detach()[:, mine].clone().requires_grad_() for each in x]
@@ -87,7 +88,7 @@ def float32_and_layout(ranks: Any) -> dict[str, Any]:
 
 
 def refused(ranks: Any) -> list[str]:
-    """What is said of what does not fit, before any message."""
+    """Return the module's errors for invalid arguments, each raised before any message is sent."""
     q, k, odd = torch.ones(1, 4, 6, 8), torch.ones(1, 3, 6, 8), torch.ones(1, 4, 3, 8)
     meta = q.to("meta")
     leaf = q.clone().requires_grad_()
@@ -107,7 +108,7 @@ def refused(ranks: Any) -> list[str]:
 
 
 def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """All of it on one group."""
+    """Run all checks on one group."""
     ranks = sp_libtorch.Ranks(group)
     return {
         "attention": every(ranks),
@@ -118,7 +119,7 @@ def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def on_mpi() -> dict[int, list[Any]]:
-    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    """Run all checks on each group size, under mpirun. The import is here because it starts MPI."""
     from mpi.worker import on_groups
 
     return on_groups(outcomes)

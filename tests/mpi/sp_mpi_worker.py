@@ -1,4 +1,4 @@
-"""Ring attention by sp_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+"""Compute ring attention by sp_mpi on every rank for each case of a list; rank 0 writes results as JSON.
 
 python sp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `attention`'s arguments.
 """
@@ -7,13 +7,14 @@ import json
 import sys
 
 import numpy as np
-import sp_mpi
 from mpi.said import said_by
 from mpi.worker import WORLD, write
 
+import sp_mpi
+
 
 def drawn(shape, dtype):
-    """q, k, v and the gradient of the result, whole and the same on every rank."""
+    """Return the full q, k, v and gradient of the result, the same on every rank."""
     batch, heads, kv_heads, sequence, width = shape
     draw = np.random.default_rng(7)
     sizes = [(batch, h, sequence, width) for h in (heads, kv_heads, kv_heads, heads)]
@@ -42,7 +43,7 @@ def attention(shape, causal, order, dtype):
 
 
 def refused():
-    """What the module says of parts that do not fit, on every rank alike."""
+    """Return the module's errors for invalid tensors; every rank raises the same ones."""
     ring = sp_mpi.RingAttention(1, 2, 8 * WORLD.size, 4, comm=WORLD)
     right = np.ones((1, 2, 8, 4))
     calls = [

@@ -1,4 +1,4 @@
-"""Attention on the ranks of one mpirun, over this repository's process group: differences from one device as JSON.
+"""Compute attention under one mpirun, over our process group; write differences from one device as JSON.
 
 mpirun -np 4 python -m mpi4py tests/mpi/sp_worker.py result.json
 """
@@ -9,18 +9,19 @@ from functools import partial
 
 import torch
 from mpi.worker import write
+
+from common import comm
+from common.launch.runtime import Runtime, runtime
+from common.models.transformer import attend
+
 from sp_hybrid import grid, hybrid_attention, hybrid_places
 from sp_sequence_parallel import ORDERS, attends
 from sp_split import places
 from sp_training import sp_group
 
-from common import comm
-from common.models.transformer import attend
-from common.runtime import Runtime, runtime
-
 
 def differences(rt: Runtime) -> dict[str, float]:
-    """o, dq, dk and dv of 4 heads over 32 tokens, grouped keys: the largest relative difference of all ranks."""
+    """Return the ranks' largest relative difference of o, dq, dk, dv: 4 heads, 2 kv heads, 32 tokens."""
     draw, group = torch.Generator().manual_seed(1), sp_group(rt)
     *qkv, do = (torch.randn(2, heads, 32, 6, generator=draw, dtype=torch.float64) for heads in (4, 2, 2, 4))
     whole = [x.clone().requires_grad_() for x in qkv]

@@ -1,4 +1,4 @@
-"""The module tp_libtorch against the plain Transformer, on every size of group up to the ranks of one mpirun.
+"""Compare the module tp_libtorch with the plain Transformer, on groups of every size up to all ranks.
 
 libtorch_worker.py runs it under mpirun, spawned ranks on gloo.
 """
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import tp_libtorch
 from mpi.said import said_by
 from torch import Tensor, nn
 
 from common.models.configs import gpt2
 from common.models.transformer import Layer, cross_entropy_sum
+
+import tp_libtorch
 
 HEADS, VOCABULARY = 24, 11
 CONFIG = gpt2(layers=1, width=48, heads=HEADS, sequence=8)
@@ -27,7 +28,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor | None) -> float:
-    """max |a - b| / max |a|"""
+    """Return max |a - b| / max |a|; inf if b is missing."""
     return float("inf") if b is None else ((a - b).abs().max() / a.abs().max()).item()
 
 
@@ -39,12 +40,12 @@ def piece(whole: Tensor, dim: int, ranks: Any) -> Tensor:
 
 
 def sent(ranks: Any, numbers_: int) -> list[int]:
-    """(counted, by formula) bytes times ranks: 2 (n-1) for each number of 8 bytes."""
+    """Return [counted, by formula] (bytes this rank sent) x (ranks n): 2 (n-1) x 8 for each of `numbers_`."""
     return [sum(n_bytes for _, n_bytes, _ in ranks.take_messages()), 2 * (ranks.size - 1) * numbers_ * 8]
 
 
 def layers(ranks: Any) -> dict[str, Any]:
-    """Our layer and the plain one: the result, the gradient of x and of every parameter, what is sent each way."""
+    """Compare our layer with the plain one: result, gradients of x and parameters, bytes each way."""
     plain = Layer(CONFIG).double()
     for i, p in enumerate(plain.parameters()):
         p.data = 0.3 * numbers(*p.shape, seed=i)
@@ -60,7 +61,7 @@ def layers(ranks: Any) -> dict[str, Any]:
     found["backward bytes"] = sent(ranks, 2 * x.numel())
     found |= {"y": apart(theirs, ours), "x": apart(their_x.grad, our_x.grad)}
     for name, p in whole.items():
-        if name != "attention.k_proj.bias":  # softmax does not see it: its gradient is 0
+        if name != "attention.k_proj.bias":  # softmax is invariant to it: its gradient is 0
             found[name] = apart(
                 piece(p.grad, tp_libtorch.split_dimension(name), ranks) / p.grad.abs().max(),
                 mine[name].grad / p.grad.abs().max(),
@@ -69,14 +70,14 @@ def layers(ranks: Any) -> dict[str, Any]:
 
 
 def ends(ranks: Any) -> dict[str, Any]:
-    """Embedding, head and loss split along the vocabulary, some targets not counted, against the plain ones."""
+    """Compare vocabulary-parallel embedding, head and loss with the plain ones; some targets are ignored."""
     plain = nn.Embedding(VOCABULARY, 6, dtype=torch.float64)
     plain.weight.data = numbers(VOCABULARY, 6)
     (mine,) = tp_libtorch.split({"embed_tokens.weight": plain.weight}, ranks).values()
     tokens = torch.arange(15).view(3, 5) % VOCABULARY
     targets = torch.where(tokens == 4, -100, (tokens * 7 + 3) % VOCABULARY)
     x = plain(tokens)
-    logits = F.linear(x + 1, plain.weight) * 100  # exp overflows where the largest is not subtracted
+    logits = F.linear(x + 1, plain.weight) * 100  # exp overflows unless the largest is subtracted
     theirs, count = cross_entropy_sum(logits, targets)
     theirs.backward()
     our_x = tp_libtorch.embedding(tokens, mine, VOCABULARY, ranks)
@@ -93,7 +94,7 @@ def ends(ranks: Any) -> dict[str, Any]:
 
 
 def pair(ranks: Any) -> dict[str, Any]:
-    """copy and reduce, alone and around a product by columns and rows; what it gives without copy."""
+    """Check copy and reduce, alone and around column- and row-parallel products, and without copy."""
     n = ranks.size
     first, second = numbers(12, 5), numbers(4, 12, seed=1)
     x, w = numbers(3, 5, seed=2), numbers(3, 4, seed=3)
@@ -109,7 +110,7 @@ def pair(ranks: Any) -> dict[str, Any]:
     (h,) = tp_libtorch.column_parallel(our_x, [a], [], ranks)
     (tp_libtorch.row_parallel(h, b, None, ranks) * w).sum().backward()
     found["column, row"] = apart(their_x.grad, our_x.grad)
-    frozen = x.clone()  # nobody wants its gradient: it is not sent
+    frozen = x.clone()  # requires no gradient, so none is sent
     ranks.take_messages()
     weight = a.clone().requires_grad_()
     tp_libtorch.column_parallel(frozen, [weight], [], ranks)[0].sum().backward()
@@ -120,7 +121,7 @@ def pair(ranks: Any) -> dict[str, Any]:
 
 
 def refused(ranks: Any) -> list[str]:
-    """What is said of what does not fit, before any message."""
+    """Return the module's errors for invalid arguments, each raised before any message is sent."""
     x = torch.ones(1, 2, 48)
     mine = tp_libtorch.split(dict(Layer(CONFIG).named_parameters()), ranks)
     row = torch.ones(1, 4, requires_grad=True)
@@ -143,7 +144,7 @@ def refused(ranks: Any) -> list[str]:
 
 
 def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """All of it on one group."""
+    """Run all checks on one group."""
     ranks = tp_libtorch.Ranks(group)
     return {
         "layer": layers(ranks),
@@ -154,7 +155,7 @@ def outcomes(group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def on_mpi() -> dict[int, list[Any]]:
-    """On each size of group, under mpirun; what follows is imported there alone, since it starts MPI."""
+    """Run all checks on each group size, under mpirun. The import is here because it starts MPI."""
     from mpi.worker import on_groups
 
     return on_groups(outcomes)

@@ -1,4 +1,4 @@
-"""Trains the layer of tp_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+"""Train the layer of tp_mpi on every rank for each case of a list; rank 0 writes results as JSON.
 
 python tp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `train`'s arguments.
 """
@@ -7,13 +7,14 @@ import json
 import sys
 
 import numpy as np
-import tp_mpi
 from mpi.said import said_by
 from mpi.worker import WORLD, write
 
+import tp_mpi
+
 
 def whole(parts, places, shapes):
-    """Parameters of which each rank has a part; what several have is the same to the last bit."""
+    """Assemble sharded parameters, and check that replicated parts agree to the last bit."""
     out = {}
     for name, part in parts.items():
         out[name] = np.full(shapes[name], np.nan)
@@ -53,7 +54,7 @@ def train(shape, tokens, steps, optimizer, reduction, dtype):
 
 
 def refused():
-    """What the module says, on every rank alike."""
+    """Return the module's errors for invalid arguments; every rank raises the same ones."""
     layer = tp_mpi.Layer(16, 4, 32, WORLD)
     calls = [
         lambda: tp_mpi.Layer(16, WORLD.size - 1, 32, WORLD) if 16 % max(1, WORLD.size - 1) == 0 else layer,

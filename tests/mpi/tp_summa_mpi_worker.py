@@ -1,4 +1,4 @@
-"""Multiplies blocks by tp_summa_mpi on every rank for each case of a list; rank 0 writes what came out as JSON.
+"""Multiply blocks by tp_summa_mpi on every rank for each case of a list; rank 0 writes results as JSON.
 
 python tp_summa_mpi_worker.py RESULT CASES, under mpirun; a case is [shape, grid, panels, dtype, carrier, overlap].
 """
@@ -7,14 +7,15 @@ import json
 import sys
 
 import numpy as np
-import tp_summa_mpi
 from fived import collectives
 from mpi.said import said_by
 from mpi.worker import WORLD, write
 
+import tp_summa_mpi
+
 
 def place(shape, grid, rank):
-    """Rows and columns of a rank's block."""
+    """Return the rows and columns of a rank's block, as slices."""
     r, c = divmod(rank, grid[1])
     return (
         slice(*collectives.piece(shape[0], grid[0], r)),
@@ -23,7 +24,7 @@ def place(shape, grid, rank):
 
 
 def apart(expected, x, grid):
-    """The blocks of all ranks against numpy's."""
+    """Return the largest relative difference between the blocks of all ranks and numpy's matrix."""
     found, times = np.full(expected.shape, np.nan), 0
     for rank, block in enumerate(WORLD.allgather(x)):
         found[place(expected.shape, grid, rank)] = block
@@ -46,7 +47,7 @@ def case(shape, grid, panels, dtype, carrier, overlap):
 
 
 def refused():
-    """What the module says of what does not fit, on every rank alike."""
+    """Return the module's errors for invalid arguments; every rank raises the same ones."""
     x = np.ones((4, 4))
     multiply = tp_summa_mpi.multiply
     calls = [

@@ -1,9 +1,9 @@
-"""Bytes on the loopback of a network of our own, beside those in the ledger: every collective, every strategy.
+"""Count the bytes on the loopback of a private network, beside the ledger's: every collective and strategy.
 
     unshare --net sh -c "ip link set lo up && mpirun -np 4 python -m mpi4py tests/mpi/wire_worker.py result.json"
 
-The messages of all ranks pass the one interface, and its counter grows by what they send, headers included. The
-environment must keep Open MPI from shared memory, and make the ranks take one another for other hosts: test_wire.py.
+The messages of all ranks pass this one interface, whose counter grows by the bytes sent, headers included.
+The environment must keep Open MPI from shared memory, and let each rank look like a host: see test_wire.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from hybrid_training import HybridOptions, make_hybrid
 from mpi.worker import WORLD, rest, write
 from mpi4py import MPI
 
 from common import comm
 from common.comm import Group
-from common.ledger import Ledger
+from common.comm.ledger import Ledger
+from common.launch.runtime import Runtime, runtime
+from common.lesson.training import Batches, whole_step
 from common.models.configs import CONFIGS, gpt2, mixtral
-from common.runtime import Runtime, runtime
-from common.training import Batches, whole_step
+
+import dp_libtorch
+from hybrid_training import HybridOptions, make_hybrid
 
 CONFIGS["wire"] = gpt2(layers=4, width=64, heads=4, sequence=64)
 CONFIGS["wire-experts"] = mixtral(
@@ -46,8 +48,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+IN_LIBTORCH = {"dp in C++": dp_libtorch.DataParallel, "ZeRO-1 in C++": dp_libtorch.Zero1}
+
+
 def calls(g: Group) -> dict[str, Callable[[], object]]:
-    """Each function of common/comm.py that sends, by its name."""
+    """Return each function of common/comm/calls.py that sends, by its name."""
     n, r = g.size, g.rank
     x, y, piece = torch.ones(LENGTH), torch.empty(LENGTH), torch.ones(LENGTH // n)
     sizes = [(r + j) % n * 60_000 for j in range(n)]  # to and from rank j
@@ -71,39 +76,62 @@ def calls(g: Group) -> dict[str, Callable[[], object]]:
 
 
 def two_steps(rt: Runtime, given: dict[str, Any]) -> Callable[[], object]:
-    """Two steps of training: ZeRO-1 gathers nothing in the first."""
+    """Return a call that trains two steps, since ZeRO-1 gathers nothing in the first."""
     o = HybridOptions(**{"model": "wire", "dp": 1, "batch": 8, "sequence": 64, "micro_batches": 1, **given})
     hybrid = make_hybrid(rt, o, o.mesh(rt))
     step = whole_step(hybrid.version(), Batches(o, hybrid.samples, rt.device), hybrid.tokens)
     return lambda: (step(), step())
 
 
+def step_in_libtorch(rt: Runtime, kind: Any) -> tuple[Callable[[], object], Callable[[], float]]:
+    """Return a call that sums the gradients of weights in C++, and a count of the bytes that this rank booked."""
+    weights = [torch.ones(LENGTH // 4, requires_grad=True) for _ in range(4)]
+    made = kind(weights, rt.world.pg)
+
+    def step() -> None:
+        torch.stack([w.square().sum() for w in weights]).sum().backward()
+        made.finish()
+        if kind is dp_libtorch.Zero1:
+            made.gather()
+
+    def booked() -> float:
+        return sum(n_bytes for _, n_bytes, _ in made.take_messages()) / rt.world_size
+
+    booked()  # the broadcast of the weights
+    return step, booked
+
+
 def sent() -> int:
-    """Bytes that the loopback has carried."""
+    """Return the bytes that the loopback has carried so far."""
     rest()
     return WORLD.bcast(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
 
 
-def measured(call: Callable[[], object]) -> tuple[int, float]:
-    """Bytes on the wire and in the ledgers of all ranks. TCP sends twice what a loaded machine is late to confirm."""
+def measured(call: Callable[[], object], booked: Callable[[], float] | None = None) -> tuple[int, float]:
+    """Return the bytes on the wire and in the ledgers of all ranks, or those that `booked` returns.
+
+    They are the smallest of up to three tries, since TCP resends on a loaded machine.
+    """
     found = []
     for _ in range(3):
         start = sent()
         with Ledger() as ledger:
             call()
-        found.append((sent() - start, WORLD.allreduce(float(ledger.bytes()))))
+        here = booked() if booked else float(ledger.bytes())
+        found.append((sent() - start, WORLD.allreduce(here)))
         if found[-1][0] < 1.03 * found[-1][1]:
             break
     return min(found)
 
 
 def main(rt: Runtime) -> dict[str, tuple[int, float]]:
-    """Of each collective on 2, 3 and 4 ranks and of each strategy on 4: the wire's bytes and the ledgers'."""
+    """Return bytes on the wire and in the ledgers: collectives on 2, 3 and 4 ranks, strategies on 4."""
     found = {}
     for n in (2, 3, 4):
         g = Group("world", min(rt.rank, n - 1), n, tuple(range(n)), dist.new_group(list(range(n))))
         for name, call in calls(g).items():
             found[f"{name}, {n} ranks"] = measured(call if rt.rank < n else lambda: None)
+    found |= {name: measured(*step_in_libtorch(rt, kind)) for name, kind in IN_LIBTORCH.items()}
     return found | {name: measured(two_steps(rt, given)) for name, given in STRATEGIES.items()}
 
 

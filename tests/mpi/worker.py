@@ -1,4 +1,4 @@
-"""What the workers under one mpirun share: worlds of its first ranks, and the result, which rank 0 writes as JSON."""
+"""Shared parts of the workers under mpirun: worlds of the first ranks; rank 0 writes the result as JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WORLD = MPI.COMM_WORLD
 
 
 def rest() -> None:
-    """Wait for all ranks; asleep, since MPI's own wait takes the cores from those that still work."""
+    """Wait for all ranks, asleep: MPI's own wait would take the cores from ranks that still compute."""
     arrived = WORLD.Ibarrier()
     while not arrived.Test():
         time.sleep(0.01)
 
 
 def on_first_ranks(sizes: Iterable[int], work: Callable[[int], Any]) -> dict[int, list[Any]]:
-    """What `work(size)` gives on the first `size` ranks, one size after the other: each rank's, in their order."""
+    """Run `work(size)` on the first `size` ranks, one size after another; return {size: results by rank}."""
     found = {}
     for size in sizes:
         mine = work(size) if WORLD.rank < size else None
@@ -32,10 +32,10 @@ def on_first_ranks(sizes: Iterable[int], work: Callable[[int], Any]) -> dict[int
 
 
 def on_groups(work: Callable[[Any], Any]) -> dict[int, list[Any]]:
-    """What `work` gives on process groups of 1, 2, ... and all ranks; None is a group of one."""
+    """Run `work` on process groups of 1 (None), 2, ... and all ranks; return {size: results by rank}."""
     import torch.distributed as dist
 
-    from common.runtime import runtime
+    from common.launch.runtime import runtime
 
     with runtime() as rt:
         groups = {size: dist.new_group(list(range(size))) for size in range(2, rt.world_size + 1)}
@@ -43,6 +43,6 @@ def on_groups(work: Callable[[Any], Any]) -> dict[int, list[Any]]:
 
 
 def write(found: Any) -> None:
-    """The worker's result, to the file of its first argument."""
+    """Write the worker's result to the file of its first argument, on rank 0."""
     if WORLD.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Ends with code 3, and with a watchdog whose looks into the store take long.
+"""End with code 3 while the watchdog's look-ups in the store are slow.
 
 python slow_store.py 0.06 4    # seconds of a look, seconds that the end waits for it
 """
@@ -10,21 +10,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from common import watchdog
-from common.program import leave
+from common.launch import watchdog
+from common.launch.program import leave
 
 
 class SlowStore(dist.HashStore):
-    """Takes `seconds` for each look of the watchdog, in C++ and without the interpreter's lock."""
+    """Store whose look-ups by the watchdog take `seconds`, in C++ without the interpreter's lock."""
 
     seconds = 0.0
 
     def clone(self) -> dist.Store:
-        """Itself."""
+        """Return this store."""
         return self
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return True if all keys exist."""
         if threading.current_thread() is not threading.main_thread():
             with suppress(RuntimeError):
                 self.wait(["never"], timedelta(seconds=self.seconds))
@@ -32,7 +32,7 @@ class SlowStore(dist.HashStore):
 
 
 def main(seconds: float, grace: float) -> None:
-    """A lesson's end, by the real end of the interpreter."""
+    """End as a lesson does, by the real end of the interpreter."""
     store = SlowStore()
     store.seconds, watchdog.GRACE, watchdog.LOOK_EVERY = seconds, grace, 1e-4
     for key in ("here/1", "done/1", "left/1"):

@@ -1,4 +1,4 @@
-"""A lesson that adds up ones, or fails on one rank in the way it is told."""
+"""Add up ones on all ranks, or fail on one rank in the requested way."""
 
 import os
 import signal
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from common import comm
-from common.lesson import LessonOptions, console, run
-from common.runtime import Runtime
+from common.launch.runtime import Runtime
+from common.lesson.runner import LessonOptions, console, run
 
 
 @dataclass
 class Options(LessonOptions):
-    """Which rank fails, and how: raise, kill, hang or differ."""
+    """Options: the rank that fails (-1: none), and its fault (raise, kill, hang or differ)."""
 
     bad: int = -1
     how: str = "raise"
