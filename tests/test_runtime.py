@@ -105,9 +105,12 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
+    """Return a free port below those that the system gives to connections, so that nothing takes it meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
 
 
 refused = partial(refusal, dp_basic.main, dp_basic.DataParallelOptions)
