@@ -85,6 +85,34 @@ def test_its_end_is_the_program_s(python: dict[str, Any], tmp_path: Path, ends: 
     assert ("ZeroDivisionError" in done.stderr) == (ends == "1 / 0")
 
 
+LATE = """
+import atexit, sys, threading, time
+atexit.register(print, "last", end="")
+threading.Thread(target=lambda: (time.sleep(0.2), print("then a thread"))).start()
+sys.exit("first")
+"""
+
+
+def test_threads_and_exit_handlers_come_after_its_end(python: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    for program in ("python", sys.executable):
+        done = subprocess.run([program, tmp_path / "late.py"], **python)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "then a thread\nlast", "first\n")
+
+
+def test_a_full_disk_is_told_as_python_tells_it(python: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text("print('done', end='')")
+    buffered = {name: value for name, value in python["env"].items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        codes = [
+            subprocess.run(
+                [program, tmp_path / "full.py"], env=buffered, stdout=full, stderr=subprocess.DEVNULL
+            ).returncode
+            for program in ("python", sys.executable)
+        ]
+    assert codes == [120, 120]
+
+
 WAITS = "import subprocess\nwith subprocess.Popen(['sleep', '600']) as p:\n    print(p.pid, flush=True)\n"
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
