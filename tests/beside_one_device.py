@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
@@ -14,6 +16,11 @@ from common.lesson.comparison import Lesson
 from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, watch
 from common.lesson.job import Job, one_device
 from common.lesson.training import make_model, shape_of
+
+
+def here() -> Runtime:
+    """Return the runtime of one rank without a launcher."""
+    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
 
 def alone(rt: Runtime, o: Any, lesson: Lesson, name: str, optimizer: str) -> tuple[Followed, Job[Any]]:
@@ -27,7 +34,8 @@ def alone(rt: Runtime, o: Any, lesson: Lesson, name: str, optimizer: str) -> tup
 def on_ranks(rt: Runtime, o: Any, lesson: Lesson, name: str, optimizer: str) -> tuple[Followed, Job[Any]]:
     """Train the version on all ranks; check the bytes against the formula."""
     mesh = Mesh(rt.world, **{lesson.axis: rt.world_size})
-    make, model = OPTIMIZERS[optimizer], make_model(o, rt.device)
+    # replicas begin with different weights, to test their broadcast
+    make, model = OPTIMIZERS[optimizer], make_model(replace(o, seed=o.seed + mesh.at["dp"]), rt.device)
     job = Job(rt, o, name, model, mesh, lesson.axis, make, o.steps)
     with Listener(rt.world) if name in lesson.unseen else Ledger() as ledger:
         found = watch(lesson.versions[name](job), job, mesh)

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from beside_one_device import compared
 from small_models import Branches
 from torch import Tensor, nn
 
 from common.comm import Group
-from common.comm.ledger import Ledger
-from common.comm.mesh import Mesh
 from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Difference, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.equality import KINDS, OPTIMIZERS, Difference
 
-from dp_basic import DataParallel, all_reduce_gradients, broadcast_model, make_version
-from dp_training import DataParallelOptions, bytes_of_run
+from dp_basic import LESSON, DataParallel, all_reduce_gradients, broadcast_model
+from dp_training import DataParallelOptions
 
 ALONE = Group.alone()
 Found = dict[str, Difference]
 
 
 def against_one_device(rt: Runtime, o: DataParallelOptions, name: str) -> list[Found]:
-    """Return the differences under SGD and AdamW; check the ledger's bytes."""
-    found = []
-    for optimizer in OPTIMIZERS:
-        batches = Batches(replace(o, micro_batches=1), ALONE, rt.device)
-        model = make_model(o, rt.device)
-        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, ALONE))
-        model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
-        with Ledger() as ledger:
-            version = make_version(name, model, rt, o)
-            step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-            parallel = follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size))
-        if name != "ddp":
-            assert ledger.bytes() == bytes_of_run(
-                model, rt.world, o.steps, order=name == "bucketed", flags=name != "ddp"
-            )
-        found.append(compare(reference, parallel))
-    return found
+    """Return the differences under SGD and AdamW; check the bytes."""
+    return [compared(rt, o, LESSON, name, optimizer) for optimizer in OPTIMIZERS]
 
 
 # 7 and 5 samples do not divide by 2, 3 or 4; buckets of 10 kB make dozens, one of 100 MB holds all

@@ -10,19 +10,20 @@ from itertools import pairwise
 
 import pytest
 import torch
+from beside_one_device import alone, here, on_ranks
 from mpi.launch import refused
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.comm import Group
-from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.lesson.training import make_model, training_step
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare
+from common.lesson.training import Version, make_model, training_step
 
 from dp_accumulation import (
+    LESSON,
     LOWEST,
     RECIPES,
     EpochBatches,
@@ -31,45 +32,34 @@ from dp_accumulation import (
     clip_gradients,
     epoch_of,
     main,
-    make_version,
-    one_device,
     rate_factor,
-    run_bytes,
     scheduled,
     scheduled_by_torch,
     step_bytes,
 )
+from dp_basic import DataParallel
+from dp_checkpointing import checkpoint_layers
 
 OPTIONS = StepOptions(
     model="gpt2-nano", batch=9, samples=13, sequence=8, steps=4, micro_batches=3, clip=0.5, warm_up=2
 )
 
 
-def alone(name: str, optimizer: str, o: StepOptions) -> Followed:
+def one_device(name: str, optimizer: str, o: StepOptions) -> Followed:
     """Train the lesson's reference for a version on one device."""
-    model, one = make_model(o, torch.device("cpu")), Group.alone()
-    version = one_device(name, model, o)
-    step = training_step(version, EpochBatches(replace(o, micro_batches=1), one, torch.device("cpu")), one)
-    return follow(model, optimizer, o.steps, step, wrap=version.wrap)
+    return alone(here(), o, LESSON, name, optimizer)[0]
 
 
 def against_one_device(rt: Runtime, o: StepOptions, names: tuple[str, ...]) -> dict[str, float]:
     """Return the largest difference of each version and optimizer; check the bytes."""
-    worst, mesh = {}, Mesh(rt.world, dp=rt.world_size)
+    worst = {}
     for optimizer in OPTIMIZERS:
         references: dict[Recipe, Followed] = {}
         for name in names:
             added = replace(RECIPES[name], sync_each=False, checkpoint=False, library=False)
             if added not in references:
-                references[added] = alone(name, optimizer, o)
-            model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
-            with Ledger() as ledger:
-                version = make_version(name, model, rt, o)
-                step = training_step(version, EpochBatches(o, rt.world, rt.device), rt.world)
-                followed = follow(model, optimizer, o.steps, step, mesh, version.wrap)
-            found = compare(references[added], followed)
-            if name != "ddp":
-                assert ledger.bytes() == run_bytes(name, model, rt.world, o), name
+                references[added] = one_device(name, optimizer, o)
+            found = compare(references[added], on_ranks(rt, o, LESSON, name, optimizer)[0])
             worst[f"{name}, {optimizer}"] = max(found[kind].value for kind in KINDS)
     return worst
 
@@ -100,7 +90,7 @@ def test_another_model() -> None:
 
 def test_clipping_and_the_schedule_change_something() -> None:
     """Clipping and the schedule change the weights: equality of versions without effect proves nothing."""
-    plain, clipped, scheduled = (alone(name, "sgd", OPTIONS) for name in ("sync", "clip", "schedule"))
+    plain, clipped, scheduled = (one_device(name, "sgd", OPTIONS) for name in ("sync", "clip", "schedule"))
     assert plain.norms[0] > 1.5 * OPTIONS.clip
     assert clipped.norms[0] == pytest.approx(OPTIONS.clip, rel=1e-5)
     assert compare(plain, clipped)["weights"].value > 1e-3
@@ -186,7 +176,14 @@ def train(rt: Runtime, first: int, last: int, state: dict[str, object] | None) -
     if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    version = make_version("all", model, rt, OPTIONS)
+    checkpoint_layers(model)
+    dp = DataParallel(model, rt.world)
+
+    def finish() -> None:
+        dp.finish()
+        clip_gradients(model.parameters(), Mesh(rt.world, dp=rt.world_size), OPTIONS.clip)
+
+    version = Version(model, dp.no_sync, finish)
     step = training_step(version, EpochBatches(OPTIONS, rt.world, rt.device), rt.world)
     for t in range(first, last):
         optimizer.zero_grad()

@@ -7,31 +7,27 @@ from dataclasses import replace
 
 import pytest
 import torch
+from beside_one_device import alone, on_ranks
 from mpi.launch import refused
 from small_models import SHAPES, ours, tokens
 from torch import nn
 
-from common.comm import Group
-from common.comm.ledger import Ledger
-from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.equality import KINDS, OPTIMIZERS, compare
 from common.models.transformer import Transformer, config, cross_entropy_sum
 from common.utils.memory import LiveBytes, saved_bytes
 
 from dp_checkpointing import (
+    LESSON,
     VERSIONS,
     CheckpointOptions,
     activation_bytes,
     checkpoint_layers,
     main,
-    make_version,
     measure,
     on_one_device,
 )
-from dp_training import bytes_of_run
 
 OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, micro_batches=2)
 
@@ -39,19 +35,9 @@ OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, mic
 def against_one_device(rt: Runtime, o: CheckpointOptions) -> dict[str, float]:
     worst = {}
     for optimizer in OPTIMIZERS:
-        alone = Group.alone()
-        model = make_model(o, rt.device)
-        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        reference = follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
+        reference, _ = alone(rt, o, LESSON, "none", optimizer)
         for name in o.versions:
-            model = make_model(o, rt.device)
-            with Ledger() as ledger:
-                version = make_version(name, model, rt, o)
-                step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-                found = compare(
-                    reference, follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size))
-                )
-            assert ledger.bytes() == bytes_of_run(model, rt.world, o.steps, order=True)
+            found = compare(reference, on_ranks(rt, o, LESSON, name, optimizer)[0])
             worst[f"{name}, {optimizer}"] = max(found[kind].value for kind in KINDS)
     return worst
 

@@ -11,26 +11,28 @@ from small_models import Branches
 from torch import Tensor, nn
 
 from common.comm import Group
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, compare, follow
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, watch
+from common.lesson.job import Job
 from common.lesson.training import make_model
 
 from dp_basic import DataParallel
 from dp_compression import (
-    COMPRESSORS,
-    CompressionOptions,
-    bytes_formula,
+    LESSON,
+    PowerSGD,
+    largest,
     main,
     make_compressor,
-    on_ranks,
-    one_device,
-    quarrel,
-    same_on_all_ranks,
-    stall,
+    pack,
+    run_bytes,
+    unpack,
 )
-from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
-from dp_compressors import Compressor, PowerSGD, largest, pack, unpack
+from dp_compression_proof import on_one_device, on_ranks, quarrel, same_on_all_ranks, stall
+from dp_compression_simulated import Compression, Simulation, powersgd, signs, top_k, train
+from dp_compressor import COMPRESSORS, CompressionOptions, Compressor
 
 # 7 samples do not divide by 2, 3 or 4; the buckets are cut anew after the first of three steps
 OPTIONS = CompressionOptions(
@@ -39,17 +41,24 @@ OPTIONS = CompressionOptions(
 ALL = replace(OPTIONS, k=1.0, rank=256)
 
 
+def trained(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> tuple[Followed, Ledger]:
+    """Train a version on all ranks; return the result and its ledger."""
+    mesh, model = Mesh(rt.world, dp=rt.world_size), make_model(replace(o, seed=o.seed + rt.rank), rt.device)
+    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    return on_ranks(LESSON.versions[name], job, mesh)
+
+
 def check(rt: Runtime, name: str, o: CompressionOptions, reference: str) -> None:
     """Check gradients, norm, loss, weights and bytes under both optimizers, and that ranks agree bitwise."""
     for optimizer in OPTIMIZERS:
-        followed, ledger = on_ranks(name, optimizer, rt, o)
+        followed, ledger = trained(name, optimizer, rt, o)
         if rt.rank == 0:  # the others have the same, bit by bit
-            found = compare(one_device(reference, optimizer, rt, o), followed)
+            found = compare(on_one_device(reference, optimizer, rt, o), followed)
             for kind in KINDS:
                 assert found[kind].value <= 1e-12, (name, optimizer, o, kind, found[kind])
         assert same_on_all_ranks(followed, rt.world), (name, optimizer, o)
         if not name.startswith("torch"):
-            assert ledger.bytes() == bytes_formula(name, make_model(o, rt.device), rt.world, o)
+            assert ledger.bytes() == run_bytes(name, make_model(o, rt.device), rt.world, o)
 
 
 def ours(rt: Runtime) -> None:
@@ -92,11 +101,13 @@ def test_as_a_hook_of_ddp_and_beside_torchs_own(world: int) -> None:
 
 def one_memory(rt: Runtime) -> None:
     """Check that PowerSGD equals one device with the whole batch and one error memory: it uses sums only."""
-    followed, _ = on_ranks("powersgd", "sgd", rt, OPTIONS)
-    model = make_model(OPTIONS, rt.device)
+    followed, _ = trained("powersgd", "sgd", rt, OPTIONS)
     whole = replace(OPTIONS, micro_batches=1)
-    step = simulated_step(model, Simulation(powersgd(OPTIONS.rank)), whole, 1, rt.device)
-    found = compare(follow(model, "sgd", OPTIONS.steps, step), followed)
+    job = Job(
+        rt, whole, "powersgd", make_model(OPTIONS, rt.device), Mesh(Group.alone()), "dp", OPTIMIZERS["sgd"]
+    )
+    job.steps = OPTIONS.steps
+    found = compare(watch(train(job, Simulation(powersgd(OPTIONS.rank)), 1), job), followed)
     assert max(d.value for d in found.values()) <= 1e-12, found
 
 
@@ -208,10 +219,13 @@ def test_a_rank_above_the_matrix_is_the_matrix() -> None:
 
 
 def test_without_memory_the_quiet_weight_never_moves() -> None:
-    assert quarrel(1.0, feedback=True) == pytest.approx(1, abs=1e-3)
-    assert quarrel(0.5, feedback=True) == pytest.approx(1, abs=0.1)
-    assert quarrel(0.5, feedback=False) == 0
-    assert stall()[0]
+    def top_of(share: float, feedback: bool) -> Compressor:
+        return make_compressor("top-k", Group.alone(), CompressionOptions(k=share), feedback)
+
+    assert quarrel(top_of(1.0, feedback=True)) == pytest.approx(1, abs=1e-3)
+    assert quarrel(top_of(0.5, feedback=True)) == pytest.approx(1, abs=0.1)
+    assert quarrel(top_of(0.5, feedback=False)) == 0
+    assert stall(make_compressor, CompressionOptions())[0]
 
 
 def test_bad_input_is_one_line() -> None:

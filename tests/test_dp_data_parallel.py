@@ -30,7 +30,7 @@ def visit(rt: Runtime, batch: int) -> dict[str, Any]:
     for optimizer in OPTIMIZERS:
         followed, one, ledger = train(rt, options(batch), optimizer)
         if followed:
-            reference = alone(rt, options(batch), optimizer, lambda model: model)
+            reference = alone(rt, options(batch), optimizer)
             found[optimizer] = {k: d.value for k, d in compare(reference, followed).items()}
         found["sent"].append(ledger.bytes())
         found["logits"].append(one.logits_bytes)

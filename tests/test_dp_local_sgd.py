@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from beside_one_device import alone
 from mpi.launch import refused
 from torch import nn
 
@@ -15,19 +16,12 @@ from common import comm
 from common.comm import Group
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare
+from common.lesson.training import Batches, make_model
 
-from dp_local_sgd import bytes_formula, main
-from dp_replicas import (
-    LocalOptions,
-    LocalSGD,
-    joined,
-    local_step,
-    mean_of_replicas,
-    on_ranks,
-    simulated,
-)
+import dp_basic
+from dp_local_sgd import LocalSGD, bytes_formula, main, on_ranks
+from dp_replicas import LocalOptions, joined, local_step, mean_of_replicas, simulated
 
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
 OPTIONS = LocalOptions(model="gpt2-nano", batch=7, sequence=12, micro_batches=2, steps=5)
@@ -36,8 +30,7 @@ ALONE = Group.alone()
 
 def one_device(rt: Runtime, o: LocalOptions) -> Followed:
     """Train with plain SGD on the whole batch."""
-    model, batches = make_model(o, rt.device), Batches(replace(o, micro_batches=1), ALONE, rt.device)
-    return follow(model, "sgd", o.steps, training_step(Version(model), batches, ALONE))
+    return alone(rt, o, dp_basic.LESSON, "naive", "sgd")[0]
 
 
 CASES = [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside_one_device import here
 from mpi.launch import refused
 from torch import nn
 
@@ -23,7 +24,7 @@ from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone
 from dp_loss_scaling import main as scaling_main
 from dp_loss_scaling import on_ranks as scaled_on_ranks
 from dp_loss_scaling import prove as prove_scaling
-from dp_mixed_precision import Comparison, PrecisionOptions, formats, one_device
+from dp_mixed_precision import Comparison, PrecisionOptions, formats, on_one_device
 from dp_mixed_precision import main as precision_main
 from dp_mixed_precision import prove as prove_precision
 
@@ -49,8 +50,7 @@ def test_loss_scaling(world: int) -> None:
 
 def decisions(rt: Runtime, name: str, o: ScalingOptions) -> tuple[list[float], list[bool], list[float]]:
     """Return the scales, the overflows, and the final weights of one matrix."""
-    trainer, scaler = scaled_on_ranks(name, rt, o)
-    followed = trainer.train("sgd", o.steps)
+    followed, scaler = scaled_on_ranks(name, "sgd", rt, o)
     return scaler.factors, scaler.seen, followed.weights["layers.1.mlp.up_proj.weight"].flatten().tolist()
 
 
@@ -122,12 +122,8 @@ def test_a_skipped_step_leaves_the_optimizers_state_alone() -> None:
         assert mean == pytest.approx(0.1)
 
 
-def local_runtime() -> Runtime:
-    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
-
-
 def test_16_bits_are_used_and_scaling_helps() -> None:
-    table = formats(local_runtime(), replace(PRECISION, sequence=32))
+    table = formats(here(), replace(PRECISION, sequence=32))
     columns = {column.header: list(column.cells) for column in table.columns}
     names, gradients = columns["format"], [float(cell) for cell in columns["gradients"]]
     differs, vanish = (
@@ -143,15 +139,13 @@ def test_16_bits_are_used_and_scaling_helps() -> None:
 
 
 def test_the_weights_stay_float32() -> None:
-    trainer = one_device(torch.bfloat16, local_runtime(), PRECISION)
-    followed = trainer.train("adamw", 1)
+    followed = on_one_device(torch.bfloat16, "adamw", here(), PRECISION)
     assert {g.dtype for g in followed.gradients[0].values()} == {torch.float32}
     assert {w.dtype for w in followed.weights.values()} == {torch.float32}
 
 
 def test_references_overflow_where_the_ranks_do() -> None:
-    trainer, scaler = alone(local_runtime(), SCALING)
-    trainer.train("sgd", SCALING.steps)
+    _, scaler = alone("sgd", here(), SCALING)
     assert scaler.seen == [False, False, True, False]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +23,8 @@ from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS, compare, follow, unequal_replicas
-from common.lesson.training import Batches, make_model, whole_step
+from common.lesson.job import Job
+from common.lesson.training import Batches, Version, make_model, timed_adamw, whole_step
 from common.utils.memory import peak_allocated
 
 import dp_fsdp
@@ -149,9 +151,9 @@ def evaluate(rt: Runtime, stage: int) -> tuple[list[bool], int]:
     plain, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
     dp = DataParallel(plain, rt.world)
     equal = []
-    version = dp_zero.Version(model, finish=zero.finish, owner=zero)
+    version = Version(model, finish=zero.finish, owner=zero)
     steps = [whole_step(version, batches, rt.world)]
-    steps.append(whole_step(dp_zero.Version(plain, dp.no_sync, dp.finish), batches, rt.world))
+    steps.append(whole_step(Version(plain, dp.no_sync, dp.finish), batches, rt.world))
     o.micro_batches = 1
     for _ in range(2):
         tokens_BS = batches.parts(0)[0][0]
@@ -210,10 +212,9 @@ def peak(name: str) -> int:
     rt = Runtime(0, 2, 0, 2, "none", torch.device("cpu"), "fake", 60.0, world)
 
     def life() -> None:
-        version = dp_zero.make_version(name, make_model(o, rt.device), rt, o)
-        step = whole_step(version, Batches(o, rt.world, rt.device), rt.world)
-        step()
-        step()
+        mesh, model = Mesh(world, dp=2), make_model(o, rt.device)
+        job = Job(rt, o, name, model, mesh, "dp", timed_adamw, steps=2)
+        collections.deque(dp_zero.VERSIONS[name](job), maxlen=0)
 
     return peak_allocated(life)
 

@@ -10,14 +10,18 @@ import torch
 from torch.nn import functional as F
 
 from common.comm import Group
+from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS, compare, watch
+from common.lesson.job import Job
+from common.lesson.training import make_model
 from common.models.configs import CONFIGS, config, switch
 from common.models.transformer import make_mlp
 
 import ep_switch_router
-from ep_switch_router import RouterOptions, expert_choice, jittered, top_k, with_capacity, z_loss_sum
+from ep_switch_router import RouterOptions, expert_choice, jittered, top_k, train, with_capacity, z_loss_sum
 
 CONFIGS["ep-router"] = switch(layers=1, width=8, heads=2, sequence=12, experts=4)
 SMALL = RouterOptions(model="ep-router", batch=5, sequence=12, steps=3, capacity_factor=1.0)
@@ -37,6 +41,20 @@ def test_routers_by_hand() -> None:
     assert chosen.count_nonzero(0).tolist() == [2, 2, 2]
     assert chosen[:, 0].tolist() == pytest.approx([0.7, 0.6, 0.0, 0.0])
     assert z_loss_sum(torch.zeros(2, 3, 4)).item() == pytest.approx(6 * torch.tensor(4.0).log().item() ** 2)
+
+
+def compared_training(rt: Runtime, name: str) -> float:
+    """Return the largest difference of training on all ranks from one device."""
+    runs = []
+    for mesh in (Mesh(Group.alone()), Mesh(rt.world, dp=rt.world_size)):
+        job = Job(rt, SMALL, name, make_model(SMALL, rt.device), mesh, "dp", OPTIMIZERS["sgd"], SMALL.steps)
+        runs.append(watch(train(job, []), job, mesh))
+    return max(d.value for d in compare(*runs).values())
+
+
+@pytest.mark.parametrize("name", ep_switch_router.VERSIONS)
+def test_training_equals_one_device(name: str) -> None:
+    assert max(spawn(compared_training, 2, name)) <= 1e-12
 
 
 def test_the_gates_are_the_models() -> None:

@@ -9,22 +9,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from beside_one_device import here
 from museum import UNSEEN, show
 
 from common import comm
+from common.comm import Group
 from common.comm.mesh import Mesh
 from common.data.text import PADDING
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow, watch
+from common.lesson.job import Job
 from common.lesson.training import Batches, Version, make_model, training_step
 from common.models.configs import CONFIGS, gpt2
 from common.models.transformer import cross_entropy_sum
 
 from dp_basic import Bucket, DataParallel
-from dp_compression import CompressionOptions, same_on_all_ranks
-from dp_compression_simulated import Simulation, simulated_step, top_k
-from dp_compressors import Message, TopK
+from dp_compression import TopK
+from dp_compression_proof import same_on_all_ranks
+from dp_compression_simulated import Simulation, top_k, train
+from dp_compressor import CompressionOptions, Message
 
 CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
 # 7 samples on 2 ranks: 3 and 4
@@ -118,9 +122,9 @@ def behind_the_optimizer(rt: Runtime, optimizer: str, o: CompressionOptions) -> 
 
 
 def one_device(optimizer: str, o: CompressionOptions, ranks: int) -> Followed:
-    model = make_model(o, torch.device("cpu"))
-    step = simulated_step(model, Simulation(top_k(o.k)), o, ranks, torch.device("cpu"))
-    return follow(model, optimizer, o.steps, step)
+    rt, mesh = here(), Mesh(Group.alone())
+    job = Job(rt, o, "top-k", make_model(o, rt.device), mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    return watch(train(job, Simulation(top_k(o.k)), ranks), job)
 
 
 def visit(rt: Runtime, compressor: type[TopK], o: CompressionOptions) -> Found:

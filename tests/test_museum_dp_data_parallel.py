@@ -45,7 +45,7 @@ def broken(rt: Runtime, kind: type[OneProcess]) -> dict[str, dict[str, Differenc
         one = kind(model, OPTIONS, rt.world, rt.device)
         if rt.rank == 0:
             followed = follow(model, optimizer, OPTIONS.steps, one.step)
-            reference = alone(rt, OPTIONS, optimizer, lambda model: model)
+            reference = alone(rt, OPTIONS, optimizer)
             found[optimizer] = compare(reference, followed)
         else:
             for t in range(OPTIONS.steps):

@@ -39,9 +39,7 @@ from dp_accumulation import (
     scheduled_by_torch,
 )
 from dp_basic import DataParallel
-from dp_loss_scaling import HALF, LossScaler, ScalingOptions, TorchScaler, alone, overflow_in, with_scaler
-from dp_mixed_precision import Trainer
-from dp_zero import make_version
+from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone, on_ranks
 
 ALONE = Group.alone()
 Found = dict[str, Difference]
@@ -187,17 +185,10 @@ SCALING = ScalingOptions(batch=8, sequence=8, steps=5, overflow=2)
 
 def scaled(rt: Runtime, group: str) -> tuple[list[float], dict[str, Found]]:
     """Train ZeRO-2 with a scaler that asks all ranks or its own only; return scales and differences."""
-    found, mesh = {}, Mesh(rt.world, dp=rt.world_size)
+    found, deciding = {}, rt.world if group == "all" else ALONE
     for optimizer in OPTIMIZERS:
-        model = make_model(SCALING, rt.device)
-        version, batches = make_version("zero2", model, rt, SCALING), Batches(SCALING, rt.world, rt.device)
-        scaler = LossScaler(rt.world if group == "all" else ALONE, SCALING.scale, SCALING.interval)
-        trainer = with_scaler(Trainer(model, version, rt.world, batches.parts, HALF, mesh), scaler)
-        if rt.rank == rt.world_size - 1:
-            overflow_in(trainer, SCALING.overflow, 0)
-        mine = trainer.train(optimizer, SCALING.steps)
-        expected = alone(rt, SCALING)[0].train(optimizer, SCALING.steps)
-        found[optimizer] = compare(expected, mine)
+        mine, scaler = on_ranks("zero2", optimizer, rt, SCALING, deciding)
+        found[optimizer] = compare(alone(optimizer, rt, SCALING)[0], mine)
     return scaler.factors, found
 
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DistributedSampler, TensorDataset
@@ -52,16 +53,17 @@ from common.data.text import PADDING, lm_samples, rank_slice
 from common.errors import UsageError
 from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
-from common.lesson.equality import MakeOptimizer, plain
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.equality import MakeOptimizer
+from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.lesson.training import Batches, Version
-from common.models.transformer import Transformer
+from common.lesson.training import Batches
+from common.models.transformer import cross_entropy_sum
 
 from dp_basic import DataParallel
-from dp_basic import make_version as make_basic_version
 from dp_checkpointing import checkpoint_layers
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
+from dp_costs import basic_step, bytes_of_run
+from dp_training import DataParallelOptions, check
 
 LOWEST = 0.1  # end of the cosine, as a fraction of the full rate
 
@@ -197,45 +199,57 @@ def scheduled_by_torch(make: MakeOptimizer, tensors: list[Tensor], o: StepOption
     return optimizer
 
 
-def with_torch(version: Version, recipe: Recipe, o: StepOptions) -> Version:
-    """Return `version`, which has no clipping and no schedule, with those of torch."""
-
-    def clip() -> None:
-        version.finish()
-        nn.utils.clip_grad_norm_(version.parameters, o.clip)
-
-    return replace(
-        version,
-        finish=clip if recipe.clip else version.finish,
-        wrap=partial(scheduled_by_torch, o=o) if recipe.schedule else plain,
-    )
-
-
-def one_device(name: str, model: nn.Module, o: StepOptions) -> Version:
-    """Return the reference: the whole batch at once, with torch's clipping and schedule."""
-    return with_torch(Version(model), RECIPES[name], o)
-
-
-def make_version(name: str, model: Transformer, rt: Runtime, o: StepOptions) -> Version:
-    """Return the version `name` of `model`, with its no_sync, its clipping and its schedule."""
-    recipe, mesh = RECIPES[name], Mesh(rt.world, dp=rt.world_size)
+def train(job: Job[StepOptions]) -> Iterator[Tensor]:
+    """Train with what the version's recipe adds to the step; yield the loss of each global batch."""
+    model, group, o, recipe = job.model, job.group, job.options, RECIPES[job.version]
+    job.make_batches = EpochBatches
     if recipe.checkpoint:
         checkpoint_layers(model)
-    if recipe.library:
-        return with_torch(make_basic_version("ddp", model, rt, o), recipe, o)
-    dp = DataParallel(model, rt.world, o.bucket_mb)
-
-    def finish() -> None:
+    if recipe.schedule:
+        job.make_optimizer = partial(scheduled, job.make_optimizer, o=o)
+    dp = DataParallel(model, group, o.bucket_mb)
+    accumulate = partial(sync_each, dp) if recipe.sync_each else dp.no_sync
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with accumulate() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
         dp.finish()
         if recipe.clip:
-            clip_gradients(model.parameters(), mesh, o.clip)
+            clip_gradients(model.parameters(), job.mesh, o.clip)
+        optimizer.step()
+        yield total(losses, group)
 
-    return Version(
-        model,
-        no_sync=partial(sync_each, dp) if recipe.sync_each else dp.no_sync,
-        finish=finish,
-        wrap=partial(scheduled, o=o) if recipe.schedule else plain,
-    )
+
+def train_by_torch(job: Job[StepOptions]) -> Iterator[Tensor]:
+    """Train likewise by torch's DDP, clipping and schedulers; on one device, the reference, without DDP."""
+    model, group, o, recipe = job.model, job.group, job.options, RECIPES[job.version]
+    job.make_batches = EpochBatches
+    ddp: Any = model
+    if group.size > 1:
+        checkpoint_layers(model)
+        ddp = DistributedDataParallel(model, process_group=group.pg, bucket_cap_mb=o.bucket_mb)
+    if recipe.schedule:
+        job.make_optimizer = partial(scheduled_by_torch, job.make_optimizer, o=o)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with ddp.no_sync() if group.size > 1 and i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(ddp(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                (loss * group.size).backward()  # DDP divides by the number of ranks
+            losses.append(loss.detach())
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        optimizer.step()
+        yield total(losses, group)
 
 
 def more_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
@@ -251,7 +265,7 @@ def more_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fra
 
 def step_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
     """Return the bytes a rank sends in a step."""
-    return bytes_of_step(model, group, flags=name != "ddp") + more_bytes(name, model, group, o)
+    return basic_step(name, model, group, o) + more_bytes(name, model, group, o)
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
@@ -285,14 +299,8 @@ def sampler_table(o: StepOptions, ranks: int) -> Table:
     return table
 
 
-LESSON = Lesson(
-    "dp",
-    dict.fromkeys(RECIPES, by_version(make_version, EpochBatches)),
-    step_bytes,
-    run_bytes=run_bytes,
-    one_device=by_version(lambda name, model, rt, o: one_device(name, model, o), EpochBatches),
-    unseen=("ddp",),
-)
+VERSIONS = {name: train_by_torch if recipe.library else train for name, recipe in RECIPES.items()}
+LESSON = Lesson("dp", VERSIONS, step_bytes, run_bytes=run_bytes, one_device=train_by_torch, unseen=("ddp",))
 
 
 def main(rt: Runtime, o: StepOptions) -> bool:

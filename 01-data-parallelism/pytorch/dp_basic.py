@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from typing import Protocol
 
@@ -37,13 +36,13 @@ from torch.nn.parallel import DistributedDataParallel
 from common import comm
 from common.comm import Group
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job, one_device, total
 from common.lesson.runner import run
-from common.lesson.training import Version
+from common.models.transformer import cross_entropy_sum
 
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
-
-VERSIONS = ("naive", "bucketed", "ddp")
+from dp_costs import basic_run, basic_step
+from dp_training import DataParallelOptions, check
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
@@ -242,38 +241,70 @@ class DataParallel:
         self._reset()
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
-    """Return one of the three versions around `model`."""
-    if name == "naive":
-        broadcast_model(model, rt.world)
-        return Version(model, finish=partial(all_reduce_gradients, model, rt.world))
-    if name == "bucketed":
-        dp = DataParallel(model, rt.world, o.bucket_mb)
-        return Version(model, dp.no_sync, dp.finish)
-    if rt.world_size == 1:
-        return Version(model)  # DDP needs a process group; one rank needs no DDP
-    ddp = DistributedDataParallel(model, process_group=rt.world.pg, bucket_cap_mb=o.bucket_mb)
-    return Version(ddp, ddp.no_sync, averages=True)
+def train_naive(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train on this rank's samples, with an all-reduce per parameter; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    broadcast_model(model, group)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []  # of all ranks: an all-reduce of 8 bytes
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        all_reduce_gradients(model, group)
+        optimizer.step()
+        yield total(losses, group)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes a rank sends in a step."""
-    return bytes_of_step(model, group, flags=name != "ddp")
+def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train likewise, in buckets that are sent during the last micro-batch's backward pass."""
+    model, group = job.model, job.group
+    dp = DataParallel(model, group, job.options.bucket_mb)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with dp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
+        dp.finish()
+        optimizer.step()
+        yield total(losses, group)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
-    return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
+def train_ddp(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train likewise with torch's DDP, which divides the sum of the gradients by the number of ranks."""
+    model, group = job.model, job.group
+    if group.size == 1:  # one rank, which needs no DDP
+        return (yield from one_device(job))
+    ddp = DistributedDataParallel(model, process_group=group.pg, bucket_cap_mb=job.options.bucket_mb)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with ddp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(ddp(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                (loss * group.size).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses, group)
 
 
-LESSON = Lesson(
-    "dp", dict.fromkeys(VERSIONS, by_version(make_version)), step_bytes, run_bytes=run_bytes, unseen=("ddp",)
-)
+VERSIONS = {"naive": train_naive, "bucketed": train, "ddp": train_ddp}
+LESSON = Lesson("dp", VERSIONS, basic_step, run_bytes=basic_run, unseen=("ddp",))
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
-    check(rt, VERSIONS, o)
+    check(rt, tuple(VERSIONS), o)
     return (time_in_turn if o.benchmark else prove)(rt, o, LESSON)
 
 

@@ -22,7 +22,8 @@ the 16 D of the layer that is being recomputed. Chen et al., "Training deep nets
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -36,15 +37,17 @@ from torch.utils.checkpoint import checkpoint
 from common.comm import Group
 from common.comm.ledger import show_bytes
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job, total
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, Version, make_model
+from common.lesson.training import Batches, make_model
 from common.models.configs import TransformerConfig
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.memory import LiveBytes, saved_bytes
 
 from dp_basic import DataParallel
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
+from dp_costs import basic_run, basic_step
+from dp_training import DataParallelOptions, check
 
 VERSIONS = ("none", "by-hand", "library")
 
@@ -155,24 +158,37 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and torch.equal(a, b)
 
 
-def make_version(name: str, model: Transformer, rt: Runtime, o: CheckpointOptions) -> Version:
-    """Return the bucketed data parallelism of dp_basic.py around a model with or without checkpointing."""
-    checkpoint_layers(model, name)
-    dp = DataParallel(model, rt.world, o.bucket_mb)
-    return Version(model, dp.no_sync, dp.finish)
+def train(job: Job[CheckpointOptions]) -> Iterator[Tensor]:
+    """Train as dp_basic.py does, with the layers checkpointed or not; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    checkpoint_layers(model, job.version)
+    dp = DataParallel(model, group, job.options.bucket_mb)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with dp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
+        dp.finish()
+        optimizer.step()
+        yield total(losses, group)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
+def step_bytes(name: str, model: nn.Module, group: Group, o: CheckpointOptions) -> Fraction:
     """Return the bytes a rank sends in a step; checkpointing sends nothing."""
-    return bytes_of_step(model, group)
+    return basic_step("bucketed", model, group, o)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
+def run_bytes(name: str, model: nn.Module, group: Group, o: CheckpointOptions) -> Fraction:
     """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
-    return bytes_of_run(model, group, o.steps, order=True)
+    return basic_run("bucketed", model, group, o)
 
 
-LESSON = Lesson("dp", dict.fromkeys(VERSIONS, by_version(make_version)), step_bytes, run_bytes=run_bytes)
+LESSON = Lesson("dp", dict.fromkeys(VERSIONS, train), step_bytes, run_bytes=run_bytes)
 
 
 def main(rt: Runtime, o: CheckpointOptions) -> bool:

@@ -23,52 +23,182 @@ parameters, on n ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import Annotated
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group, share
-from common.comm.ledger import Ledger, show_bytes
-from common.comm.mesh import Mesh
-from common.launch.command_line import Within
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, benchmark, by_version, report
-from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, with_units
-from common.lesson.measure import BenchmarkRecord
-from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, Version, make_model, training_step
-from common.utils.visualizer import figure, loss_curves
+from common.lesson.comparison import Lesson, time_in_turn
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
+from common.models.transformer import cross_entropy_sum
 
 from dp_basic import DataParallel
-from dp_compression_simulated import Compression, Simulation, powersgd, signs, simulated_step, top_k
-from dp_compressors import Compressor, PowerSGD, Sign, TopK, ddp_hook, joined, torch_hook
-from dp_training import DataParallelOptions, bytes_of_run, bytes_of_step, check
+from dp_compression_hooks import ddp_hook, torch_hook
+from dp_compression_proof import prove
+from dp_compressor import VERSIONS, CompressionOptions, Compressor, Told, Views, compressor_of, cut, joined
+from dp_costs import basic_step, bytes_of_run
+from dp_training import check
 
-COMPRESSORS = ("top-k", "powersgd", "sign")
-VERSIONS = ("bucketed", *COMPRESSORS, "ddp-top-k", "ddp-powersgd", "ddp-sign", "torch-powersgd")
+
+def largest(x_N: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest |x|, of equal ones the first. NaN counts as the largest."""
+    size_N = x_N.abs().nan_to_num(math.inf, math.inf)
+    least = size_N.topk(k).values[-1]
+    return torch.cat([(size_N > least).nonzero(), (size_N == least).nonzero()]).flatten()[:k]
 
 
-@dataclass
-class CompressionOptions(DataParallelOptions):
-    """Options of the compressors."""
+class TopK(Compressor):
+    """Compressor to the ceil(share * numel) largest |x| per parameter, with indices (arXiv:1809.07599)."""
 
-    k: Annotated[float, Within(1e-9, 1)] = 0.05
-    """Fraction of the numbers that top-k sends."""
-    rank: Annotated[int, Within(1, 65536)] = 2
-    """Rank of PowerSGD's factors."""
-    curve_steps: Annotated[int, Within(10, 10**9)] = 100
-    """With --plot: number of steps of the loss curves."""
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
+    def __init__(self, group: Group, share: float, feedback: bool = True) -> None:
+        super().__init__(group, feedback)
+        self.share = share
+
+    def k(self, x: Tensor) -> int:
+        """Return the number of elements of x that are sent."""
+        return math.ceil(self.share * x.numel())
+
+    def send(self, x: Views) -> Told:
+        """Select the numbers. The returned function sends them.
+
+        An all-gather here would block the backward pass until all ranks have called it.
+        """
+        flat_N, start, places = joined(x.values()), 0, []
+        for tensor in x.values():
+            places.append(start + largest(tensor.flatten(), self.k(tensor)))
+            start += tensor.numel()
+        places_K = torch.cat(places)
+        values_K = flat_N[places_K]
+
+        def told() -> tuple[Views, Views]:
+            all_places = comm.all_gather(places_K.int(), self.group).long().chunk(self.group.size)
+            all_values = comm.all_gather(values_K, self.group).chunk(self.group.size)
+            mine_N, total_N = torch.zeros_like(flat_N), torch.zeros_like(flat_N)
+            mine_N[places_K] = values_K
+            for some_places, some_values in zip(all_places, all_values, strict=True):
+                total_N[some_places] += some_values  # indices are distinct within a message
+            return cut(mine_N, x), cut(total_N, x)
+
+        return told
+
+    def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
+        """Return the bytes a rank sends: (n-1) k (b + 4)."""
+        return Fraction((self.group.size - 1) * sum(self.k(p) * (p.element_size() + 4) for p in parameters))
+
+
+def pack(bits_N: Tensor) -> Tensor:
+    """Return N booleans as ceil(N / 8) bytes, the first in the lowest bit."""
+    padded = torch.cat([bits_N, bits_N.new_zeros(-len(bits_N) % 8)]).view(-1, 8).to(torch.uint8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=bits_N.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack(bytes_M: Tensor, n: int) -> Tensor:
+    """Return the first n booleans that were packed into these bytes."""
+    bits = bytes_M[:, None] >> torch.arange(8, dtype=torch.uint8, device=bytes_M.device)
+    return (bits & 1).bool().flatten()[:n]
+
+
+class Sign(Compressor):
+    """Compressor to signs, eight per byte, and mean |x| per parameter (arXiv:1901.09847, algorithm 1)."""
+
+    def send(self, x: Views) -> Told:
+        """Pack the signs. The returned function sends them, as in TopK."""
+        sizes = [tensor.numel() for tensor in x.values()]
+        bytes_M = torch.cat([pack(tensor.flatten() >= 0) for tensor in x.values()])
+        scales_P = torch.stack([tensor.abs().mean() for tensor in x.values()])
+
+        def read(bytes_M: Tensor, scales_P: Tensor) -> Tensor:
+            packed = torch.split(bytes_M, [-(-n // 8) for n in sizes])
+            signs_N = torch.cat([unpack(p, n) for p, n in zip(packed, sizes, strict=True)]).to(scales_P.dtype)
+            return (2 * signs_N - 1) * scales_P.repeat_interleave(torch.tensor(sizes).to(scales_P.device))
+
+        def told() -> tuple[Views, Views]:
+            all_bytes = comm.all_gather(bytes_M, self.group).chunk(self.group.size)
+            all_scales = comm.all_gather(scales_P, self.group).chunk(self.group.size)
+            total_N = torch.zeros((), dtype=scales_P.dtype, device=scales_P.device)
+            for their_bytes, their_scales in zip(all_bytes, all_scales, strict=True):
+                total_N = total_N + read(their_bytes, their_scales)
+            return cut(read(bytes_M, scales_P), x), cut(total_N, x)
+
+        return told
+
+    def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
+        """Return the bytes a rank sends: (n-1) (N/8 + b P), each parameter's bits rounded up to bytes."""
+        return Fraction(
+            (self.group.size - 1) * sum(-(-p.numel() // 8) + p.element_size() for p in parameters)
+        )
+
+
+class PowerSGD(Compressor):
+    """Compressor to rank-r factors of matrices, one power iteration per step (arXiv:1905.13727, alg. 1, 2).
+
+    M = sum over ranks of x        P = orthogonal(M Q)        Q = Mᵀ P        the step's gradient is P Qᵀ
+
+    Q is kept, and the next step continues the iteration. A tensor of more than two dimensions is reshaped to
+    a matrix, the first dimension against all others; vectors are sent whole, with P. Where Q has lost rank,
+    its orthogonalisation restores the missing columns.
+    """
+
+    q: Views
+
+    def __init__(self, group: Group, rank: int, feedback: bool = True) -> None:
+        super().__init__(group, feedback)
+        self.rank, self.q = rank, {}
+
+    def start(self, i: int, matrix: Tensor) -> Tensor:
+        """Return the first Q of parameter i, [B, r], the same on every rank."""
+        shape, draw = (matrix.shape[1], min(self.rank, *matrix.shape)), torch.Generator().manual_seed(i)
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(matrix)
+
+    def send(self, x: Views) -> Told:
+        """Start to send P and the vectors. Q needs the sum of P, so the returned function sends Q."""
+        matrices = {i: tensor.flatten(1) for i, tensor in x.items() if tensor.dim() > 1}
+        whole = {i: tensor for i, tensor in x.items() if tensor.dim() < 2}
+        p = {i: m @ orthogonal(self.q.get(i, self.start(i, m))) for i, m in matrices.items()}
+        first = joined([*p.values(), *whole.values()])
+        pending = comm.all_reduce(first, self.group, async_op=True)
+
+        def told() -> tuple[Views, Views]:
+            pending.wait()
+            total, mine = cut(first, p | whole), dict(whole)
+            basis = {i: orthogonal(total[i]) for i in p}
+            q = {i: m.T @ basis[i] for i, m in matrices.items()}
+            if q:
+                second = joined(q.values())
+                comm.all_reduce(second, self.group)
+                self.q |= cut(second, q)
+            for i in q:
+                mine[i] = (basis[i] @ q[i].T).view_as(x[i])
+                total[i] = (basis[i] @ self.q[i].T).view_as(x[i])
+            return mine, total
+
+        return told
+
+    def bytes_of_step(self, parameters: Iterable[Tensor]) -> Fraction:
+        """Return the bytes a rank sends: 2(n-1)/n b (r (A+B) + V)."""
+        total = Fraction(0)
+        for p in parameters:
+            a, b = (p.shape[0], p.numel() // p.shape[0]) if p.dim() > 1 else (0, 0)
+            numbers = min(self.rank, a, b) * (a + b) if p.dim() > 1 else p.numel()
+            total += Fraction(2 * (self.group.size - 1) * numbers * p.element_size(), self.group.size)
+        return total
+
+
+def orthogonal(x_AR: Tensor) -> Tensor:
+    """Return orthonormal columns that span those of x, completed where these are linearly dependent."""
+    q_AR: Tensor = torch.linalg.qr(x_AR).Q
+    return q_AR
 
 
 def make_compressor(name: str, group: Group, o: CompressionOptions, feedback: bool = True) -> Compressor:
@@ -78,28 +208,52 @@ def make_compressor(name: str, group: Group, o: CompressionOptions, feedback: bo
     return Sign(group, feedback) if name == "sign" else PowerSGD(group, o.rank, feedback)
 
 
-def make_version(
-    name: str, model: nn.Module, rt: Runtime, o: CompressionOptions, feedback: bool = True
-) -> Version:
-    """Return `model` under our DataParallel, or under DDP if `name` begins with ddp or torch."""
-    if not name.startswith(("ddp", "torch")):
-        exchange = None if name == "bucketed" else make_compressor(name, rt.world, o, feedback)
-        dp = DataParallel(model, rt.world, o.bucket_mb, exchange)
-        return Version(model, dp.no_sync, dp.finish)
-    parameters = list(model.parameters())
+def train(job: Job[CompressionOptions], feedback: bool = True) -> Iterator[Tensor]:
+    """Train with the version's compressor, or with none; yield the loss of each global batch."""
+    model, group, o = job.model, job.group, job.options
+    exchange = None if job.version == "bucketed" else make_compressor(job.version, group, o, feedback)
+    dp = DataParallel(model, group, o.bucket_mb, exchange)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with dp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
+        dp.finish()
+        optimizer.step()
+        yield total(losses, group)
+
+
+def train_ddp(job: Job[CompressionOptions]) -> Iterator[Tensor]:
+    """Train likewise under torch's DDP, with our compressor as its hook, or with torch's PowerSGD."""
+    model, group, o = job.model, job.group, job.options
+    parameters, theirs = list(model.parameters()), job.version.startswith("torch")
     # torch's hook sends Q from a callback when P has arrived: with several buckets, order differs by rank
-    cap = 1e6 if name.startswith("torch") else o.bucket_mb
-    ddp = DistributedDataParallel(model, process_group=rt.world.pg, bucket_cap_mb=cap)
-    if name.startswith("torch"):
-        ddp.register_comm_hook(None, torch_hook(rt.world, o.rank, parameters))
-        return Version(ddp, ddp.no_sync, averages=True)
-    ddp.register_comm_hook(None, ddp_hook(make_compressor(compressor_of(name), rt.world, o), parameters))
-    return Version(ddp, ddp.no_sync)
-
-
-def compressor_of(name: str) -> str:
-    """Return the compressor of a version: one of COMPRESSORS, or bucketed."""
-    return name.removeprefix("ddp-").removeprefix("torch-")
+    ddp = DistributedDataParallel(model, process_group=group.pg, bucket_cap_mb=1e6 if theirs else o.bucket_mb)
+    if theirs:
+        ddp.register_comm_hook(None, torch_hook(group, o.rank, parameters, PowerSGD(group, o.rank).start))
+        for batch in itertools.islice(job.batches(), 2):  # it compresses from the third backward pass on
+            tokens_BS, targets_BS = batch.parts[0]
+            cross_entropy_sum(ddp(tokens_BS), targets_BS)[0].backward()
+    else:
+        compressor = make_compressor(compressor_of(job.version), group, o)
+        ddp.register_comm_hook(None, ddp_hook(compressor, parameters))
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with ddp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(ddp(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                (loss * (group.size if theirs else 1)).backward()  # torch's hook averages
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses, group)
 
 
 def bytes_of_gradients(
@@ -113,7 +267,14 @@ def bytes_of_gradients(
     return plain, make_compressor(compressor_of(name), group, o).bytes_of_step(parameters)
 
 
-def bytes_formula(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
+def step_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
+    """Return the bytes a rank sends in a step."""
+    plain, sent = bytes_of_gradients(name, model, group, o)
+    ours = not name.startswith(("ddp", "torch"))
+    return basic_step("bucketed" if ours else "ddp", model, group, o) - plain + sent
+
+
+def run_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
     """Return the bytes a rank sends in a run. DDP has no flags, and its broadcast is not counted."""
     ours = not name.startswith(("ddp", "torch"))
     plain, sent = bytes_of_gradients(name, model, group, o)
@@ -122,167 +283,13 @@ def bytes_formula(name: str, model: nn.Module, group: Group, o: CompressionOptio
     return run + o.steps * (sent - plain) - (0 if ours else started)
 
 
-def one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> Followed:
-    """Train on one device, plainly or with a simulated compressor; return the result, with units."""
-    return with_units(partial(_one_device, name, optimizer, rt, o))
-
-
-def _one_device(name: str, optimizer: str, rt: Runtime, o: CompressionOptions, start: Start) -> Followed:
-    model, alone = start(make_model(o, rt.device)), Group.alone()
-    if name == "bucketed":
-        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        return follow(model, optimizer, o.steps, training_step(Version(model), batches, alone))
-    made: dict[str, Callable[[], Compression]] = {
-        "top-k": partial(top_k, o.k),
-        "sign": signs,
-        "powersgd": partial(powersgd, o.rank),
-    }
-    simulation = Simulation(made[name]())
-    return follow(model, optimizer, o.steps, simulated_step(model, simulation, o, rt.world_size, rt.device))
-
-
-def on_ranks(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> tuple[Followed, Ledger]:
-    """Train on all ranks; return (the results, the ledger of the bytes sent)."""
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
-    batches = Batches(o, rt.world, rt.device)
-    with Ledger() as ledger:
-        version = make_version(name, model, rt, o)
-        step = training_step(version, batches, rt.world)
-    if name.startswith("torch"):
-        for t in range(2):  # DDP cuts its buckets anew, so the hook starts in the third backward pass
-            step(t)
-    with ledger:
-        return follow(model, optimizer, o.steps, step, Mesh(rt.world, dp=rt.world_size)), ledger
-
-
-def same_on_all_ranks(followed: Followed, group: Group) -> bool:
-    """Return True if all gradients of all steps, and the last weights, are bitwise equal on all ranks."""
-    mine = joined(t for tensors in (*followed.gradients, followed.weights) for t in tensors.values())
-    low, high = mine.clone(), mine.clone()
-    comm.all_reduce(low, group, "min")
-    comm.all_reduce(high, group, "max")
-    return torch.equal(low, high)
-
-
-class Quarrel(nn.Module):
-    """Model of two weights, trained on two kinds of samples.
-
-    Their gradients for the first weight are large and disagree; those for the second are small and agree that
-    it should be 1.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-    def forward(self, t: int) -> Tensor:
-        """Return the loss of step t; its gradient is (w₀ ± 4, w₁ - 1)."""
-        slope = torch.tensor([4.0 if t % 2 else -4.0, -1.0], dtype=torch.float64)
-        return (slope * self.w + self.w**2 / 2).sum()
-
-
-def quarrel(share: float, feedback: bool) -> float:
-    """Return the second weight after 150 steps of SGD with top-k, on one rank. share: fraction sent."""
-    model, alone = Quarrel(), Group.alone()
-    dp = DataParallel(model, alone, exchange=TopK(alone, share, feedback))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for t in range(150):
-        optimizer.zero_grad()
-        model(t).backward()
-        dp.finish()
-        optimizer.step()
-    return model.w[1].item()
-
-
-def stall() -> tuple[bool, Table]:
-    """Return (True if the second weight converges with memory and stays at 0 without, a table)."""
-    table = Table(title="two weights, 150 steps", title_justify="left")
-    for column in ("", "both sent", "top-1 with memory", "top-1 without"):
-        table.add_column(column, justify="right")
-    weights = quarrel(1.0, True), quarrel(0.5, True), quarrel(0.5, False)
-    table.add_row("the second, should be 1", *(f"{w:.3f}" for w in weights))
-    return abs(weights[1] - 1) < 0.1 and weights[2] == 0, table
-
-
-def prove(rt: Runtime, o: CompressionOptions) -> bool:
-    """Compare every version with one device that does the same; print bytes and the effect of the memory."""
-    mesh, proof, same = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype]), True
-    whole = replace(o, k=1.0, rank=max(p.shape[0] for p in make_model(o, rt.device).parameters()))
-    cases = [(name, name, o) for name in o.versions]
-    cases += [(f"{name}, all", name, whole) for name in o.versions if name in ("top-k", "powersgd")]
-    for optimizer in OPTIMIZERS:
-        references: dict[str, Followed] = {}
-        for label, name, given in cases:
-            simulated = "bucketed" if given is whole else compressor_of(name)
-            if simulated not in references:
-                references[simulated] = one_device(simulated, optimizer, rt, given)
-            followed, ledger = on_ranks(name, optimizer, rt, given)
-            same = same and same_on_all_ranks(followed, rt.world)
-            counted = None if name.startswith("torch") else ledger.bytes()
-            formula = bytes_formula(name, make_model(o, rt.device), rt.world, given)
-            proof.add(label, optimizer, references[simulated], followed, mesh, counted, formula)
-    out = console(rt)
-    out.print(proof.tables(f"{rt.world_size} ranks, {o.model}, {o.dtype}, {o.steps} steps"))
-    out.print(bytes_table(rt, o))
-    stalls, table = stall()
-    out.print(table)
-    report(rt, replace(o, plot=None), proof.recorded(timed(rt, replace(o, steps=5))))
-    if o.plot:
-        curves(rt, o)
-    out.print(proof.sentence())
-    out.print("every gradient and weight is the same on all ranks, bit by bit" if same else "ranks DIFFER")
-    return proof.holds and same and stalls
-
-
-def bytes_table(rt: Runtime, o: CompressionOptions) -> Table:
-    """Return a table of the bytes of a step's gradients, and of their ratio to an all-reduce."""
-    table = Table(title="gradients of a step, bytes a rank", title_justify="left")
-    for column in ("compressor", "bytes", "times less"):
-        table.add_column(column, justify="left" if column == "compressor" else "right")
-    for name in ("bucketed", *COMPRESSORS):
-        plain, sent = bytes_of_gradients(name, make_model(o, rt.device), rt.world, o)
-        table.add_row(name, show_bytes(sent), f"{float(plain / sent) if sent else 1:.1f}")
-    return table
-
-
-def timed(rt: Runtime, o: CompressionOptions) -> list[BenchmarkRecord]:
-    """Time whole steps of every version in turn."""
-    return benchmark(
-        rt,
-        o,
-        Lesson(
-            "dp", dict.fromkeys(o.versions, by_version(make_version)), step_bytes, unseen=("torch-powersgd",)
-        ),
-    )
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
-    """Return the bytes a rank sends in a step."""
-    plain, sent = bytes_of_gradients(name, model, group, o)
-    return bytes_of_step(model, group, flags=not name.startswith(("ddp", "torch"))) - plain + sent
-
-
-def curves(rt: Runtime, o: CompressionOptions) -> None:
-    """Train with each compressor, with and without memory; print and plot the losses."""
-    batches, losses = Batches(o, rt.world, rt.device), dict[str, list[float]]()
-    table = Table(title=f"loss, mean of the last 10 of {o.curve_steps} steps, SGD", title_justify="left")
-    for column in ("compressor", "with memory", "without"):
-        table.add_column(column, justify="left" if column == "compressor" else "right")
-    for name in ("bucketed", *COMPRESSORS):
-        row = []
-        for feedback in (True, False)[: 1 if name == "bucketed" else 2]:
-            model = make_model(o, rt.device)
-            version = make_version(name, model, rt, o, feedback)
-            step = training_step(version, batches, rt.world)
-            label = name if feedback else f"{name}, no memory"
-            losses[label] = follow(model, "sgd", o.curve_steps, step).losses
-            row.append(f"{sum(losses[label][-10:]) / 10:.3f}")
-        table.add_row(name, *row)
-    console(rt).print(table)
-    if rt.rank == 0 and o.plot:
-        with figure(o.plot, width=7.5, height=4.2) as (axes,):
-            title = f"{o.model}, {rt.world_size} ranks, SGD, mean of 10 steps"
-            loss_curves(axes, losses, title=title, mean=10)
+LESSON = Lesson(
+    "dp",
+    {name: train_ddp if name.startswith(("ddp", "torch")) else train for name in VERSIONS},
+    step_bytes,
+    run_bytes=run_bytes,
+    unseen=("torch-powersgd",),
+)
 
 
 def main(rt: Runtime, o: CompressionOptions) -> bool:
@@ -295,10 +302,9 @@ def main(rt: Runtime, o: CompressionOptions) -> bool:
         left_out = ", ".join(name for name in o.versions if name not in kept)
         console(rt).print(f"left out on {rt.world_size} ranks with {rt.backend}: {left_out}")
     o = replace(o, versions=kept or ("bucketed",))
-    if not o.benchmark:
-        return prove(rt, o)
-    report(rt, o, timed(rt, o))
-    return True
+    if o.benchmark:
+        return time_in_turn(rt, o, LESSON)
+    return prove(rt, o, LESSON, make_compressor, partial(train, feedback=False))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,19 @@ messages. The n ranks must give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.comm import Group
+from common.data.text import PADDING
+from common.lesson.job import Job, total
 from common.lesson.training import Batches
 from common.models.transformer import cross_entropy_sum
 
-from dp_training import DataParallelOptions
+from dp_compressor import CompressionOptions, compressor_of
 
 # (i, gradient plus memory of parameter i in each part) -> decompressed message of each part
 Compression = Callable[[int, list[Tensor]], list[Tensor]]
@@ -79,32 +82,35 @@ class Simulation:
             p.grad = torch.stack(sent).sum(0)
 
 
-def simulated_step(
-    model: nn.Module, simulation: Simulation, o: DataParallelOptions, parts: int, device: torch.device
-) -> Callable[[int], Tensor]:
-    """Return the step of common/lesson/training.py for `parts` parts on one device.
-
-    step(t) leaves the summed gradients in p.grad and returns the global loss.
-    """
-    groups = [Group("part", r, parts, tuple(range(parts))) for r in range(parts)]
-    batches = Batches(o, groups[0], device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def step(t: int) -> Tensor:
-        micro_batches = []
+def train(job: Job[CompressionOptions], simulation: Simulation, ranks: int) -> Iterator[Tensor]:
+    """Train on one device, part after part; yield the loss of each global batch."""
+    groups = [Group("part", r, ranks, tuple(range(ranks))) for r in range(ranks)]
+    batches = Batches(job.options, groups[0], job.rt.device)
+    parameters = [p for p in job.model.parameters() if p.requires_grad]
+    optimizer = job.optimizer(job.model)
+    for t in job.numbers():
+        parts, gradients, losses = [], [], []
         for batches.group in groups:  # the text is read once
-            micro_batches.append(batches.parts(t))
-        targets = sum(int(y.ne(-100).sum()) for part in micro_batches for _, y in part)
-        loss, gradients = torch.zeros((), dtype=parameters[0].dtype, device=device), []
-        for part in micro_batches:
-            for p in parameters:
-                p.grad = None
+            parts.append(batches.parts(t))
+        count = sum(int(y.ne(PADDING).sum()) for part in parts for _, y in part)
+        for part in parts:
+            optimizer.zero_grad()
             for tokens_BS, targets_BS in part:
-                total, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
-                (total / targets).backward()
-                loss += total.detach()
+                loss_sum, _ = cross_entropy_sum(job.model(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                loss.backward()
+                losses.append(loss.detach())
             gradients.append([p.grad for p in parameters])
         simulation.exchange(gradients, parameters)
-        return loss / targets
+        optimizer.step()
+        yield total(losses)
 
-    return step
+
+def compression(name: str, o: CompressionOptions) -> Compression:
+    """Return the compression of a version."""
+    made: dict[str, Callable[[], Compression]] = {
+        "top-k": partial(top_k, o.k),
+        "sign": signs,
+        "powersgd": partial(powersgd, o.rank),
+    }
+    return made[compressor_of(name)]()

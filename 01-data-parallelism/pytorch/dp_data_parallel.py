@@ -24,7 +24,7 @@ loss and the step stay on device 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -40,14 +40,16 @@ from common.comm.ledger import Ledger, show_bytes
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.lesson.comparison import records, report
-from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, unmoved, watch, with_units
+from common.lesson.job import Job, Train, one_device, total
 from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 
-from dp_basic import make_version, step_bytes
+import dp_basic
+from dp_costs import basic_step
 from dp_training import DataParallelOptions, check
 
 
@@ -153,11 +155,29 @@ def bytes_by_rank(model: Transformer, o: DataParallelOptions, n: int) -> list[tu
     return [(sum(received for _, received in helpers), sum(sent for sent, _ in helpers)), *helpers]
 
 
-def alone(rt: Runtime, o: DataParallelOptions, optimizer: str, wrap: Start) -> Followed:
-    """Train on one device, with `wrap` around the model; return the result."""
-    model, group = make_model(o, rt.device), Group.alone()
-    batches = Batches(replace(o, micro_batches=1), group, rt.device)
-    return follow(model, optimizer, o.steps, training_step(Version(wrap(model)), batches, group))
+def train_library(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train with nn.DataParallel, which without GPUs calls the model itself; yield each step's loss."""
+    parallel = nn.DataParallel(job.model)
+    optimizer = job.optimizer(job.model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(), []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(parallel(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses)
+
+
+def alone(
+    rt: Runtime, o: DataParallelOptions, optimizer: str, loop: Train = one_device, start: Start = unmoved
+) -> Followed:
+    """Train on one device with this loop; return the result."""
+    model, given = start(make_model(o, rt.device)), replace(o, micro_batches=1)
+    job = Job(rt, given, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
+    return watch(loop(job), job)
 
 
 def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
@@ -178,7 +198,7 @@ def prove(rt: Runtime, o: DataParallelOptions) -> bool:
     agree = True
     for optimizer in OPTIMIZERS:
         followed, one, ledger = train(rt, o, optimizer)
-        reference = with_units(partial(alone, rt, o, optimizer))
+        reference = with_units(partial(alone, rt, o, optimizer, one_device))
         by_rank = comm.all_gather(
             torch.tensor([[int(ledger.bytes()), one.logits_bytes]], device=rt.device), rt.world
         )
@@ -187,14 +207,14 @@ def prove(rt: Runtime, o: DataParallelOptions) -> bool:
         agree &= sent == formula
         means = Fraction(sum(sent), n), Fraction(sum(formula), n)
         proof.add("one process", optimizer, reference, followed, mesh, *means)
-        library = alone(rt, o, optimizer, nn.DataParallel)
+        library = alone(rt, o, optimizer, train_library)
         proof.add("nn.DataParallel", optimizer, reference, library, mesh, None, Fraction(0))
     out = console(rt)
     out.print(proof.tables(f"{n} rank(s), {o.model}, {o.dtype}, {o.steps} steps"))
     table = Table(title="by rank, bytes: a step, and logits held at once", title_justify="left")
     for column in ("rank", "sends", "by formula", "receives", "dp_basic.py sends", "logits", "a rank's own"):
         table.add_column(column, justify="right")
-    basic = step_bytes("bucketed", one.model, rt.world, o)
+    basic = basic_step("bucketed", one.model, rt.world, o)
     for r, (by_formula, received) in enumerate(bytes_by_rank(one.model, o, n)):
         logits = int(by_rank[r, 1])
         theirs = int(by_rank[0, 1]) * one.samples[r] // o.batch
@@ -218,22 +238,15 @@ def benchmark(rt: Runtime, o: DataParallelOptions) -> list[BenchmarkRecord]:
         if rt.rank == 0:
             optimizer.step()
 
-    other = make_model(o, rt.device)
-    version = make_version("bucketed", other, rt, o)
-    step = training_step(version, Batches(replace(o, micro_batches=1), rt.world, rt.device), rt.world)
-    other_optimizer, other_at = OPTIMIZERS["adamw"](list(other.parameters())), itertools.count()
-
-    def bucketed() -> None:
-        other_optimizer.zero_grad()
-        step(next(other_at))
-        other_optimizer.step()
-
+    mesh, given = Mesh(rt.world, dp=rt.world_size), replace(o, micro_batches=1)
+    job = Job(rt, given, "bucketed", make_model(o, rt.device), mesh, "dp", OPTIMIZERS["adamw"])
+    bucketed = partial(next, dp_basic.train(job))
     measured = in_turn(
         {"one process": one_process, "bucketed": bucketed}, o.steps, rt.world, device=rt.device.type
     )
     formula: dict[str, Fraction | int] = {
         "one process": bytes_by_rank(model, o, rt.world_size)[rt.rank][0],
-        "bucketed": step_bytes("bucketed", other, rt.world, o),
+        "bucketed": basic_step("bucketed", model, rt.world, o),
     }
     return records(rt, replace(o, scaling="strong"), measured, model, formula)
 

@@ -21,8 +21,8 @@ S. The messages of the library's versions are counted by common/comm/listen.py. 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +32,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from common.comm import Group
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
-from common.lesson.equality import MakeOptimizer
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job, one_device, total
 from common.lesson.runner import console, run
-from common.lesson.training import Version
+from common.models.transformer import cross_entropy_sum
 
+import dp_basic
 import dp_zero
 from dp_basic import broadcast_model
+from dp_costs import LIBRARY, fsdp_run, fsdp_step
 from dp_memory import MemoryTable
 from dp_training import DataParallelOptions, check
-
-LIBRARY = ("ddp", "zero-redundancy", "fsdp-keep", "fsdp")
-VERSIONS = (*LIBRARY, *dp_zero.VERSIONS)
 
 
 def shard(model: nn.Module, group: Group, device: str, keep: bool) -> None:
@@ -56,85 +55,67 @@ def shard(model: nn.Module, group: Group, device: str, keep: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
-    """Return a version of the library (plain torch on one rank) or of dp_zero.py around `model`."""
-    if name not in LIBRARY or rt.world_size == 1:
-        return dp_zero.make_version("ddp" if name in LIBRARY else name, model, rt, o)
-    if name.startswith("fsdp"):
-        shard(model, rt.world, rt.device.type, keep=name == "fsdp-keep")
-        return Version(model, averages=True)
-    version = dp_zero.make_version("ddp", model, rt, o)
-    if name == "zero-redundancy":
+def whole_parameters(job: Job[DataParallelOptions]) -> None:
+    """Make the job's optimizer one that steps on some whole parameters, and broadcasts them."""
+    make = job.make_optimizer
 
-        def wrap(make: MakeOptimizer, tensors: list[Tensor]) -> torch.optim.Optimizer:
-            def inner(pieces: list[Tensor], **_: object) -> torch.optim.Optimizer:
-                return make(pieces)
+    def inner(pieces: list[Tensor], **_: object) -> torch.optim.Optimizer:
+        return make(pieces)
 
-            return ZeroRedundancyOptimizer(
-                tensors,
-                inner,  # type: ignore[arg-type]
-                process_group=rt.world.pg,
-                parameters_as_bucket_view=True,
-            )
-
-        version.wrap = wrap
-    return version
-
-
-def fsdp_bytes(model: nn.Module, group: Group, micro_batches: int, keep: bool) -> int:
-    """Return the bytes of the tensors that FSDP2 gathers and reduce-scatters in a step.
-
-    Rows are padded to a multiple of n.
-    """
-
-    def padded(module: nn.Module) -> int:
-        rows = [(len(p), p.numel() // len(p) * p.element_size()) for p in module.parameters()]
-        return sum(-(-length // group.size) * group.size * width for length, width in rows)
-
-    layers = sum(padded(layer) for layer in model.layers)  # type: ignore[union-attr, misc]
-    return micro_batches * (2 * padded(model) + (0 if keep else layers))
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes a rank sends in a step."""
-    if not name.startswith("fsdp"):
-        zero = dp_zero.step_bytes(name if name not in LIBRARY else "ddp", model, group, o)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        return zero + Fraction((group.size - 1) * weights * (name == "zero-redundancy"), group.size)
-    loss_and_targets = 2 * (next(model.parameters()).element_size() + 8)
-    moved = fsdp_bytes(model, group, o.micro_batches, keep=name == "fsdp-keep")
-    return Fraction((group.size - 1) * (moved + loss_and_targets), group.size)
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
-    if name not in LIBRARY or group.size == 1:
-        return dp_zero.run_bytes("ddp" if name in LIBRARY else name, model, group, o)
-    start = sum(p.numel() * p.element_size() for p in model.parameters())
-    norm = Fraction(2 * (group.size - 1) * 8, group.size)
-    return Fraction((group.size - 1) * start, group.size) + o.steps * (
-        step_bytes(name, model, group, o) + norm
+    job.make_optimizer = lambda tensors: ZeroRedundancyOptimizer(
+        tensors,
+        inner,  # type: ignore[arg-type]
+        process_group=job.group.pg,
+        parameters_as_bucket_view=True,
     )
+
+
+def train_redundant(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train with DDP and ZeroRedundancyOptimizer; yield the loss of each global batch."""
+    if job.group.size > 1:
+        whole_parameters(job)
+    return dp_basic.train_ddp(job)
+
+
+def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train with FSDP2, which averages gradients over the ranks; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    if group.size == 1:  # one rank, which shards nothing
+        return (yield from one_device(job))
+    shard(model, group, job.rt.device.type, keep=job.version == "fsdp-keep")
+    optimizer = job.optimizer(model)  # steps on DTensors: this rank's rows
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            (loss * group.size).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses, group)
+
+
+VERSIONS = {
+    "ddp": dp_basic.train_ddp,
+    "zero-redundancy": train_redundant,
+    "fsdp-keep": train,
+    "fsdp": train,
+    **dp_zero.VERSIONS,
+}
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
-    check(rt, VERSIONS, o)
+    check(rt, tuple(VERSIONS), o)
     o = dp_zero.even(rt, o)
     memory = MemoryTable(rt)
-    lesson = Lesson(
-        "dp",
-        dict.fromkeys(VERSIONS, by_version(make_version)),
-        step_bytes,
-        run_bytes=run_bytes,
-        unseen=LIBRARY,
-        examine=memory.examine,
-    )
+    lesson = Lesson("dp", VERSIONS, fsdp_step, run_bytes=fsdp_run, unseen=LIBRARY, examine=memory.examine)
     if o.benchmark:
         return time_in_turn(rt, o, lesson)
     holds = prove(rt, o, lesson)
     console(rt).print(memory.table("MB that a rank holds after a step, measured / formula"))
-    console(rt).print(memory.peaks(o, make_version))
+    console(rt).print(memory.peaks(o, lesson))
     return holds and memory.largest <= 0.01
 
 

@@ -27,6 +27,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import torch
 from rich.table import Table
@@ -40,22 +41,23 @@ from common.lesson.equality import OPTIMIZERS, TOLERANCE, Followed, compare, wor
 from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console, run, write_records
-from common.lesson.training import training_step
 from common.models.mlp import sizes
 
+from dp_costs import bytes_of_run
 from dp_mlp import (
+    LOOPS,
     VERSIONS,
     MLPOptions,
     MPIModel,
     Samples,
     bytes_of_gradients,
     make_model,
-    one_device,
+    on_one_device,
     padding_of_step,
-    torch_version,
+    torch_job,
     train,
 )
-from dp_training import bytes_of_run, check
+from dp_training import check
 
 LANGUAGES = {
     "dp_libtorch": "libtorch",
@@ -99,7 +101,7 @@ def prove(rt: Runtime, o: MLPOptions) -> bool:
     mesh, proof = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
     runs: Runs = {optimizer: {} for optimizer in OPTIMIZERS}
     for optimizer in OPTIMIZERS:
-        reference = one_device(optimizer, o)
+        reference = on_one_device(optimizer, rt, o)
         for name in o.versions:
             followed, counted = train(name, optimizer, rt, o)
             unseen = name in INSIDE_MPI and rt.world_size > 1
@@ -186,16 +188,9 @@ def whole_step(name: str, rt: Runtime, o: MLPOptions, samples: Samples) -> Calla
             mpi.update()
 
         return mpi_step
-    version = torch_version(name, make_model(o, o.seed), rt, o)
-    optimizer = version.wrap(OPTIMIZERS["adamw"], version.parameters)
-    step = training_step(version, samples, rt.world)
-
-    def torch_step() -> None:
-        optimizer.zero_grad()
-        step(0)
-        optimizer.step()
-
-    return torch_step
+    job = torch_job(name, "adamw", rt, o, make_model(o, o.seed))
+    job.make_batches = partial(Samples, first_only=True)
+    return partial(next, LOOPS[name](job))
 
 
 def show_times(rt: Runtime, records: list[BenchmarkRecord]) -> None:

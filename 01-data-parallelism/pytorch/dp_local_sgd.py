@@ -24,41 +24,141 @@ keeps its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
+from common import comm
 from common.comm import Group, share
-from common.comm.ledger import show_bytes
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.listen import Listener
 from common.comm.mesh import Mesh
 from common.data.text import lm_batch
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import records, report
-from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, with_units
+from common.lesson.equality import OPTIMIZERS, Followed, Start, watch, with_units
+from common.lesson.job import Job, Train, one_device, total
 from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, Version, make_model, training_step
-from common.models.transformer import cross_entropy_sum
+from common.lesson.training import Batches, make_model
+from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.visualizer import colour, figure, loss_curves
 
-from dp_basic import DataParallel
-from dp_replicas import (
-    VERSIONS,
-    LocalOptions,
-    joined,
-    mean_of_replicas,
-    on_ranks,
-    replica,
-    simulated,
-)
-from dp_training import bytes_of_step, check
+import dp_basic
+from dp_basic import broadcast_model
+from dp_costs import bytes_of_step
+from dp_replicas import LocalOptions, joined, mean_of_replicas, outer, simulated
+from dp_training import check
+
+
+class LocalSGD:
+    """Periodic averaging (a "meeting") of replicas that train by themselves.
+
+        local = LocalSGD(model, group, every=500, rate=0.7, momentum=0.9)      # DiLoCo's outer step
+        loss(...).backward()                # the mean over this rank's targets
+        optimizer.step()
+        local.step(targets)                 # number of these targets
+
+    Between meetings the ranks' weights differ: call meet() before the weights are saved or evaluated. Ranks
+    may see unequal parts, but each makes every step. Parameters that a rank did not use are averaged as they
+    are. Raises ValueError for `every` below 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: Group, every: int, rate: float = 1.0, momentum: float = 0.0
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every {every} steps: ranks meet after 1 step or more")
+        broadcast_model(model, group)
+        self.parameters, self.group, self.every = list(model.parameters()), group, every
+        self.rate, self.momentum = rate, momentum
+        self.w = joined(self.parameters)
+        self.m = torch.zeros_like(self.w) if momentum else self.w.new_zeros(())
+        self.steps = self.targets = 0
+
+    def step(self, targets: int) -> None:
+        """Count one step with this many targets; meet after every H steps."""
+        self.steps, self.targets = self.steps + 1, self.targets + targets
+        if self.steps % self.every == 0:
+            self.meet()
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Average the changes of the ranks' weights, take the outer step, and load the result."""
+        moved = (self.w - joined(self.parameters)) * self.targets
+        moved = torch.cat([moved, moved.new_tensor([self.targets])])  # the same message sums the targets
+        comm.all_reduce(moved, self.group)
+        if not moved[-1]:
+            return  # no rank has trained since the last meeting
+        delta = moved[:-1] / moved[-1]
+        self.m = self.momentum * self.m + delta if self.momentum else self.m
+        self.w -= self.rate * (delta + self.momentum * self.m)
+        pieces = self.w.split([p.numel() for p in self.parameters])
+        for p, piece in zip(self.parameters, pieces, strict=True):
+            p.copy_(piece.view_as(p))
+        self.targets = 0
+
+
+def train(job: Job[LocalOptions]) -> Iterator[Tensor]:
+    """Train this rank's replica on its own samples, and meet every H steps; yield the replica's loss."""
+    model, o = job.model, job.options
+    local = LocalSGD(model, job.group, o.every, *outer(job.version, o))
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(), []  # of this replica alone
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        local.step(count)
+        yield total(losses)
+
+
+def train_by_torch(job: Job[LocalOptions]) -> Iterator[Tensor]:
+    """Train likewise with torch's averager, which does not weigh the replicas."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # compiles scripts: slow, and warns of it
+
+    model, every = job.model, job.options.every
+    broadcast_model(model, job.group)
+    averager = PeriodicModelAverager(every, every - 1, job.group.pg)  # first after H steps, not after 1
+    optimizer = PostLocalSGDOptimizer(job.optimizer(model), averager)
+    for batch in job.batches():
+        count, losses = batch.count_targets(), []  # of this replica alone
+        optimizer.zero_grad()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        yield total(losses)
+
+
+VERSIONS: dict[str, Train] = {"local-sgd": train, "diloco": train, "torch": train_by_torch}
+
+
+def on_ranks(
+    name: str, optimizer: str, rt: Runtime, o: LocalOptions
+) -> tuple[Followed, list[int], Transformer, Fraction]:
+    """Train this rank's replica; return (its record, targets per step, its model, the bytes it sent)."""
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls bypass the ledger
+        seen = watch(VERSIONS[name](job), job)
+    return seen, [batch.count_targets() for batch in job.batches()], model, ledger.bytes()
 
 
 def bytes_of_meeting(model: nn.Module, group: Group, counts: bool = True) -> Fraction:
@@ -75,13 +175,12 @@ def bytes_formula(model: nn.Module, group: Group, o: LocalOptions, counts: bool 
 
 def prove(rt: Runtime, o: LocalOptions) -> bool:
     """Compare each version with n replicas on one device, and SGD with H = 1 with plain training."""
-    mesh, alone, proof = Mesh(rt.world, dp=rt.world_size), Group.alone(), Proof(DTYPES[o.dtype])
-    every_step = replace(o, every=1)
-    batches = Batches(replace(o, micro_batches=1), alone, rt.device)
+    mesh, proof, every_step = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype]), replace(o, every=1)
 
     def plain(start: Start) -> Followed:
-        model = start(make_model(o, rt.device))
-        return follow(model, "sgd", o.steps, training_step(Version(model), batches, alone))
+        model, whole = start(make_model(o, rt.device)), replace(o, micro_batches=1)
+        job = Job(rt, whole, "plain", model, Mesh(Group.alone()), "dp", OPTIMIZERS["sgd"], o.steps)
+        return watch(one_device(job), job)
 
     model = make_model(o, rt.device)
     seen, targets, _, counted = on_ranks("local-sgd", "sgd", rt, every_step)
@@ -112,33 +211,22 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
 def timed(rt: Runtime, o: LocalOptions) -> list[BenchmarkRecord]:
     """Time rounds of H steps with AdamW in turn, beside data parallelism; the records are per step."""
     o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
-    model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
-    dp = DataParallel(model, rt.world, o.bucket_mb)
-    gradients = training_step(Version(model, dp.no_sync, dp.finish), batches, rt.world)
-    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
-
-    def every_step(t: int) -> None:
-        optimizer.zero_grad()
-        gradients(t)
-        optimizer.step()
-
-    steps: dict[str, Callable[[int], object]] = {"every-step": every_step}
-    steps |= {name: replica(name, "adamw", rt, o)[1] for name in o.versions if name != "torch"}
-    measured = in_turn(
-        {name: partial(one_round, step, o.every) for name, step in steps.items()},
-        o.steps,
-        rt.world,
-        device=rt.device.type,
-    )
+    mesh, cases = Mesh(rt.world, dp=rt.world_size), dict[str, Callable[[], object]]()
+    for name, train in {"every-step": dp_basic.train, **VERSIONS}.items():
+        if name in ("every-step", *o.versions) and name != "torch":
+            model = make_model(o, rt.device)
+            run = train(Job(rt, o, name, model, mesh, "dp", OPTIMIZERS["adamw"]))
+            cases[name] = partial(take, run, o.every)
+    measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
     formula = dict.fromkeys(measured, bytes_of_meeting(model, rt.world) / o.every)
     formula["every-step"] = bytes_of_step(model, rt.world)
     return records(rt, o, measured, model, formula, steps=o.every)
 
 
-def one_round(step: Callable[[int], object], every: int) -> None:
-    """Run steps 0 to `every` - 1."""
-    for t in range(every):
-        step(t)
+def take(run: Iterator[Tensor], steps: int) -> None:
+    """Let a training loop do some steps."""
+    for _ in itertools.islice(run, steps):
+        pass
 
 
 def validation_loss(model: nn.Module, batches: Batches) -> float:
@@ -158,9 +246,9 @@ def curves(rt: Runtime, o: LocalOptions) -> None:
     for column in ("version", "bytes a step", "times less", "loss on validation text"):
         table.add_column(column, justify="left" if column == "version" else "right")
     model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
-    dp = DataParallel(model, rt.world, o.bucket_mb)
-    step = training_step(Version(model, dp.no_sync, dp.finish), batches, rt.world)
-    losses["every step"] = follow(model, "adamw", o.steps, step).losses
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    job = Job(rt, o, "every step", model, mesh, "dp", OPTIMIZERS["adamw"], o.steps)
+    losses["every step"] = [loss.item() for loss in dp_basic.train(job)]
     plain = bytes_of_step(model, rt.world)
     rows = [("every step", plain, validation_loss(model, batches))]
     for name in ("local-sgd", "diloco"):
@@ -188,7 +276,7 @@ def curves(rt: Runtime, o: LocalOptions) -> None:
 
 def main(rt: Runtime, o: LocalOptions) -> bool:
     """Prove equality with replicas on one device, or with --benchmark time the versions."""
-    check(rt, VERSIONS, o)
+    check(rt, tuple(VERSIONS), o)
     for name, every, steps in (
         ("--every", o.every, o.steps),
         *(("--periods", h, o.curve_steps) for h in o.periods if o.plot),

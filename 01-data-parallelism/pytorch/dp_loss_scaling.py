@@ -25,14 +25,17 @@ Cost: one flag of 4 bytes per step, all-reduced. Micikevicius et al., "Mixed pre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common import comm
@@ -43,14 +46,26 @@ from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
-from common.lesson.equality import KINDS, OPTIMIZERS, Difference, MakeOptimizer, compare, worst_of_world
+from common.lesson.equality import (
+    KINDS,
+    OPTIMIZERS,
+    Difference,
+    Followed,
+    MakeOptimizer,
+    compare,
+    watch,
+    worst_of_world,
+)
+from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.lesson.training import Batches, make_model
+from common.lesson.training import make_model
+from common.models.transformer import Transformer, cross_entropy_sum
 
-from dp_mixed_precision import Comparison, PrecisionOptions, Trainer, at_first, one_device
+from dp_basic import DataParallel
+from dp_costs import zero_run
+from dp_mixed_precision import AsRanks, Comparison, PrecisionOptions, at_first, in_precision
 from dp_training import check
-from dp_zero import make_version
-from dp_zero import run_bytes as plain_run_bytes
+from dp_zero import Zero
 
 VERSIONS = ("bucketed", "zero2", "ddp")
 HALF = torch.float16
@@ -154,48 +169,110 @@ class TorchScaler:
         self.seen.append(self.inner.get_scale() < self.factors[-1])
 
 
-def with_scaler(trainer: Trainer, scaler: LossScaler | TorchScaler) -> Trainer:
-    """Return the trainer with its loss and its optimizer under `scaler`."""
-    return replace(trainer, scale=scaler.scale, wrap=scaler.wrap)
+def train(job: Job[ScalingOptions], scaler: LossScaler) -> Iterator[Tensor]:
+    """Train in float16 on the buckets of dp_basic.py or on ZeRO-2; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    zero = Zero(model, model.layers, group, stage=2) if job.version == "zero2" else None
+    dp = zero or DataParallel(model, group, job.options.bucket_mb)
+    job.make_optimizer = partial(scaler.wrap, job.make_optimizer)
+    optimizer = job.optimizer(zero or model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with nullcontext() if zero or i == len(batch) else dp.no_sync():
+                with torch.autocast(tokens_BS.device.type, HALF):
+                    logits_BSV = model(tokens_BS)
+                loss_sum, _ = cross_entropy_sum(logits_BSV, targets_BS)
+                loss = loss_sum / count
+                scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        dp.finish()
+        yield total(losses, group)  # here the gradients are still scaled
+        optimizer.step()  # unscales first, and steps on all ranks or on none
 
 
-def overflow_in(trainer: Trainer, step: int, micro_batch: int) -> None:
-    """Make a gradient overflow in that micro-batch, as if its product had left the range of float16."""
-    weight, there = trainer.model.layers[0].attention.q_proj.weight, [step, micro_batch]  # type: ignore[union-attr]
-    weight.register_hook(lambda g: (g.half() * 2.0**40).float() if trainer.at == there else g)  # type: ignore
+def train_by_torch(job: Job[ScalingOptions], scaler: TorchScaler) -> Iterator[Tensor]:
+    """Train likewise with torch's scaler and DDP; on one device, the reference, without DDP."""
+    model, group = job.model, job.group
+    ddp: Any = in_precision(model, HALF)
+    if group.size > 1:
+        ddp = DistributedDataParallel(model, process_group=group.pg, bucket_cap_mb=job.options.bucket_mb)
+    job.make_optimizer = partial(scaler.wrap, job.make_optimizer)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with ddp.no_sync() if group.size > 1 and i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(ddp(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                scaler.scale(loss * group.size).backward()  # DDP divides by the number of ranks
+            losses.append(loss.detach())
+        yield total(losses, group)
+        optimizer.step()
 
 
-def on_ranks(name: str, rt: Runtime, o: ScalingOptions) -> tuple[Trainer, LossScaler | TorchScaler]:
-    """Return (trainer, scaler) of a version on all ranks.
+def overflow_in(model: Transformer, scaler: LossScaler | TorchScaler, step: int) -> None:
+    """Make a gradient overflow in the step's first micro-batch, as if its product had left float16's range."""
+    weight: Tensor = model.layers[0].attention.q_proj.weight  # type: ignore[union-attr, assignment]
+    done = list[int]()
 
-    A gradient of the last rank overflows in the first micro-batch of step --overflow.
+    def hook(gradient: Tensor) -> Tensor:
+        if len(scaler.factors) != step or done:
+            return gradient
+        done.append(step)
+        return (gradient.half() * 2.0**40).float()
+
+    weight.register_hook(hook)
+
+
+def finite(followed: Followed) -> Followed:
+    """Return the result without the gradients, recorded as scaled, of the steps in which they overflowed."""
+    good = [t for t, norm in enumerate(followed.norms) if math.isfinite(norm)]
+    gradients = [followed.gradients[t] for t in good]
+    return replace(followed, gradients=gradients, norms=[followed.norms[t] for t in good])
+
+
+def on_ranks(
+    name: str, optimizer: str, rt: Runtime, o: ScalingOptions, deciding: Group | None = None
+) -> tuple[Followed, LossScaler | TorchScaler]:
+    """Train a version on all ranks; return (the result, the scaler).
+
+    A gradient of the last rank overflows in the first micro-batch of step --overflow. deciding: the ranks that
+    decide together whether to step, by default all.
     """
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
-    version, batches = make_version(name, model, rt, o), Batches(o, rt.world, rt.device)
-    scaler = (
-        TorchScaler(rt.device, o.scale, o.interval)
-        if name == "ddp"
-        else LossScaler(rt.world, o.scale, o.interval)
-    )
-    mesh = Mesh(rt.world, dp=rt.world_size)
-    trainer = with_scaler(Trainer(model, version, rt.world, batches.parts, HALF, mesh), scaler)
+    mesh, model = Mesh(rt.world, dp=rt.world_size), make_model(replace(o, seed=o.seed + rt.rank), rt.device)
+    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    scaler: LossScaler | TorchScaler
+    if name == "ddp":
+        scaler = TorchScaler(rt.device, o.scale, o.interval)
+        steps = train_by_torch(job, scaler)
+    else:
+        scaler = LossScaler(deciding or rt.world, o.scale, o.interval)
+        steps = train(job, scaler)
     if rt.rank == rt.world_size - 1:
-        overflow_in(trainer, o.overflow, 0)
-    return trainer, scaler
+        overflow_in(model, scaler, o.overflow)
+    return finite(watch(steps, job, mesh)), scaler
 
 
-def alone(rt: Runtime, o: ScalingOptions, as_ranks: int = 0) -> tuple[Trainer, TorchScaler]:
-    """Return (trainer, scaler) of the reference: one device, torch's GradScaler, the same overflow."""
-    scaler = TorchScaler(rt.device, o.scale, o.interval)
-    trainer = with_scaler(one_device(HALF, rt, o, as_ranks), scaler)
-    overflow_in(trainer, o.overflow, 0)
-    return trainer, scaler
+def alone(optimizer: str, rt: Runtime, o: ScalingOptions, as_ranks: int = 0) -> tuple[Followed, TorchScaler]:
+    """Train the reference, one device with torch's GradScaler and the same overflow; return it and the scaler.
+
+    as_ranks: if not 0, use the micro-batches of so many ranks, one after another.
+    """
+    o = o if as_ranks else replace(o, micro_batches=1)
+    model, scaler = make_model(o, rt.device), TorchScaler(rt.device, o.scale, o.interval)
+    job = Job(rt, o, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
+    overflow_in(model, scaler, o.overflow)
+    job.make_batches = partial(AsRanks, ranks=as_ranks or 1)
+    return finite(watch(train_by_torch(job, scaler), job)), scaler
 
 
 def run_bytes(name: str, model: nn.Module, group: Group, o: ScalingOptions) -> Fraction:
     """Return the bytes a rank sends in `o.steps` steps: those of float32, and our scaler's flags."""
     flags = 4 * o.steps * (name != "ddp")
-    return plain_run_bytes(name, model, group, o) + Fraction(2 * (group.size - 1) * flags, group.size)
+    return zero_run(name, model, group, o) + Fraction(2 * (group.size - 1) * flags, group.size)
 
 
 def ranks_where(mine: bool, group: Group) -> str:
@@ -225,20 +302,16 @@ def prove(rt: Runtime, o: ScalingOptions) -> bool:
     )
     for name in o.versions:
         for optimizer in OPTIMIZERS:
-            reference, expected = alone(rt, o)
-            whole = reference.train(optimizer, o.steps)
+            whole, expected = alone(optimizer, rt, o)
             with Listener(rt.world) if name == "ddp" else Ledger() as ledger:
-                trainer, scaler = on_ranks(name, rt, o)
-                mine = trainer.train(optimizer, o.steps)
+                mine, scaler = on_ranks(name, optimizer, rt, o)
             found = dict.fromkeys(KINDS, Difference(math.inf, "another step was skipped"))
             if scaler.factors == expected.factors:
                 found = compare(whole, mine)
             # DDP multiplies its losses by n, which rounds differently for n = 3
-            first = (
-                at_first(alone(rt, o, rt.world_size)[0].train(optimizer, 1), mine, mesh)
-                if name != "ddp"
-                else None
-            )
+            first = None
+            if name != "ddp":
+                first = at_first(alone(optimizer, rt, replace(o, steps=1), rt.world_size)[0], mine, mesh)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
             formula = run_bytes(name, make_model(o, rt.device), rt.world, o)
             comparison.add(name, optimizer, HALF, first, worst_of_world(found, mesh), counted, formula)

@@ -15,7 +15,8 @@ common.utils.memory.peak_allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import collections
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,12 @@ from rich.table import Table
 from torch import Tensor
 
 from common import comm
+from common.comm.mesh import Mesh
 from common.comm.placement import local
 from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
 from common.lesson.job import Job
-from common.lesson.training import Batches, Version, make_model, whole_step
+from common.lesson.training import make_model, timed_adamw
 from common.utils.memory import peak_allocated
 
 from dp_training import DataParallelOptions
@@ -91,7 +94,7 @@ class MemoryTable:
         pairs = [pair for _, _, *both in rows for pair in zip(*both, strict=True)]
         return max(float(abs(a - b) / (b or 1.0)) for a, b in pairs)
 
-    def peaks(self, o: DataParallelOptions, make_version: Callable[..., Version]) -> Table:
+    def peaks(self, o: DataParallelOptions, lesson: Lesson) -> Table:
         """Return a table of peak bytes, activations included, from nothing to the end of a second step."""
         table = Table(title="the most at once in two steps of AdamW", title_justify="left")
         table.add_column("version")
@@ -99,10 +102,9 @@ class MemoryTable:
         for name in o.versions:
 
             def life(name: str = name) -> None:
-                version = make_version(name, make_model(o, self.rt.device), self.rt, o)
-                step = whole_step(version, Batches(o, self.rt.world, self.rt.device), self.rt.world)
-                step()
-                step()
+                mesh, model = Mesh(self.rt.world, dp=self.rt.world_size), make_model(o, self.rt.device)
+                job = Job(self.rt, o, name, model, mesh, "dp", timed_adamw, steps=2)
+                collections.deque(lesson.versions[name](job), maxlen=0)
 
             peak = torch.tensor(peak_allocated(life, self.rt.device.type))
             comm.all_reduce(peak, self.rt.world, "max")

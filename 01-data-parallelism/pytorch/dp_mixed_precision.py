@@ -27,18 +27,17 @@ some hundred tokens on. Micikevicius et al., "Mixed precision training" (arXiv:1
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Literal
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from common import comm
 from common.comm import Group
 from common.comm.ledger import Ledger, show_bytes
 from common.comm.listen import Listener
@@ -50,21 +49,22 @@ from common.lesson.equality import (
     OPTIMIZERS,
     Difference,
     Followed,
-    Wrap,
     compare,
-    follow,
-    plain,
+    largest,
+    watch,
     worst_of_world,
 )
+from common.lesson.job import Job, one_device, total
 from common.lesson.runner import console, run
-from common.lesson.training import Batches, Version, make_model
+from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.memory import saved_bytes
 
-from dp_basic import make_version, run_bytes
+import dp_basic
+from dp_basic import DataParallel
+from dp_costs import basic_run
 from dp_training import DataParallelOptions, check
 
-VERSIONS = ("bucketed", "ddp")
 FORMATS = (
     ("float32", torch.float32, 1.0),
     ("bfloat16", torch.bfloat16, 1.0),
@@ -83,83 +83,83 @@ class PrecisionOptions(DataParallelOptions, without=("dtype", "benchmark", "scal
     dtype: Literal["float64", "float32"] = "float32"
     sequence: Size = 16
     """Tokens per sample."""
-    versions: tuple[str, ...] = VERSIONS
+    versions: tuple[str, ...] = ("bucketed", "ddp")
     """Versions to run."""
 
 
+def train(job: Job[PrecisionOptions]) -> Iterator[Tensor]:
+    """Train with products in bfloat16, the rest in float32; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    dp = DataParallel(model, group, job.options.bucket_mb)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with dp.no_sync() if i < len(batch) else nullcontext():
+                with torch.autocast(tokens_BS.device.type, torch.bfloat16):
+                    logits_BSV = model(tokens_BS)  # casts inputs and weights of products, and keeps the casts
+                loss_sum, _ = cross_entropy_sum(logits_BSV, targets_BS)
+                loss = loss_sum / count
+                loss.backward()  # in the precisions of the forward pass
+            losses.append(loss.detach())
+        dp.finish()
+        optimizer.step()
+        yield total(losses, group)
+
+
+def train_ddp(job: Job[PrecisionOptions]) -> Iterator[Tensor]:
+    """Train likewise with torch's DDP."""
+    in_precision(job.model, torch.bfloat16)
+    return dp_basic.train_ddp(job)
+
+
+VERSIONS = {"bucketed": train, "ddp": train_ddp}
+
+
+def in_precision(model: Transformer, precision: torch.dtype) -> Transformer:
+    """Make the model's products run in this precision, in place; return the model."""
+    if precision != torch.float32:
+        device = next(model.parameters()).device.type
+        model.forward = torch.autocast(device, precision)(model.forward)  # type: ignore[method-assign]
+    return model
+
+
 @dataclass
-class Trainer:
-    """Training of a model in one precision, by all ranks together or by one device."""
+class AsRanks(Batches):
+    """Micro-batches of all of so many ranks, one after another, on one device."""
 
-    model: Transformer
-    version: Version
-    group: Group
-    parts: Callable[[int], list[tuple[Tensor, ...]]]
-    precision: torch.dtype
-    mesh: Mesh | None = None
-    scale: Callable[[Tensor], Tensor] = lambda loss: loss
-    wrap: Wrap = plain
-    at: list[int] = field(default_factory=list)  # current step and micro-batch
+    ranks: int = 1
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Return the sum of the losses, float32.
-
-        Autocast casts the inputs and weights of products, and keeps the casts.
-        """
-        mixed = self.precision != torch.float32
-        with torch.autocast(tokens_BS.device.type, self.precision, mixed):
-            logits_BSV = self.version.model(tokens_BS)
-        return cross_entropy_sum(logits_BSV, targets_BS)[0]
-
-    def step(self, t: int) -> Tensor:
-        """Run the training step of common/lesson/training.py; return the global loss.
-
-        The backward pass runs in the precisions of the forward pass.
-        """
-        parts = self.parts(t)
-        targets = torch.stack([y.ne(-100).sum() for _, y in parts]).sum()
-        comm.all_reduce(targets, self.group)
-        share = (self.group.size if self.version.averages else 1) / targets.item()
-        loss = torch.zeros((), device=targets.device)
-        for i, part in enumerate(parts):
-            self.at[:] = t, i
-            with self.version.no_sync() if i < len(parts) - 1 else nullcontext():
-                total = self.forward(*part)
-                self.scale(total * share).backward()
-            loss += total.detach()
-        self.version.finish()
-        comm.all_reduce(loss, self.group)
-        return loss / targets.item()
-
-    def train(self, optimizer: str, steps: int) -> Followed:
-        """Run all steps; return the results.
-
-        Gradients are recorded as scaled; steps whose gradients overflow leave none.
-        """
-        owner = self.version.owner or self.model
-        followed = follow(owner, optimizer, steps, self.step, self.mesh, self.wrap)
-        good = [t for t, norm in enumerate(followed.norms) if math.isfinite(norm)]
-        gradients = [followed.gradients[t] for t in good]
-        return replace(followed, gradients=gradients, norms=[followed.norms[t] for t in good])
+    def samples(self) -> list[tuple[int, int]]:
+        """Return the samples [lo, hi) of the global batch of each micro-batch."""
+        of_ranks = []
+        for r in range(self.ranks):
+            self.group = Group("part", r, self.ranks, (r,))
+            of_ranks += super().samples()
+        return of_ranks
 
 
-def on_ranks(name: str, precision: torch.dtype, rt: Runtime, o: PrecisionOptions) -> Trainer:
-    """Return the trainer of a version of dp_basic.py on all ranks."""
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)
-    version, batches = make_version(name, model, rt, o), Batches(o, rt.world, rt.device)
-    return Trainer(model, version, rt.world, batches.parts, precision, Mesh(rt.world, dp=rt.world_size))
-
-
-def one_device(precision: torch.dtype, rt: Runtime, o: PrecisionOptions, as_ranks: int = 0) -> Trainer:
-    """Return the trainer of the reference: one device with the whole batch at once.
+def on_one_device(
+    precision: torch.dtype, optimizer: str, rt: Runtime, o: PrecisionOptions, as_ranks: int = 0
+) -> Followed:
+    """Train on one device with the whole batch at once; return the result.
 
     as_ranks: if not 0, use instead the micro-batches of so many ranks, one after another.
     """
     o = o if as_ranks else replace(o, micro_batches=1)
-    every = [Batches(o, Group("one", r, as_ranks or 1, (rt.rank,)), rt.device) for r in range(as_ranks or 1)]
-    model, alone = make_model(o, rt.device), Group.alone()
-    parts = lambda t: [part for batches in every for part in batches.parts(t)]  # noqa: E731
-    return Trainer(model, Version(model), alone, parts, precision)
+    model = in_precision(make_model(o, rt.device), precision)
+    job = Job(rt, o, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
+    job.make_batches = partial(AsRanks, ranks=as_ranks or 1)
+    return watch(one_device(job), job)
+
+
+def on_ranks(name: str, optimizer: str, rt: Runtime, o: PrecisionOptions) -> Followed:
+    """Train a version on all ranks; return the result."""
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    return watch(VERSIONS[name](job), job, mesh)
 
 
 def at_first(expected: Followed, mine: Followed, mesh: Mesh) -> Difference:
@@ -221,25 +221,25 @@ def formats(rt: Runtime, o: PrecisionOptions) -> Table:
     table = Table(title=f"one device against float32: {o.model}, the first step", title_justify="left")
     for column in ("format", "gradients", "largest in", "vanish", "saved for backward"):
         table.add_column(column, justify="left" if column in ("format", "largest in") else "right")
-    expected = one_device(torch.float32, rt, o).train("sgd", 1)
+    ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), Group.alone(), rt.device).parts(0)
+
+    def first(precision: torch.dtype, scale: float) -> tuple[dict[str, Tensor], int]:
+        model = in_precision(make_model(o, rt.device), precision)
+
+        def loss() -> Tensor:
+            loss_sum, count = cross_entropy_sum(model(tokens_BS), targets_BS)
+            return loss_sum / count
+
+        (loss() * scale).backward()
+        gradients = {name: p.grad / scale for name, p in model.named_parameters() if p.grad is not None}
+        return gradients, saved_bytes(loss, model)
+
+    expected, _ = first(torch.float32, 1.0)
     for name, precision, scale in FORMATS:
-        trainer = one_device(precision, rt, o)
-        trainer.scale = lambda loss: loss * scale  # noqa: B023
-        mine = trainer.train("sgd", 1)
-        mine.gradients = [{key: g / scale for key, g in of.items()} for of in mine.gradients]
-        found = compare(expected, mine)["gradients"]
-        vanished = sum(
-            int(((g == 0) & (expected.gradients[0][key] != 0)).sum()) for key, g in mine.gradients[0].items()
-        )
-        (part,) = trainer.parts(0)
-        saved = saved_bytes(lambda: trainer.forward(*part), trainer.model)  # noqa: B023
-        table.add_row(
-            name,
-            f"{found.value:.1e}",
-            found.where.removesuffix(", step 0"),
-            f"{vanished:,}",
-            show_bytes(saved),
-        )
+        gradients, saved = first(precision, scale)
+        found = largest(expected, gradients)
+        vanished = sum(int(((g == 0) & (expected[key] != 0)).sum()) for key, g in gradients.items())
+        table.add_row(name, f"{found.value:.1e}", found.where, f"{vanished:,}", show_bytes(saved))
     return table
 
 
@@ -250,14 +250,14 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
         f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, bfloat16, {o.steps} steps"
     )
     for optimizer in OPTIMIZERS:
-        same = one_device(brief, rt, o).train(optimizer, o.steps)
-        precise = one_device(torch.float32, rt, o).train(optimizer, o.steps)
-        same_cut = one_device(brief, rt, o, as_ranks=rt.world_size).train(optimizer, 1)
+        same = on_one_device(brief, optimizer, rt, o)
+        precise = on_one_device(torch.float32, optimizer, rt, o)
+        same_cut = on_one_device(brief, optimizer, rt, replace(o, steps=1), as_ranks=rt.world_size)
         for name in o.versions:
             with Listener(rt.world) if name == "ddp" else Ledger() as ledger:
-                mine = on_ranks(name, brief, rt, o).train(optimizer, o.steps)
+                mine = on_ranks(name, optimizer, rt, o)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
-            formula = run_bytes(name, make_model(o, rt.device), rt.world, o)
+            formula = basic_run(name, make_model(o, rt.device), rt.world, o)
             # DDP multiplies its losses by n, which rounds differently for n = 3
             first = at_first(same_cut, mine, mesh) if name != "ddp" else None
             for text, reference in ((name, same), (f"{name} / f32", precise)):
@@ -271,7 +271,7 @@ def prove(rt: Runtime, o: PrecisionOptions) -> bool:
 
 def main(rt: Runtime, o: PrecisionOptions) -> bool:
     """Check the options, and prove equality of the versions with one device."""
-    check(rt, VERSIONS, o)
+    check(rt, tuple(VERSIONS), o)
     return prove(rt, o)
 
 

@@ -14,6 +14,8 @@ I inputs (8 a byte of context)  B samples
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, Any
@@ -27,16 +29,19 @@ from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
 from common.comm.placement import Run, place
-from common.data.text import mlp_batch, rank_slice
+from common.data.text import mlp_batch
 from common.launch.command_line import Width, Within
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, follow, with_units
+from common.lesson.equality import OPTIMIZERS, Followed, Start, watch, with_units
+from common.lesson.job import Job, Train, one_device, total
 from common.lesson.runner import DTYPES
-from common.lesson.training import Batches, Version, training_step
+from common.lesson.training import Batches
 from common.models.mlp import MLP, sizes
+from common.models.transformer import cross_entropy_sum
 
-from dp_basic import make_version
-from dp_training import DataParallelOptions, bytes_of_step
+import dp_basic
+from dp_costs import bytes_of_step
+from dp_training import DataParallelOptions
 
 VERSIONS = (
     "pytorch-mlp",
@@ -70,19 +75,20 @@ class Samples(Batches):
     """This rank's part of every global batch, cut from the text once, so that no timing includes it."""
 
     options: MLPOptions
+    first_only: bool = False
+    """Give the batch of step 0 in every step."""
     cut: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
+    def take(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Return (x_BI, y_B) of samples [lo, hi) of the step's global batch."""
+        o = self.options
+        return mlp_batch(self.text.train, o.seed, step, o.batch, o.context, lo, hi, DTYPES[o.dtype])
+
     def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """Return (x_BI, y_B) of each micro-batch; none of them is empty."""
+        """Return (x_BI, y_B) of each micro-batch."""
+        step = 0 if self.first_only else step
         if step not in self.cut:
-            o = self.options
-            lo, hi = rank_slice(o.batch, self.group.rank, self.group.size)
-            cuts = min(o.micro_batches, hi - lo)
-            slices = [rank_slice(hi - lo, i, cuts) for i in range(cuts)]
-            text, dtype = self.text.train, DTYPES[o.dtype]
-            self.cut[step] = [
-                mlp_batch(text, o.seed, step, o.batch, o.context, lo + a, lo + b, dtype) for a, b in slices
-            ]
+            self.cut[step] = super().parts(step)
         return self.cut[step]
 
 
@@ -91,37 +97,45 @@ def make_model(o: MLPOptions, seed: int) -> MLP:
     return MLP(sizes(o.context, o.hidden, o.layers), seed, DTYPES[o.dtype])
 
 
-def torch_version(name: str, model: nn.Module, rt: Runtime, o: MLPOptions) -> Version:
-    """Return pytorch-mlp, ddp-mlp, dp_libtorch or dp_libtorch-zero1 around any model in torch."""
-    if not name.startswith("dp_libtorch"):
-        return make_version({"pytorch-mlp": "bucketed", "ddp-mlp": "ddp"}[name], model, rt, o)
+def train_libtorch(job: Job[MLPOptions]) -> Iterator[Tensor]:
+    """Train with the hooks and buckets of dp_libtorch, in C++; yield the loss of each global batch."""
     import dp_libtorch
 
+    model, group, zero = job.model, job.group, job.version == "dp_libtorch-zero1"
+    kind = dp_libtorch.Zero1 if zero else dp_libtorch.DataParallel
     tensors = [*model.parameters(), *model.buffers()]
-    kind = dp_libtorch.Zero1 if name == "dp_libtorch-zero1" else dp_libtorch.DataParallel
-    dp = kind(tensors, rt.world.pg, int(o.bucket_mb * 2**20))
-
-    def note() -> None:
-        for operation, n_bytes, seconds in dp.take_messages():
-            ledger.record(operation, rt.world.axis, Fraction(n_bytes, rt.world_size), seconds)
-
-    def finish() -> None:
+    dp = kind(tensors, job.rt.world.pg, int(job.options.bucket_mb * 2**20))
+    optimizer = job.optimizer(Pieces(model, dp) if zero else model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (x_BI, y_B) in enumerate(batch, 1):
+            with dp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(x_BI), y_B)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
         dp.finish()
-        note()
-
-    def gathering(make: MakeOptimizer, pieces: list[Tensor]) -> torch.optim.Optimizer:
-        def gather(*_: Any) -> None:
+        optimizer.step()
+        if zero:
             dp.gather()
-            note()
+        for operation, n_bytes, seconds in dp.take_messages():  # of the C++ code
+            ledger.record(operation, group.axis, Fraction(n_bytes, group.size), seconds)
+        yield total(losses, group)
 
-        optimizer = make(pieces)
-        optimizer.register_step_post_hook(gather)
-        return optimizer
 
-    note()  # the broadcasts
-    if kind is dp_libtorch.DataParallel:
-        return Version(model, dp.no_sync, finish)
-    return Version(model, dp.no_sync, finish, owner=Pieces(model, dp), wrap=gathering)
+LOOPS: dict[str, Train] = {
+    "pytorch-mlp": dp_basic.train,
+    "dp_libtorch": train_libtorch,
+    "dp_libtorch-zero1": train_libtorch,
+    "ddp-mlp": dp_basic.train_ddp,
+}
+
+
+def torch_job(name: str, optimizer: str, rt: Runtime, o: MLPOptions, model: MLP) -> Job[MLPOptions]:
+    """Return the training run of one of LOOPS on all ranks."""
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    return Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], make_batches=Samples)  # type: ignore[arg-type]
 
 
 class Pieces:
@@ -212,22 +226,22 @@ def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Follow
         if name.startswith("dp_mpi"):
             followed = MPIModel(name, optimizer, rt, o, samples).follow(o.steps)
         else:
-            model = make_model(o, o.seed + rt.rank)  # the broadcast must mend this
-            version = torch_version(name, model, rt, o)
-            step, mesh = training_step(version, samples, rt.world), Mesh(rt.world, dp=rt.world_size)
-            followed = follow(version.owner or model, optimizer, o.steps, step, mesh, version.wrap)
+            # the broadcast must mend the other weights
+            job = torch_job(name, optimizer, rt, o, make_model(o, o.seed + rt.rank))
+            job.steps = o.steps
+            followed = watch(LOOPS[name](job), job, job.mesh)
     sent = counted.bytes() - counted.bytes("bookkeeping")
     return followed, MPI.COMM_WORLD.allreduce(sent) / rt.world_size
 
 
-def one_device(optimizer: str, o: MLPOptions) -> Followed:
+def on_one_device(optimizer: str, rt: Runtime, o: MLPOptions) -> Followed:
     """Train in plain torch on the whole batch, on every rank separately; return the result, with units."""
-    alone = Group.alone()
-    samples = Samples(replace(o, micro_batches=1), alone, torch.device("cpu"))
 
     def run(start: Start) -> Followed:
-        model = start(make_model(o, o.seed))
-        return follow(model, optimizer, o.steps, training_step(Version(model), samples, alone))
+        model, whole = start(make_model(o, o.seed)), replace(o, micro_batches=1)
+        job = Job(rt, whole, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
+        job.make_batches = Samples
+        return watch(one_device(job), job)
 
     return with_units(run)
 

@@ -1,83 +1,27 @@
-"""Replicas that train alone and average every H steps: on ranks, with torch's averager, and on one device.
-
-H steps of an inner optimizer on each rank, then Δ = sum over ranks of T_r/T (w - w_r), and an outer step with Δ
-"""
+"""Reference of dp_local_sgd.py: n replicas on one device that train in turn and average every H steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from common import comm
 from common.comm import Group
-from common.comm.ledger import Ledger
-from common.comm.listen import Listener
 from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, Followed, Start, with_units
 from common.lesson.training import Batches, make_model
-from common.models.transformer import Transformer, cross_entropy_sum
+from common.models.transformer import cross_entropy_sum
 
-from dp_basic import broadcast_model
 from dp_training import DataParallelOptions
 
 VERSIONS = ("local-sgd", "diloco", "torch")
 Parts = list[tuple[Tensor, ...]]
-
-
-class LocalSGD:
-    """Periodic averaging (a "meeting") of replicas that train by themselves.
-
-        local = LocalSGD(model, group, every=500, rate=0.7, momentum=0.9)      # DiLoCo's outer step
-        loss(...).backward()                # the mean over this rank's targets
-        optimizer.step()
-        local.step(targets)                 # number of these targets
-
-    Between meetings the ranks' weights differ: call meet() before the weights are saved or evaluated. Ranks
-    may see unequal parts, but each makes every step. Parameters that a rank did not use are averaged as they
-    are. Raises ValueError for `every` below 1.
-    """
-
-    def __init__(
-        self, model: nn.Module, group: Group, every: int, rate: float = 1.0, momentum: float = 0.0
-    ) -> None:
-        if every < 1:
-            raise ValueError(f"every {every} steps: ranks meet after 1 step or more")
-        broadcast_model(model, group)
-        self.parameters, self.group, self.every = list(model.parameters()), group, every
-        self.rate, self.momentum = rate, momentum
-        self.w = joined(self.parameters)
-        self.m = torch.zeros_like(self.w) if momentum else self.w.new_zeros(())
-        self.steps = self.targets = 0
-
-    def step(self, targets: int) -> None:
-        """Count one step with this many targets; meet after every H steps."""
-        self.steps, self.targets = self.steps + 1, self.targets + targets
-        if self.steps % self.every == 0:
-            self.meet()
-
-    @torch.no_grad()
-    def meet(self) -> None:
-        """Average the changes of the ranks' weights, take the outer step, and load the result."""
-        moved = (self.w - joined(self.parameters)) * self.targets
-        moved = torch.cat([moved, moved.new_tensor([self.targets])])  # the same message sums the targets
-        comm.all_reduce(moved, self.group)
-        if not moved[-1]:
-            return  # no rank has trained since the last meeting
-        delta = moved[:-1] / moved[-1]
-        self.m = self.momentum * self.m + delta if self.momentum else self.m
-        self.w -= self.rate * (delta + self.momentum * self.m)
-        pieces = self.w.split([p.numel() for p in self.parameters])
-        for p, piece in zip(self.parameters, pieces, strict=True):
-            p.copy_(piece.view_as(p))
-        self.targets = 0
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
@@ -132,46 +76,6 @@ class LocalOptions(DataParallelOptions):
 def outer(name: str, o: LocalOptions) -> tuple[float, float]:
     """Return (η, μ) of a version."""
     return (o.rate, o.momentum) if name == "diloco" else (1.0, 0.0)
-
-
-def replica(
-    name: str, optimizer: str, rt: Runtime, o: LocalOptions, seen: Followed | None = None
-) -> tuple[Transformer, Callable[[int], int]]:
-    """Return this rank's model and its step function.
-
-    A step trains the replica alone, meets after every H steps, and returns the number of its targets.
-    """
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
-    batches, chosen = Batches(o, rt.world, rt.device), OPTIMIZERS[optimizer](list(model.parameters()))
-    if name == "torch":
-        from torch.distributed.optim import PostLocalSGDOptimizer  # compiles scripts: slow, and warns of it
-
-        broadcast_model(model, rt.world)
-        averager = PeriodicModelAverager(
-            o.every, o.every - 1, rt.world.pg
-        )  # first after H steps, not after 1
-        theirs = PostLocalSGDOptimizer(chosen, averager)
-        return model, lambda t: local_step(model, theirs, batches.parts(t), seen)
-    local = LocalSGD(model, rt.world, o.every, *outer(name, o))
-
-    def step(t: int) -> int:
-        targets = local_step(model, chosen, batches.parts(t), seen)
-        local.step(targets)
-        return targets
-
-    return model, step
-
-
-def on_ranks(
-    name: str, optimizer: str, rt: Runtime, o: LocalOptions
-) -> tuple[Followed, list[int], Transformer, Fraction]:
-    """Train this rank's replica; return (its record, targets per step, its model, the bytes it sent)."""
-    seen = Followed()
-    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls bypass the ledger
-        model, step = replica(name, optimizer, rt, o, seen)
-        targets = [step(t) for t in range(o.steps)]
-    seen.weights = weights(model)
-    return seen, targets, model, ledger.bytes()
 
 
 def simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions) -> Followed:

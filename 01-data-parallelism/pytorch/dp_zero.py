@@ -28,10 +28,9 @@ are kept or freed after their use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -42,22 +41,19 @@ from torch.utils._pytree import tree_leaves
 
 from common import comm
 from common.comm import Group
-from common.comm.mesh import Mesh
 from common.comm.placement import placement
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.lesson.training import Version
+from common.models.transformer import cross_entropy_sum
 
+import dp_basic
 from dp_basic import broadcast_model
-from dp_basic import make_version as make_basic
-from dp_basic import run_bytes as basic_run_bytes
-from dp_basic import step_bytes as basic_step_bytes
+from dp_costs import zero_run, zero_step
 from dp_memory import MemoryTable
 from dp_training import DataParallelOptions, check
 from dp_unit import Unit
-
-VERSIONS = ("bucketed", "zero1", "zero2", "zero3")
 
 
 class Zero:
@@ -85,7 +81,7 @@ class Zero:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[nn.Module],
+        layers: Iterable[nn.Module],
         group: Group,
         stage: int,
         entries: Sequence[nn.Module] = (),
@@ -94,6 +90,7 @@ class Zero:
             raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
         broadcast_model(model, group)
         self.group, self.stage = group, stage
+        layers = list(layers)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("no parameter of the model requires a gradient; there is nothing to shard")
@@ -288,46 +285,26 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def make_version(name: str, model: nn.Module, rt: Runtime, o: DataParallelOptions) -> Version:
-    """Return a stage of ZeRO around `model`, or a version of dp_basic.py."""
-    if not name.startswith("zero"):
-        return make_basic(name, model, rt, o)
-    zero = Zero(model, model.layers, Mesh(rt.world, dp=rt.world_size).group("dp"), int(name[-1]))  # type: ignore[arg-type]
-    return Version(model, zero.no_sync if zero.stage == 1 else nullcontext, zero.finish, owner=zero)
+def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train with the stage of ZeRO that the version names; yield the loss of each global batch."""
+    model, group = job.model, job.group
+    zero = Zero(model, model.layers, group, stage=int(job.version[-1]))
+    optimizer = job.optimizer(zero)  # steps on this rank's pieces
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (tokens_BS, targets_BS) in enumerate(batch, 1):
+            with zero.no_sync() if zero.stage == 1 and i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
+        zero.finish()
+        optimizer.step()
+        yield total(losses, group)
 
 
-def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: int) -> tuple[int, int]:
-    """Return the bytes of the tensors (reduce-scattered, all-gathered) in a step, padding included."""
-    of = lambda module: [p for p in module.parameters() if p.requires_grad]  # noqa: E731
-    size = of(model)[0].element_size()
-    layers = [sum(p.numel() for p in of(layer)) for layer in model.layers]  # type: ignore[union-attr]
-    rest = sum(p.numel() for p in of(model)) - sum(layers)
-    padded = [-(-numbers // group.size) * group.size * size for numbers in (rest, *layers)]
-    if stage == 3:
-        return micro_batches * sum(padded), micro_batches * (2 * sum(padded) - padded[0])
-    return (micro_batches if stage == 2 else 1) * sum(padded), sum(padded)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes a rank sends in a step: reduce-scatter, all-gather, flags, loss and targets."""
-    if not name.startswith("zero"):
-        return basic_step_bytes(name, model, group, o)
-    parameters = list(model.parameters())
-    rest = 2 * ((len(parameters) + 1) * parameters[0].element_size() + 8)
-    moved = sum(bytes_of_weights(int(name[-1]), model, group, o.micro_batches))
-    return Fraction((group.size - 1) * (moved + rest), group.size)
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
-    if not name.startswith("zero"):
-        return basic_run_bytes(name, model, group, o)
-    n, stage = group.size, int(name[-1])
-    start = sum(p.numel() * p.element_size() for p in model.parameters())
-    gathered = bytes_of_weights(stage, model, group, o.micro_batches)[1]
-    whole_at_first = 0 if stage == 3 else gathered
-    steps = o.steps * (step_bytes(name, model, group, o) + Fraction(2 * (n - 1) * 8, n))
-    return steps + Fraction((n - 1) * (start - whole_at_first), n)
+VERSIONS = {"bucketed": dp_basic.train, **dict.fromkeys(("zero1", "zero2", "zero3"), train)}
 
 
 def even(rt: Runtime, o: DataParallelOptions) -> DataParallelOptions:
@@ -337,17 +314,10 @@ def even(rt: Runtime, o: DataParallelOptions) -> DataParallelOptions:
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
-    check(rt, VERSIONS, o)
+    check(rt, tuple(VERSIONS), o)
     o = even(rt, o)
     memory = MemoryTable(rt)
-    lesson = Lesson(
-        "dp",
-        dict.fromkeys(VERSIONS, by_version(make_version)),
-        step_bytes,
-        run_bytes=run_bytes,
-        unseen=("ddp",),
-        examine=memory.examine,
-    )
+    lesson = Lesson("dp", VERSIONS, zero_step, run_bytes=zero_run, examine=memory.examine)
     if o.benchmark:
         return time_in_turn(rt, o, lesson)
     holds = prove(rt, o, lesson)
@@ -359,7 +329,7 @@ def main(rt: Runtime, o: DataParallelOptions) -> bool:
 class ZeroOptions(DataParallelOptions):
     """Options of chapter 01, for the stages of ZeRO."""
 
-    versions: tuple[str, ...] = VERSIONS
+    versions: tuple[str, ...] = tuple(VERSIONS)
     """Versions to run."""
 
 

@@ -33,7 +33,7 @@ B batch  S sequence  D width  E experts  k experts a token  C capacity
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -53,8 +53,9 @@ from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
 from common.lesson.comparison import check
 from common.lesson.equality import TOLERANCE
+from common.lesson.job import Job, total
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.visualizer import figure, load_map
 
@@ -112,32 +113,41 @@ def z_loss_sum(logits_BSE: Tensor) -> Tensor:
     return logits_BSE.logsumexp(-1).square().sum()
 
 
-def train(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float, Tensor]:
-    """Train `o.steps` steps; return (the model, its last loss, its routers' logits in the last pass).
+def train(job: Job[RouterOptions], logits_seen: list[Tensor]) -> Iterator[Tensor]:
+    """Train with all experts on every rank, and its own samples; yield the loss of each global batch.
 
-    Every rank has all experts and sees its own samples.
+    logits_seen: receives the routers' logits of each pass, [layers, B, S, E].
     """
-    model = make_model(o, rt.device)
-    seen, last = observed(model), torch.empty(0)
-
-    def loss(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        nonlocal last
-        total, count = cross_entropy_sum(logits_BSV, targets_BS)
-        logits = [routing.logits_BSE for layer in drain(seen) for routing in layer]
-        last = torch.stack(logits).detach()
-        if name == "z-loss":  # a sum over tokens, like the cross-entropy, so it is the same on every mesh
-            total = total + o.z_coefficient * sum(map(z_loss_sum, logits), total.new_zeros(()))
-        return total, count
-
-    mesh = Mesh(rt.world, dp=rt.world_size)
-    version = Version(model, loss=loss, finish=partial(sum_gradients, list(model.parameters()), mesh))
-    step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for t in range(o.steps):
+    model, group, o = job.model, job.group, job.options
+    seen = observed(model)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []  # of all ranks: an all-reduce of 8 bytes
         optimizer.zero_grad()
-        found = step(t).item()
+        for tokens_BS, targets_BS in batch:
+            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+            logits = [routing.logits_BSE for layer in drain(seen) for routing in layer]
+            logits_seen[:] = [torch.stack(logits).detach()]
+            if job.version == "z-loss":  # a sum over tokens, like the cross-entropy: the same on every mesh
+                loss_sum = loss_sum + o.z_coefficient * sum(map(z_loss_sum, logits), loss_sum.new_zeros(()))
+            loss = loss_sum / count
+            loss.backward()
+            losses.append(loss.detach())
+        sum_gradients(model.parameters(), job.mesh)  # samples are split, weights whole
         optimizer.step()
-    return model, found, last
+        yield total(losses, group)
+
+
+def trained(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float, Tensor]:
+    """Train `o.steps` steps; return (the model, its last loss, its routers' logits in the last pass)."""
+
+    def adamw(tensors: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(tensors, lr=3e-3)
+
+    mesh, logits = Mesh(rt.world, dp=rt.world_size), list[Tensor]()
+    job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", adamw, o.steps)
+    *_, loss = train(job, logits)
+    return job.model, loss.item(), logits[0]
 
 
 @torch.no_grad()
@@ -208,7 +218,7 @@ def main(rt: Runtime, o: RouterOptions) -> bool:
     check(rt, VERSIONS, o)
     out, models, rows = console(rt), {}, []
     for name in o.versions:
-        models[name], loss, logits = train(rt, o, name)
+        models[name], loss, logits = trained(rt, o, name)
         sizes = logits.logsumexp(-1).square().mean(), logits.abs().max()
         rows.append((name, f"{loss:.4f}", *(f"{x.item():.3f}" for x in sizes)))
     table = Table("model", title=f"after {o.steps} steps of {o.model}", title_justify="left")

@@ -40,7 +40,7 @@ from common.lesson.training import Batches, TrainingOptions
 from common.models.dropout import Dropout
 from common.models.transformer import Transformer, cross_entropy_sum
 
-O = TypeVar("O", bound=TrainingOptions)  # noqa: E741
+O = TypeVar("O", bound=TrainingOptions, covariant=True)  # noqa: E741
 ALONE = Group.alone()
 SAMPLE_AXES = ("dp", "ep")  # along these ranks have samples of their own; along the others all have the same
 
@@ -57,6 +57,9 @@ class Batch:
     first_samples: list[int]
     """Number in the global batch of each micro-batch's first sample."""
     dropouts: list[Dropout]
+
+    def __len__(self) -> int:
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         for i, part in enumerate(self.parts):

@@ -19,7 +19,7 @@ from common.launch.runtime import runtime
 from common.lesson.equality import OPTIMIZERS, compare
 
 from dp_languages import bytes_by_formula, prepare
-from dp_mlp import MLPOptions, one_device, train
+from dp_mlp import MLPOptions, on_one_device, train
 
 
 def worst(found):
@@ -33,7 +33,7 @@ def outcome(rt, options):
     prepare(rt, options)
     one, pairs, sent = {}, {}, {}
     for optimizer in OPTIMIZERS:
-        reference, runs = one_device(optimizer, options), {}
+        reference, runs = on_one_device(optimizer, rt, options), {}
         for name in options.versions:
             runs[name], counted = train(name, optimizer, rt, options)
             one[f"{name}, {optimizer}"] = worst(compare(reference, runs[name]))

@@ -1,0 +1,120 @@
+"""Bytes that a rank sends in chapter 01, by formula: in a step, and in a whole run; nothing here starts a rank.
+
+n ranks  S bytes of weights  M micro-batches
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from torch import nn
+
+from common.comm import Group
+from common.lesson.training import TrainingOptions
+
+LIBRARY = ("ddp", "zero-redundancy", "fsdp-keep", "fsdp")
+"""The library's versions in dp_fsdp.py."""
+
+
+def bytes_of_step(model: nn.Module, group: Group, flags: bool = True) -> Fraction:
+    """Return the bytes a rank sends in a step.
+
+    They are 2(n-1)/n of: gradients, one flag per parameter (not in DDP), the loss, the targets (8 bytes).
+    """
+    parameters = list(model.parameters())
+    numbers = sum(p.numel() for p in parameters) + flags * len(parameters) + 1
+    return Fraction(2 * (group.size - 1) * (numbers * parameters[0].element_size() + 8), group.size)
+
+
+def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags: bool = True) -> Fraction:
+    """Return the bytes a rank sends in a whole run.
+
+    At the start these are (n-1)/n of the model and, with `order`, of 8 bytes per parameter for the order of
+    the buckets; then come the steps, each with the 8 bytes of its gradient norm, all-reduced.
+    """
+    parameters = list(model.parameters())
+    start = sum(p.numel() * p.element_size() for p in parameters) + order * 8 * len(parameters)
+    norms = Fraction(2 * (group.size - 1) * 8, group.size)
+    return Fraction((group.size - 1) * start, group.size) + steps * (
+        bytes_of_step(model, group, flags) + norms
+    )
+
+
+def basic_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends in a step."""
+    return bytes_of_step(model, group, flags=name != "ddp")
+
+
+def basic_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
+    return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
+
+
+def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: int) -> tuple[int, int]:
+    """Return the bytes of the tensors (reduce-scattered, all-gathered) in a step, padding included."""
+    of = lambda module: [p for p in module.parameters() if p.requires_grad]  # noqa: E731
+    size = of(model)[0].element_size()
+    layers = [sum(p.numel() for p in of(layer)) for layer in model.layers]  # type: ignore[union-attr]
+    rest = sum(p.numel() for p in of(model)) - sum(layers)
+    padded = [-(-numbers // group.size) * group.size * size for numbers in (rest, *layers)]
+    if stage == 3:
+        return micro_batches * sum(padded), micro_batches * (2 * sum(padded) - padded[0])
+    return (micro_batches if stage == 2 else 1) * sum(padded), sum(padded)
+
+
+def zero_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends in a step: reduce-scatter, all-gather, flags, loss and targets."""
+    if not name.startswith("zero"):
+        return basic_step(name, model, group, o)
+    parameters = list(model.parameters())
+    rest = 2 * ((len(parameters) + 1) * parameters[0].element_size() + 8)
+    moved = sum(bytes_of_weights(int(name[-1]), model, group, o.micro_batches))
+    return Fraction((group.size - 1) * (moved + rest), group.size)
+
+
+def zero_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
+    if not name.startswith("zero"):
+        return basic_run(name, model, group, o)
+    n, stage = group.size, int(name[-1])
+    start = sum(p.numel() * p.element_size() for p in model.parameters())
+    gathered = bytes_of_weights(stage, model, group, o.micro_batches)[1]
+    whole_at_first = 0 if stage == 3 else gathered
+    steps = o.steps * (zero_step(name, model, group, o) + Fraction(2 * (n - 1) * 8, n))
+    return steps + Fraction((n - 1) * (start - whole_at_first), n)
+
+
+def fsdp_bytes(model: nn.Module, group: Group, micro_batches: int, keep: bool) -> int:
+    """Return the bytes of the tensors that FSDP2 gathers and reduce-scatters in a step.
+
+    Rows are padded to a multiple of n.
+    """
+
+    def padded(module: nn.Module) -> int:
+        rows = [(len(p), p.numel() // len(p) * p.element_size()) for p in module.parameters()]
+        return sum(-(-length // group.size) * group.size * width for length, width in rows)
+
+    layers = sum(padded(layer) for layer in model.layers)  # type: ignore[union-attr, misc]
+    return micro_batches * (2 * padded(model) + (0 if keep else layers))
+
+
+def fsdp_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends in a step."""
+    if not name.startswith("fsdp"):
+        zero = zero_step(name if name not in LIBRARY else "ddp", model, group, o)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        return zero + Fraction((group.size - 1) * weights * (name == "zero-redundancy"), group.size)
+    loss_and_targets = 2 * (next(model.parameters()).element_size() + 8)
+    moved = fsdp_bytes(model, group, o.micro_batches, keep=name == "fsdp-keep")
+    return Fraction((group.size - 1) * (moved + loss_and_targets), group.size)
+
+
+def fsdp_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
+    if name not in LIBRARY or group.size == 1:
+        return zero_run("ddp" if name in LIBRARY else name, model, group, o)
+    start = sum(p.numel() * p.element_size() for p in model.parameters())
+    norm = Fraction(2 * (group.size - 1) * 8, group.size)
+    return Fraction((group.size - 1) * start, group.size) + o.steps * (
+        fsdp_step(name, model, group, o) + norm
+    )
