@@ -48,7 +48,7 @@ from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
 from common.lesson.runner import run
 from common.models.dropout import Dropout
-from common.models.transformer import Attention, Layer, Transformer, TransformerConfig
+from common.models.transformer import Attention, Layer, Transformer, TransformerConfig, need_transformer
 
 from tp_column_parallel import ColumnParallelLinear
 from tp_costs import megatron_bytes
@@ -187,8 +187,9 @@ def tensor_parallel(
     vocabulary; `model.loss` sums their cross-entropies. Call `placement.sum_gradients` after the backward
     pass: with sequence_parallel some gradients are partial. split: the function that turns each MLP into a
     region; mixtures of experts need their own. Returns the region. Raises UsageError where the ranks do not
-    divide the heads.
+    divide the heads, TypeError for another model.
     """
+    need_transformer(model, "tensor_parallel", "the layers, as examples/your_own_model.py does")
     config, region = model.config, Region(group, sequence_parallel)
     (check_split if split is split_mlp else check_sizes)(config, group.size)
     for layer in model.layers:

@@ -25,7 +25,7 @@ from typing import Literal
 
 from common.comm import Group
 from common.errors import UsageError
-from common.models.transformer import Transformer
+from common.models.transformer import Transformer, need_transformer
 
 from sp_basic import gathered_attention
 from sp_block import Kernel, block
@@ -62,8 +62,9 @@ def sequence_parallel(
 
     kernel: the kernel of a ring for a block, by default `library` on CPUs and `hand` elsewhere. Raises
     UsageError for an attention that is unknown, heads that do not divide (ulysses), dropped attention
-    weights.
+    weights; TypeError for another model.
     """
+    need_transformer(model, "sequence_parallel", "ring_attention, as examples/your_own_model.py does")
     if attention not in ORDERS:
         raise UsageError(f"attention {attention!r} is unknown; choose one of {', '.join(ORDERS)}")
     if attention == "ulysses":

@@ -51,7 +51,7 @@ from common.lesson.comparison import Lesson, check, prove, time_in_turn
 from common.lesson.job import Job, one_device, total
 from common.lesson.runner import DTYPES, console, run
 from common.models.moe import Experts
-from common.models.transformer import Transformer, cross_entropy_sum
+from common.models.transformer import Transformer, cross_entropy_sum, need_transformer
 
 from ep_costs import RoutedBytes
 from ep_training import ExpertOptions, check_micro_batches, mixtures
@@ -127,8 +127,9 @@ def expert_parallel(model: Transformer, group: Group) -> list[ExpertExchange]:
 
     Each rank then runs the model on its own samples, with the same number of passes on every rank; call
     `placement.sum_gradients` after the last backward pass. Returns the exchange of each layer. Raises
-    UsageError where a rank would have no expert.
+    UsageError where a rank would have no expert, TypeError for another model.
     """
+    need_transformer(model, "expert_parallel", "ExpertExchange in place of a loop over experts")
     check_split(model.config.experts, group.size)
     exchanges = []
     for moe in mixtures(model):

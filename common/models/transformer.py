@@ -264,6 +264,14 @@ def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: 
         buffer.zero_()
 
 
+def need_transformer(model: object, strategy: str, parts: str) -> None:
+    """Raise TypeError unless the model is a Transformer. parts: what serves a model of another kind."""
+    if not isinstance(model, Transformer):
+        raise TypeError(
+            f"{strategy} takes a Transformer of ours, not {type(model).__name__}; for a model of your own use {parts}"
+        )
+
+
 def cross_entropy_sum(
     logits_BSV: Tensor, targets_BS: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:

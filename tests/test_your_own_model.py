@@ -1,0 +1,91 @@
+"""A model that is not ours on meshes of pp x dp x sp x tp equals one device; a wrong module is one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi.launch import refused
+from torch import nn
+
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+
+from ep_moe import expert_parallel
+from pp_pipeline import Pipeline
+from pp_schedules import make_schedule
+from sp_sequence_parallel import sequence_parallel
+from tp_megatron import tensor_parallel
+
+FILE = Path(__file__).parents[1] / "examples" / "your_own_model.py"
+spec = importlib.util.spec_from_file_location("your_own_model", FILE)
+assert spec and spec.loader
+own = sys.modules["your_own_model"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(own)
+
+
+# 7 images are uneven over 2 and 4 places along dp
+MESHES = [
+    (4, {"tp": 2}),
+    (4, {"tp": 2, "zero": 1}),
+    (4, {"tp": 2, "zero": 2}),
+    (4, {"sp": 2, "zero": 3}),
+    (4, {"sp": 2, "tp": 2}),
+    (4, {"pp": 2, "micro_batches": 3}),
+    (8, {"pp": 2, "sp": 2, "tp": 2}),
+    (1, {}),
+]
+
+
+def proved(rt: Runtime, given: dict[str, Any]) -> bool:
+    return bool(own.main(rt, own.OwnOptions(**{"batch": 7, "steps": 2, **given})))
+
+
+@pytest.mark.parametrize(("ranks", "given"), MESHES)
+def test_equal_to_one_device(ranks: int, given: dict[str, Any]) -> None:
+    assert spawn(proved, ranks, given) == [True] * ranks
+
+
+def unsummed(rt: Runtime, given: dict[str, Any]) -> bool:
+    own.sum_gradients = lambda *_: None
+    return proved(rt, given)
+
+
+@pytest.mark.parametrize("given", [{}, {"sp": 2}, {"pp": 2}])
+def test_gradients_that_are_not_summed_are_caught(given: dict[str, Any]) -> None:
+    assert spawn(unsummed, 4, given) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp": 3}, "4 ranks are no multiple"),
+        ({"batch": 1}, "--batch 1 is too small"),
+        ({"pp": 2, "zero": 1}, "--zero is for --pp 1"),
+        ({"batch": 4, "pp": 2, "micro_batches": 3}, "--batch 4 is too small"),
+    ],
+)
+def test_bad_input_is_one_line(given: dict[str, Any], says: str) -> None:
+    assert says in refused(own.main, 4, own.OwnOptions(**given))
+
+
+def test_a_strategy_says_what_it_takes() -> None:
+    model, mesh = own.VisionTransformer(0, torch.float32), Mesh(Group.alone())
+    strategies = {
+        "tensor_parallel": lambda: tensor_parallel(model, mesh.group("tp")),
+        "sequence_parallel": lambda: sequence_parallel(model, mesh.group("sp")),
+        "expert_parallel": lambda: expert_parallel(model, mesh.group("ep")),
+        "Pipeline": lambda: Pipeline(nn.Linear(2, 2), mesh, make_schedule("1f1b", 1, 1)),  # type: ignore[arg-type]
+    }
+    for name, strategy in strategies.items():
+        with pytest.raises(TypeError) as error:
+            strategy()
+        line = str(error.value)
+        assert line.startswith(f"{name} takes a Transformer of ours"), line
+        assert "\n" not in line
