@@ -76,8 +76,8 @@ class Block(nn.Module):
             for part in (self.q, self.k, self.v)
         )
         x_BSD = x_BSD + self.o(self.attend(q_BHSK, k_BHSK, v_BHSK).transpose(1, 2).flatten(2))
-        y_BSD = self.down(F.gelu(self.up(self.norm2(x_BSD))))
-        return x_BSD + y_BSD
+        z_BSD: Tensor = x_BSD + self.down(F.gelu(self.up(self.norm2(x_BSD))))
+        return z_BSD
 
 
 class VisionTransformer(nn.Module):
@@ -93,10 +93,12 @@ class VisionTransformer(nn.Module):
         self.to(dtype)
 
     def enter(self, patches_BSP: Tensor) -> Tensor:
-        return self.embed(patches_BSP) + self.positions
+        x_BSD: Tensor = self.embed(patches_BSP) + self.positions
+        return x_BSD
 
     def leave(self, x_BSD: Tensor) -> Tensor:
-        return self.head(self.norm(x_BSD).mean(1))
+        logits_BC: Tensor = self.head(self.norm(x_BSD).mean(1))
+        return logits_BC
 
     def forward(self, patches_BSP: Tensor) -> Tensor:
         x_BSD = self.enter(patches_BSP)
@@ -120,17 +122,19 @@ def sequence_parallel(model: VisionTransformer, mesh: Mesh) -> None:
     group = mesh.group("sp")
     mine = slice(*rank_slice(PATCHES, group.rank, group.size))
     for block in model.blocks:
-        block.attend = partial(ring_attention, causal=False, group=group)
+        block.attend = partial(ring_attention, causal=False, group=group)  # type: ignore[assignment]
 
     def enter(patches_BSP: Tensor) -> Tensor:
-        return model.embed(patches_BSP[:, mine]) + model.positions[mine]
+        x_BsD: Tensor = model.embed(patches_BSP[:, mine]) + model.positions[mine]
+        return x_BsD
 
     def leave(x_BsD: Tensor) -> Tensor:
         mean_BD = collectives.reduce(model.norm(x_BsD).sum(1) / PATCHES, group)
         # from here on each rank counts 1/n of the loss: `copy` sums what comes back
-        return model.head(collectives.copy(mean_BD, group))
+        logits_BC: Tensor = model.head(collectives.copy(mean_BD, group))
+        return logits_BC
 
-    model.enter, model.leave = enter, leave  # type: ignore[method-assign]
+    model.enter, model.leave = enter, leave  # type: ignore[method-assign, assignment]
 
 
 class Stage(nn.Module):
@@ -232,7 +236,8 @@ def train(run: OwnRun, mesh: Mesh, o: OwnOptions) -> Iterator[Tensor]:
     tensor_parallel(model, mesh)
     sequence_parallel(model, mesh)
     zero = Zero(model, list(model.blocks), dp, o.zero) if o.zero else None
-    optimizer = run.optimizer(zero or model)
+    owner: Named = zero or model
+    optimizer = run.optimizer(owner)
     mine = slice(*rank_slice(o.batch, dp.rank, dp.size))
     for step in range(o.steps):
         patches_BSP, labels_B = (x[mine] for x in images(o, step, run.device))
@@ -242,7 +247,7 @@ def train(run: OwnRun, mesh: Mesh, o: OwnOptions) -> Iterator[Tensor]:
         loss.backward()
         if zero:
             zero.finish()  # sums over dp; each rank then steps on its pieces
-        sum_gradients([p for _, p in run.owner.named_parameters()], mesh)  # over sp, and without ZeRO over dp
+        sum_gradients([p for _, p in owner.named_parameters()], mesh)  # over sp, and without ZeRO over dp
         optimizer.step()
         yield total([loss.detach()], mesh.group("dp", "sp"))
 

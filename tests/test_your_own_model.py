@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +14,12 @@ from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 
+import your_own_model as own
 from ep_moe import expert_parallel
 from pp_pipeline import Pipeline
 from pp_schedules import make_schedule
 from sp_sequence_parallel import sequence_parallel
 from tp_megatron import tensor_parallel
-
-FILE = Path(__file__).parents[1] / "examples" / "your_own_model.py"
-spec = importlib.util.spec_from_file_location("your_own_model", FILE)
-assert spec and spec.loader
-own = sys.modules["your_own_model"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(own)
-
 
 # 7 images are uneven over 2 and 4 places along dp
 MESHES = [
