@@ -1,11 +1,11 @@
-"""Data parallelism by hand: each rank holds the model and a part of the batch; gradients are summed.
+r"""Data parallelism by hand: each rank holds the model and a part of the batch; gradients are summed.
 
     gradient of the loss over the global batch  =  sum over ranks of the gradients of their parts
 
                      rank 0                rank 1                rank 2
     batch            samples 0 1 2         samples 3 4 5         samples 6 7 8 9     (parts may differ)
     backward         d(sum of losses)/T    d(sum of losses)/T    d(sum of losses)/T  T: targets of ALL ranks
-                        \\___________________ all-reduce ____________________/
+                        \___________________ all-reduce ____________________/
     gradients        the same on all ranks, so the same step of the optimizer, so the same weights
 
 Three versions, all with the same results:

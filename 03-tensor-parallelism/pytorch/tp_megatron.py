@@ -48,6 +48,7 @@ from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
 from common.lesson.runner import run
 from common.models.dropout import Dropout
+from common.models.moe import MoE
 from common.models.transformer import Attention, Layer, Transformer, TransformerConfig, need_transformer
 
 from tp_column_parallel import ColumnParallelLinear
@@ -61,7 +62,7 @@ SplitMLP = Callable[[nn.Module, "Region"], None]
 
 
 class Region:
-    """Entry and exit of the regions that are split over the group, for activations x_BSD.
+    """Entry and exit of the regions that are split over the group, for activations x_BSD; one object for all.
 
     With sequence_parallel, x is a slice of the sequence before `enter` and after `leave`.
     """
@@ -151,7 +152,8 @@ def _leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
 
 
 def split_mlp(mlp: Any, region: Region) -> None:
-    """Split up and gate by columns, down by rows."""
+    """Split up and gate by columns, down by rows. Raises UsageError for a mixture of experts."""
+    refuse_experts(len(mlp.router.weight) if isinstance(mlp, MoE) else 0)
     for name in ("up_proj", "gate_proj"):
         if hasattr(mlp, name):
             setattr(mlp, name, ColumnParallelLinear(getattr(mlp, name), region.group, enter=_as_it_is))
@@ -191,7 +193,7 @@ def tensor_parallel(
     """
     need_transformer(model, "tensor_parallel", "the layers, as examples/your_own_model.py does")
     config, region = model.config, Region(group, sequence_parallel)
-    (check_split if split is split_mlp else check_sizes)(config, group.size)
+    check_sizes(config, group.size)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         split_layer(layer, config, region, split)
@@ -200,9 +202,10 @@ def tensor_parallel(
         if model.embed_positions is not None:
             outside = PositionsOutside(model.embed_positions, region)
             model.embed_positions = outside  # type: ignore[assignment]
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.startswith("embed_positions"):
-                split_tokens_along(parameter, group.axis)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm | PositionsOutside):
+                for parameter in module.parameters():
+                    split_tokens_along(parameter, group.axis)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.slice = region.slice
@@ -211,9 +214,14 @@ def tensor_parallel(
 
 def check_split(config: TransformerConfig, n: int) -> None:
     """Raise UsageError for a model with experts, and where `check_sizes` does."""
-    if config.experts:
-        raise UsageError(f"this splits one MLP a layer over tp, not {config.experts} experts; see chapter 06")
+    refuse_experts(config.experts)
     check_sizes(config, n)
+
+
+def refuse_experts(experts: int) -> None:
+    """Raise UsageError if there are experts."""
+    if experts:
+        raise UsageError(f"this splits one MLP a layer over tp, not {experts} experts; see chapter 06")
 
 
 def check_sizes(config: TransformerConfig, n: int) -> None:

@@ -1,13 +1,13 @@
-"""Sequence parallelism, the simple way: every rank holds a piece of the sequence and gathers all keys and values.
+r"""Sequence parallelism, the simple way: every rank holds a piece of the sequence and gathers all keys and values.
 
     rank r's rows of attention  =  softmax(q_r k^T / sqrt(K)) v          k = [k_0 k_1 ... ], v likewise, from all ranks
 
                      rank 0              rank 1              rank 2
     tokens           0 1 2 3             4 5 6 7             8 9 10 11
     q, k, v          own tokens          own tokens          own tokens
-                        \\_________ all-gather of k and v _______/
+                        \_________ all-gather of k and v _______/
     attention        q_0 with 0..3       q_1 with 0..7       q_2 with 0..11      (causal: uneven work)
-    backward            \\____ reduce-scatter of dk and dv ______/     each rank has a part of every key's gradient
+    backward            \____ reduce-scatter of dk and dv ______/     each rank has a part of every key's gradient
     the rest         norms, projections, MLP, head, loss: one token at a time, no communication
 
 The adjoint of the gather is a reduce-scatter, since the gradient of a gathered key is partial: the queries of each rank
@@ -19,7 +19,8 @@ device.
 
     python sp_basic.py --nproc 4      torchrun --nproc_per_node=4 sp_basic.py      mpirun -np 4 python sp_basic.py
 
-B batch  S sequence  s = S / n, a rank's tokens  H query heads  G key-value heads  K width of a head
+B batch  S sequence  s = S / n, a rank's tokens  T tokens that its queries see  H query heads  G key-value heads
+K width of a head
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def gathered_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: b
     Keys later than all of this rank's queries are dropped before the product; the mask hides later keys in
     its own piece.
     """
-    k_BGTK = collectives.gather(k_BGsK, group, 2, "partial")
-    v_BGTK = collectives.gather(v_BGsK, group, 2, "partial")
+    k_BGTK = collectives.gather(k_BGsK, group, 2, gradient="partial")
+    v_BGTK = collectives.gather(v_BGsK, group, 2, gradient="partial")
     s, seen_sT = q_BHsK.shape[2], None
     if causal:
         before = group.rank * s
@@ -103,6 +104,7 @@ def main(rt: Runtime, o: BasicOptions) -> bool:
     if not o.benchmark:
         return prove(rt, o, LESSON)
     n, s = rt.world_size, o.shape[0] // rt.world_size
+    # query-key pairs that this rank computes, in all heads: a triangle, and a square per rank before it
     pairs = o.shape[1] * (s * (s + 1) // 2 + rt.rank * s * s)
     group = sp_group(rt)
     attend, mine = partial(gathered_attention, group=group), partial(places, group=group, order="contiguous")

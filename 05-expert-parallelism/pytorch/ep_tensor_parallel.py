@@ -66,7 +66,9 @@ def slice_experts(model: Transformer, group: Group) -> None:
         for name, part in moe.experts.named_children():
             rows = 2 if name == "down_proj" else 1  # weight_EOI: columns are O, rows are I
             part.weight = shard(part.weight, group, rows)  # type: ignore[arg-type]
-        moe.register_forward_pre_hook(lambda _, given: (collectives.gather(given[0], group, 0, "partial"),))
+        moe.register_forward_pre_hook(
+            lambda _, given: (collectives.gather(given[0], group, 0, gradient="partial"),)
+        )
         moe.register_forward_hook(lambda _, given, y_BSD: collectives.reduce_scatter(y_BSD, group, 0))
 
 
