@@ -6,19 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from mpi.launch import refused
+from mpi.launch import ROOT, refused
 from torch import nn
 
 from common.comm import Group
 from common.comm.mesh import Mesh
+from common.comm.placement import placement, sum_gradients  # noqa: F401  # the snippets use it
+from common.data.text import PADDING
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
+from common.lesson.equality import largest
+from common.models.transformer import Transformer, config, cross_entropy_sum
 
 import your_own_model as own
 from ep_moe import expert_parallel
 from pp_pipeline import Pipeline
 from pp_schedules import make_schedule
-from sp_sequence_parallel import sequence_parallel
+from sp_sequence_parallel import ORDERS, sequence_parallel  # noqa: F401
+from sp_split import split_sequence  # noqa: F401
 from tp_megatron import tensor_parallel
 
 # 7 images are uneven over 2 and 4 places along dp
@@ -80,3 +85,26 @@ def test_a_strategy_says_what_it_takes() -> None:
         line = str(error.value)
         assert line.startswith(f"{name} takes a Transformer of ours"), line
         assert "\n" not in line
+
+
+def run_snippet(rt: Runtime, chapter: str) -> float:
+    """Run the README's snippet for a program of one's own; return its largest difference from one device."""
+    draw, c = torch.Generator().manual_seed(0), config("gpt2-tiny")
+    tokens_BS, targets_BS = (torch.randint(256, (3, 16), generator=draw) for _ in range(2))
+    targets_BS[0, 3] = PADDING
+    plain, model = Transformer(c, 0, torch.float64), Transformer(c, 0, torch.float64)
+    loss_sum, count = cross_entropy_sum(plain(tokens_BS), targets_BS)
+    (loss_sum / count).backward()
+    given = {"rt": rt, "model": model, "tokens_BS": tokens_BS, "targets_BS": targets_BS}
+    text = (ROOT / chapter / "README.md").read_text()
+    code = text.split("## In a program of your own")[1].split("```python\n")[1].split("```")[0]
+    exec(code, globals() | given)
+    split = [name for name, p in model.named_parameters() if placement(p)]
+    found = {name: p.grad for name, p in model.named_parameters() if name not in split}
+    wanted = {name: p.grad for name, p in plain.named_parameters() if name not in split}
+    return largest(wanted, found).value
+
+
+@pytest.mark.parametrize("chapter", ["03-tensor-parallelism", "04-sequence-parallelism"])
+def test_the_readme_s_snippet_runs_as_it_is(chapter: str) -> None:
+    assert max(spawn(run_snippet, 2, chapter)) <= 1e-12
