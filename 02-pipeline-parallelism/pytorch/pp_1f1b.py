@@ -14,8 +14,10 @@ The bubble is that of GPipe. But each backward runs earlier, so ranks hold fewer
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from pp_kind import Kind
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
@@ -24,14 +26,18 @@ if TYPE_CHECKING:
     from pp_training import PipelineOptions
 
 
-def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """Yield the compute instructions of `rank`, in order."""
+def one_f_one_b(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """Yield the compute instructions of the rank with these stages, in order."""
+    (rank,) = stages  # one stage per rank, of the same number
     ahead = min(ranks - 1 - rank, micro_batches)  # forwards before the first backward can run
     for m in range(micro_batches + ahead):
         if m < micro_batches:
             yield Instruction("F", rank, m)
         if m >= ahead:
             yield Instruction("B", rank, m - ahead)
+
+
+ONE_F_ONE_B = Kind("1f1b", one_f_one_b, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:

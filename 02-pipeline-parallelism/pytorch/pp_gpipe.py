@@ -14,8 +14,10 @@ More micro-batches: less bubble, more memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from pp_kind import Kind
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
@@ -24,10 +26,14 @@ if TYPE_CHECKING:
     from pp_training import PipelineOptions
 
 
-def gpipe(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """Yield the compute instructions of `rank`, in order."""
-    yield from (Instruction("F", rank, m) for m in range(micro_batches))
-    yield from (Instruction("B", rank, m) for m in range(micro_batches))
+def gpipe(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """Yield the compute instructions of the rank with these stages, in order."""
+    (stage,) = stages
+    yield from (Instruction("F", stage, m) for m in range(micro_batches))
+    yield from (Instruction("B", stage, m) for m in range(micro_batches))
+
+
+GPIPE = Kind("gpipe", gpipe, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:

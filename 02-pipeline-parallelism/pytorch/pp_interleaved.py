@@ -17,8 +17,10 @@ longer bubble.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from pp_kind import Kind
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
@@ -27,24 +29,32 @@ if TYPE_CHECKING:
     from pp_training import PipelineOptions
 
 
-def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 2) -> Iterator[Instruction]:
-    """Yield the compute instructions of `rank`, in order."""
+def interleaved(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """Yield the compute instructions of the rank with these stages, in order."""
+    rank, chunks = stages[0], len(stages)
     count = max(1, micro_batches // ranks)
     groups = [
         range(micro_batches)[g * micro_batches // count : (g + 1) * micro_batches // count]
         for g in range(count)
     ]
     longest = max(map(len, groups))
-    order = [(chunk, m) for group in groups for chunk in range(chunks) for m in group]
-    forward = [Instruction("F", chunk * ranks + rank, m) for chunk, m in order]
-    order = [(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
-    backward = [Instruction("B", chunk * ranks + rank, m) for chunk, m in order]
+    forward = [Instruction("F", stage, m) for group in groups for stage in stages for m in group]
+    backward = [Instruction("B", stage, m) for group in groups for stage in reversed(stages) for m in group]
     ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * longest, len(forward))
     for i in range(len(forward) + ahead):
         if i < len(forward):
             yield forward[i]
         if i >= ahead:
             yield backward[i - ahead]
+
+
+INTERLEAVED = Kind(
+    "interleaved",
+    interleaved,
+    idle=lambda p, M, v: Fraction(p - 1, v * M + p - 1),
+    enough=lambda p: p,
+    chunks=0,
+)
 
 
 def main(rt: Runtime, o: PipelineOptions) -> bool:

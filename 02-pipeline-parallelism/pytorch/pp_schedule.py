@@ -21,7 +21,7 @@ This file imports only Python's standard library, since the C++ executors get th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -39,9 +39,6 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.op} {self.stage} {self.micro}"
-
-
-Generator = Callable[[int, int, int], Iterator[Instruction]]  # rank, ranks, micro-batches
 
 
 @dataclass(frozen=True)

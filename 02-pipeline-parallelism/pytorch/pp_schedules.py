@@ -1,62 +1,25 @@
-"""All schedules by name: the stages of each rank, the generator of the lists, the bubble by formula.
+"""All kinds of schedules by name. Each is defined beside its generator, in the file of its lesson.
 
-    python pp_schedules.py --schedule 1f1b --ranks 4 --micro-batches 8        prints the lists, one line a rank
-
-p ranks, M micro-batches, v chunks per rank; bubbles if forward, I and W take the same time and messages none.
+python pp_schedules.py --schedule 1f1b --ranks 4 --micro-batches 8        prints the lists, one line a rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Annotated, Literal
 
 from common.errors import UsageError
 from common.launch.command_line import Checked, Ranks, Within, parse
 from common.launch.program import run_program
 
-from pp_1f1b import one_f_one_b
-from pp_checker import check
-from pp_gpipe import gpipe
-from pp_interleaved import interleaved
-from pp_schedule import Generator, Schedule, connect, in_a_line, in_a_v
-from pp_zero_bubble import zb_h1, zb_v
+from pp_1f1b import ONE_F_ONE_B
+from pp_gpipe import GPIPE
+from pp_interleaved import INTERLEAVED
+from pp_schedule import Schedule
+from pp_zero_bubble import ZB_H1, ZB_V
 
-
-@dataclass(frozen=True)
-class Kind:
-    """Kind of schedule.
-
-    owner(p, v): the rank of each stage. generator: yields what one rank computes. bubble(p, M, v): for at
-    least `enough`(p) micro-batches. chunks: per rank; 0 for any number.
-    """
-
-    owner: Callable[[int, int], Sequence[int]]
-    generator: Generator
-    bubble: Callable[[int, int, int], Fraction]
-    enough: Callable[[int], int] = lambda p: 1
-    chunks: int = 1
-
-
-def in_order(p: int, M: int, v: int) -> Fraction:
-    """Return (p-1) / (v M + p-1): a rank idles for p-1 of v M + p-1 slots (Huang et al., arXiv:1811.06965).
-
-    A slot is the time of a chunk's forward and backward.
-    """
-    return Fraction(p - 1, v * M + p - 1)
-
-
-KINDS = {
-    "gpipe": Kind(in_a_line, gpipe, in_order),
-    "1f1b": Kind(in_a_line, one_f_one_b, in_order),
-    "interleaved": Kind(in_a_line, interleaved, in_order, enough=lambda p: p, chunks=0),
-    "zb-h1": Kind(in_a_line, zb_h1, lambda p, M, v: Fraction(p - 1, 3 * M + p - 1), enough=lambda p: p),
-    "zb-v": Kind(
-        lambda p, v: in_a_v(p), zb_v, lambda p, M, v: Fraction(p - 1, 6 * M + p - 1), lambda p: 2 * p - 1, 2
-    ),
-}
+KINDS = {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_V)}
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
@@ -66,26 +29,12 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) ->
     """
     if name not in KINDS:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(KINDS)}")
-    if min(ranks, micro_batches, chunks) < 1:
-        raise ValueError(
-            f"{ranks} ranks, {micro_batches} micro-batches, {chunks} chunks: each must be at least 1"
-        )
-    kind = KINDS[name]
-    generator = kind.generator if kind.chunks else partial(interleaved, chunks=chunks)
-    computed = [tuple(generator(rank, ranks, micro_batches)) for rank in range(ranks)]
-    schedule = connect(name, micro_batches, kind.owner(ranks, kind.chunks or chunks), computed)
-    check(schedule)
-    return schedule
+    return KINDS[name].schedule(ranks, micro_batches, chunks)
 
 
 def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Fraction | None:
     """Return the bubble by formula for F = I = W and instant messages; None for too few micro-batches."""
-    kind = KINDS[name]
-    return (
-        kind.bubble(ranks, micro_batches, kind.chunks or chunks)
-        if micro_batches >= kind.enough(ranks)
-        else None
-    )
+    return KINDS[name].bubble(ranks, micro_batches, chunks)
 
 
 LONGEST = 2**20  # computations; more take minutes to check

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
-from pp_schedule import Instruction, Op
+from pp_kind import Kind
+from pp_schedule import Instruction, Op, in_a_v
 
 if TYPE_CHECKING:
     from common.launch.runtime import Runtime
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from pp_training import PipelineOptions
 
 
-def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """Yield the compute instructions of `rank`, in order."""
+def zb_h1(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """Yield the compute instructions of the rank with these stages, in order."""
+    (rank,) = stages  # one stage per rank, of the same number
     ahead = min(ranks - 1 - rank, micro_batches)
     late = ahead + min(rank, micro_batches)
     for m in range(micro_batches + late):
@@ -41,9 +44,9 @@ def zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
             yield Instruction("W", rank, m - late)
 
 
-def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """Yield the compute instructions of `rank`, in order. 0 is its stage down the V, 1 its stage up the V."""
-    stages, after = (rank, 2 * ranks - 1 - rank), ranks - rank
+def zb_v(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
+    """Yield the compute instructions of the rank with these stages, in order. 0 is its stage down the V, 1 up."""
+    rank, after = stages[0], ranks - stages[0]
     enough = max(micro_batches, 2 * ranks - 1)  # with fewer, the missing ones leave gaps
     phases = [
         (2 * after - 1, "F0"),
@@ -62,9 +65,20 @@ def zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
             count[what] += 1
 
 
+ZB_H1 = Kind("zb-h1", zb_h1, idle=lambda p, M, v: Fraction(p - 1, 3 * M + p - 1), enough=lambda p: p)
+ZB_V = Kind(
+    "zb-v",
+    zb_v,
+    idle=lambda p, M, v: Fraction(p - 1, 6 * M + p - 1),
+    enough=lambda p: 2 * p - 1,
+    layout=lambda p, v: in_a_v(p),
+    chunks=2,
+)
+
+
 def main(rt: Runtime, o: PipelineOptions) -> bool:
     """Prove zb-h1 and zb-v equal to one device; print bubble and memory beside 1F1B's."""
-    from pp_training import lesson  # with it comes torch, which the schedule does not need
+    from pp_training import lesson  # imports torch, which the schedule does not need
 
     return lesson(rt, o, "zb-h1", "zb-v", "1f1b")
 

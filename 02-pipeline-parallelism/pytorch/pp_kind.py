@@ -1,0 +1,58 @@
+"""Kind of schedule: which stages a rank has, what it computes in which order, and its bubble by formula.
+
+    ONE_F_ONE_B = Kind("1f1b", one_f_one_b, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
+    schedule = ONE_F_ONE_B.schedule(4, 8)         # of 4 ranks and 8 micro-batches, with messages, checked
+
+p ranks, M micro-batches, v stages (chunks) per rank; bubbles if forward, I and W take the same time and messages none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pp_checker import check
+from pp_schedule import Instruction, Schedule, connect, in_a_line
+
+Generator = Callable[
+    [tuple[int, ...], int, int], Iterator[Instruction]
+]  # a rank's stages, ranks, micro-batches
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of schedule.
+
+    generator: yields what the rank with these stages computes. idle(p, M, v): the bubble, for at least `enough`(p)
+    micro-batches. layout(p, v): the rank of each stage. chunks: stages per rank; 0 for any number.
+    """
+
+    name: str
+    generator: Generator
+    idle: Callable[[int, int, int], Fraction]
+    enough: Callable[[int], int] = lambda p: 1
+    layout: Callable[[int, int], tuple[int, ...]] = in_a_line
+    chunks: int = 1
+
+    def owner(self, ranks: int, chunks: int) -> tuple[int, ...]:
+        """Return the rank of each stage. chunks: per rank, where the kind leaves the number open."""
+        return self.layout(ranks, self.chunks or chunks)
+
+    def schedule(self, ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
+        """Return a schedule that the checker has proved. Raises ValueError for sizes below 1."""
+        if min(ranks, micro_batches, chunks) < 1:
+            raise ValueError(
+                f"{ranks} ranks, {micro_batches} micro-batches, {chunks} chunks: each must be at least 1"
+            )
+        owner = self.owner(ranks, chunks)
+        mine = [tuple(stage for stage, of in enumerate(owner) if of == rank) for rank in range(ranks)]
+        computed = [tuple(self.generator(stages, ranks, micro_batches)) for stages in mine]
+        schedule = connect(self.name, micro_batches, owner, computed)
+        check(schedule)
+        return schedule
+
+    def bubble(self, ranks: int, micro_batches: int, chunks: int = 2) -> Fraction | None:
+        """Return the bubble by formula; None for too few micro-batches."""
+        enough = micro_batches >= self.enough(ranks)
+        return self.idle(ranks, micro_batches, self.chunks or chunks) if enough else None
