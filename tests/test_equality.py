@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import cast
 
 import pytest
@@ -17,7 +18,6 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.comparison import by_version
 from common.lesson.equality import (
     OPTIMIZERS,
     TOLERANCE,
@@ -41,11 +41,10 @@ from common.lesson.proof import Proof
 from common.lesson.training import Batches, Version, make_model, training_step
 
 import dp_basic
+import pp_1f1b
 import tp_megatron
 from dp_training import DataParallelOptions
 from pp_training import PipelineOptions
-from pp_training import make_batches as pp_batches
-from pp_training import make_version as pp_version
 from tp_megatron import MegatronOptions
 
 
@@ -241,7 +240,7 @@ def measured_of(rt: Runtime, name: str, axis: str, optimizer: str) -> list[Case]
     options, kind, train = {
         "dp": (DataParallelOptions, "bucketed", dp_basic.LESSON.versions["bucketed"]),
         "tp": (MegatronOptions, "plain", tp_megatron.train),
-        "pp": (PipelineOptions, "1f1b", by_version(pp_version, pp_batches)),
+        "pp": (PipelineOptions, "1f1b", partial(pp_1f1b.train, kind=pp_1f1b.ONE_F_ONE_B)),
     }[axis]
     o = options(model=name, steps=6, batch=4, sequence=16, micro_batches=2)  # type: ignore[operator]
     mesh, alone = Mesh(rt.world, **{axis: rt.world_size}), Group.alone()

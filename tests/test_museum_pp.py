@@ -6,7 +6,7 @@ equality with one device in every gradient and weight; `pytest -s tests/test_mus
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,8 +22,9 @@ from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.equality import OPTIMIZERS, Difference, compare, watch
+from common.lesson.job import Job, one_device, total
+from common.lesson.training import make_model
 
 from pp_pipeline import Pipeline
 from pp_schedule import Instruction
@@ -114,27 +115,33 @@ EXHIBITS: dict[str, tuple[str, int, Prepare]] = {  # schedule, replicas, what is
 }
 
 
+def train(job: Job[PipelineOptions]) -> Iterator[Tensor]:
+    """Train an exhibit, whose replicas have samples of their own; yield the loss of each batch."""
+    schedule, _, prepare = EXHIBITS[job.version]
+    pipe = Pipeline(job.model, job.mesh, make_schedule(schedule, 2, OPTIONS.micro_batches))
+    prepare(pipe, job.mesh)
+    optimizer = job.optimizer(job.model)
+    for batch in job.batches():
+        count = batch.count_targets(job.group)
+        optimizer.zero_grad()
+        loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)
+        pipe.finish()
+        optimizer.step()
+        yield total([loss_sum / count], job.group)
+
+
 def visit(rt: Runtime, names: list[str]) -> dict[str, dict[str, dict[str, Difference]]]:
     """Return each exhibit's differences from one device, for each optimizer."""
     found: dict[str, dict[str, dict[str, Difference]]] = {}
-    alone = Group.alone()
-    for optimizer in OPTIMIZERS:
-        model = make_model(OPTIONS, rt.device)
-        step = training_step(Version(model), Batches(OPTIONS, alone, rt.device), alone)
-        reference = follow(model, optimizer, OPTIONS.steps, step)
+    alone, o = Mesh(Group.alone()), OPTIONS
+    for optimizer, make in OPTIMIZERS.items():
+        job = Job(rt, o, "right", make_model(o, rt.device), alone, "dp", make, o.steps)
+        reference = watch(one_device(job), job)
         for name in names:
-            schedule, replicas, prepare = EXHIBITS[name]
-            mesh, model = Mesh(rt.world, pp=2, dp=replicas), make_model(OPTIONS, rt.device)
-            pipe = Pipeline(model, mesh, make_schedule(schedule, 2, OPTIONS.micro_batches))
-            prepare(pipe, mesh)
-            version = Version(
-                model, run=lambda *given, pipe=pipe: pipe.run(*given), finish=lambda pipe=pipe: pipe.finish()
-            )
-            replica = mesh.group("dp")
-            step = training_step(version, Batches(OPTIONS, replica, rt.device), replica)
-            found.setdefault(name, {})[optimizer] = compare(
-                reference, follow(model, optimizer, OPTIONS.steps, step, mesh)
-            )
+            mesh = Mesh(rt.world, pp=2, dp=EXHIBITS[name][1])
+            job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", make, o.steps)
+            followed = watch(train(job), job, mesh)
+            found.setdefault(name, {})[optimizer] = compare(reference, followed)
     return found
 
 

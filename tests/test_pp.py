@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from beside_one_device import alone, on_ranks
 from mpi.launch import refused
 from torch import nn
 
-from common.comm import Group
-from common.comm.ledger import Ledger
-from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
 from common.lesson.equality import KINDS as DIFFERENCES
-from common.lesson.equality import OPTIMIZERS, Followed, compare, follow
-from common.lesson.training import Batches, Version, make_model, shape_of, training_step
+from common.lesson.equality import OPTIMIZERS, Followed, compare
 from common.models.configs import CONFIGS, gpt2, llama
 
+import pp_1f1b
+import pp_gpipe
+import pp_interleaved
+import pp_training
+import pp_zero_bubble
 from pp_checker import held
+from pp_costs import step_bytes
 from pp_deferred import Deferred
-from pp_pipeline import Pipeline
 from pp_schedule import COMPUTE
-from pp_schedules import KINDS, make_schedule
-from pp_stages import by_cost
-from pp_training import PipelineOptions, lesson, make_batches, make_version, step_bytes
+from pp_schedules import KINDS
+from pp_training import PipelineOptions, lesson, pipeline, timed_job
 
 CONFIGS["pp-gpt2"] = replace(gpt2(layers=8, width=16, heads=2, sequence=16), dropout=0.2)
 CONFIGS["pp-llama"] = llama(layers=9, width=16, heads=2, kv_heads=1, mlp_width=24, sequence=16)
@@ -48,32 +51,29 @@ ALL: list[Case] = [
 ]
 
 
-LESSON = Lesson("pp", {}, step_bytes)
+FILES = {
+    "gpipe": pp_gpipe,
+    "1f1b": pp_1f1b,
+    "interleaved": pp_interleaved,
+    "zb-h1": pp_zero_bubble,
+    "zb-v": pp_zero_bubble,
+}
+LESSON = Lesson(
+    "pp", {name: partial(FILES[name].train, kind=kind) for name, kind in KINDS.items()}, step_bytes(KINDS)
+)
 
 
 def against_one_device(rt: Runtime, cases: list[Case]) -> list[dict[str, float]]:
     """Return the largest differences under SGD and AdamW in each case; check the bytes by formula."""
     results = []
-    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group.alone()
     references: dict[tuple[str, str], Followed] = {}
     for name, model_name, more in cases:
         o = PipelineOptions(model=model_name, batch=7, sequence=6, steps=2, **more)
         for optimizer in OPTIMIZERS:
             if (model_name, optimizer) not in references:
-                model = make_model(o, rt.device)
-                batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-                step = training_step(Version(model), batches, alone)
-                references[model_name, optimizer] = follow(model, optimizer, o.steps, step)
-            model = make_model(o, rt.device)
-            with Ledger() as ledger:
-                version = make_version(name, model, rt, o)
-                step = training_step(version, make_batches(o, rt.world, rt.device), alone)
-                followed = follow(model, optimizer, o.steps, step, mesh)
+                references[model_name, optimizer], _ = alone(rt, o, LESSON, name, optimizer)
+            followed, _ = on_ranks(rt, o, LESSON, name, optimizer)
             found = compare(references[model_name, optimizer], followed)
-            assert ledger.bytes() == LESSON.bytes_of_run(name, shape_of(o), rt.world, o), (
-                name,
-                model_name,
-            )
             results.append({kind: found[kind].value for kind in DIFFERENCES})
     return results
 
@@ -96,9 +96,8 @@ def observe(rt: Runtime, names: list[str]) -> list[bool]:
     seen = []
     for name in names:
         o = PipelineOptions(model="pp-gpt2", batch=7, sequence=6, micro_batches=5)
-        model = make_model(o, rt.device)
-        mesh = Mesh(rt.world, pp=rt.world_size)
-        pipe = Pipeline(model, mesh, make_schedule(name, rt.world_size, o.micro_batches))
+        job = timed_job(rt, o, name)
+        pipe = pipeline(job, KINDS[name].schedule(rt.world_size, o.micro_batches))
         executor, most = pipe.executor, 0
         compute = executor.compute
 
@@ -109,8 +108,8 @@ def observe(rt: Runtime, names: list[str]) -> list[bool]:
             most = max(most, len(executor.outputs) + len(waiting) + (i.op in ("B", "W")))
 
         executor.compute = watched  # type: ignore[method-assign]
-        alone = Group.alone()
-        training_step(Version(model, run=pipe.run), make_batches(o, rt.world, rt.device), alone)(0)
+        batch = next(job.batches())
+        pipe.run(batch.parts, 1 / batch.count_targets(), batch.begin)
         order = [e.instruction for e in executor.events]
         seen.append(order == [i for i in pipe.schedule.lists[rt.rank] if i.op in COMPUTE])
         seen.append(most == held(pipe.schedule, rt.rank))
@@ -147,16 +146,11 @@ def test_deferred_weight_gradients_are_the_same() -> None:
 
 def cut_by_cost(rt: Runtime) -> list[float]:
     """Train one step with stages of 1, 2 and 5 layers; return this rank's layer count and the differences."""
-    o = PipelineOptions(model="pp-gpt2", batch=3, sequence=6, micro_batches=3)
-    mesh, alone = Mesh(rt.world, pp=rt.world_size), Group.alone()
-    model = make_model(o, rt.device)
-    reference = follow(model, "sgd", 1, training_step(Version(model), Batches(o, alone, rt.device), alone))
-    model = make_model(o, rt.device)
-    cuts = by_cost([8, 4, 4, *[1] * 5], 3)
-    pipe = Pipeline(model, mesh, make_schedule("1f1b", 3, 3), cuts)
-    version = Version(model, run=pipe.run, finish=pipe.finish)
-    followed = follow(model, "sgd", 1, training_step(version, Batches(o, alone, rt.device), alone), mesh)
-    return [len(cuts[rt.rank]), *(d.value for d in compare(reference, followed).values())]
+    o = PipelineOptions(model="pp-gpt2", batch=3, sequence=6, micro_batches=3, steps=1, balance="cost")
+    reference, _ = alone(rt, o, LESSON, "1f1b", "sgd")
+    with patch.object(pp_training, "measured_costs", lambda *_: ([8, 4, 4, *[1] * 5], 0, 0)):
+        followed, job = on_ranks(rt, o, LESSON, "1f1b", "sgd")
+    return [len(job.model.layers), *(d.value for d in compare(reference, followed).values())]
 
 
 def test_stages_of_different_lengths() -> None:
@@ -166,7 +160,7 @@ def test_stages_of_different_lengths() -> None:
 
 
 def every_lesson(rt: Runtime, o: PipelineOptions) -> None:
-    lesson(rt, o, *KINDS)
+    lesson(rt, o, pp_1f1b.train, KINDS.values())
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,7 @@ def test_bad_input_is_one_line(given: dict[str, Any], says: str) -> None:
 
 
 def lessons(rt: Runtime, o: PipelineOptions) -> bool:
-    return lesson(rt, o, "1f1b", "zb-v")
+    return lesson(rt, o, pp_zero_bubble.train, [KINDS["1f1b"], KINDS["zb-v"]])
 
 
 def test_the_lesson_proves() -> None:

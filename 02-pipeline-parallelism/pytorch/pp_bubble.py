@@ -8,10 +8,10 @@ measured               as the executor recorded: with messages, and its own work
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,16 +19,15 @@ from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.comm import Group
 from common.launch.runtime import Runtime
+from common.lesson.job import Job
 from common.lesson.runner import console, write_records
-from common.lesson.training import Batches, TrainingOptions, Version, make_model, training_step
-from common.models.transformer import Transformer
+from common.lesson.training import TrainingOptions
 from common.utils.visualizer import Interval, figure, timelines
 
 from pp_checker import held
+from pp_kind import Kind
 from pp_schedule import COMPUTE, Schedule
-from pp_schedules import bubble
 from pp_simulator import Event, Timeline, simulate
 
 
@@ -42,22 +41,14 @@ class Runs(Protocol):
     def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of their losses."""
 
-    def finish(self) -> None:
-        """Complete the gradients, after the backward passes."""
 
-
-Make = Callable[[str, Transformer], Runs]
-
-
-def waits(
-    rt: Runtime, o: TrainingOptions, schedules: Sequence[Schedule], make: Make, batches: Batches
-) -> None:
+def waits(rt: Runtime, o: TrainingOptions, measured: Sequence[tuple[Kind, Schedule, Timeline]]) -> None:
     """Print each schedule's bubbles and the chunks that ranks hold; with --plot draw the last timelines."""
     records = []
-    for schedule in schedules:
-        lines = beside(schedule, measure(partial(make, schedule.name), rt, o, batches))
-        records.append(record(rt, o, schedule, lines))
-    console(rt).print(table(schedules, records))
+    for kind, schedule, timeline in measured:
+        lines = beside(schedule, timeline)
+        records.append(record(rt, o, kind, schedule, lines))
+    console(rt).print(table([schedule for _, schedule, _ in measured], records))
     if rt.rank == 0:
         write_records(o.json, records)
         if o.plot:
@@ -75,13 +66,13 @@ def beside(schedule: Schedule, measured: Timeline) -> dict[str, Timeline]:
 
 
 def record(
-    rt: Runtime, o: TrainingOptions, schedule: Schedule, lines: Mapping[str, Timeline]
+    rt: Runtime, o: TrainingOptions, kind: Kind, schedule: Schedule, lines: Mapping[str, Timeline]
 ) -> dict[str, Any]:
     """Return the record of one schedule for --json."""
     chunks = schedule.stages // schedule.ranks
     expected, measured = lines.values()
     shares = {
-        "formula": bubble(schedule.name, schedule.ranks, schedule.micro_batches, chunks),
+        "formula": kind.bubble(schedule.ranks, schedule.micro_batches, chunks),
         "simulated": simulate(schedule).bubble,
         "with measured times": expected.bubble,
         "measured": measured.bubble,
@@ -120,18 +111,14 @@ def table(schedules: Sequence[Schedule], records: Sequence[Mapping[str, Any]]) -
     return made
 
 
-def measure(
-    make: Callable[[Transformer], Runs], rt: Runtime, o: TrainingOptions, batches: Batches, rounds: int = 3
-) -> Timeline:
+def measure(runs: Runs, job: Job[Any], rounds: int = 3) -> Timeline:
     """Return the shortest timeline of `rounds` steps, after a warm-up. All ranks must be on one host."""
-    runs = make(model := make_model(o, rt.device))
-    step = training_step(Version(model, run=runs.run, finish=runs.finish), batches, Group.alone())
-    lines = []
-    for t in range(rounds + 1):
-        comm.barrier(rt.world)
-        step(t)
-        everyones = comm.everyones(runs.events, rt.world)
-        lines.append(Timeline(rt.world_size, tuple(event for events in everyones for event in events)))
+    lines, world = [], job.rt.world
+    for batch in itertools.islice(job.batches(), rounds + 1):
+        comm.barrier(world)
+        runs.run(batch.parts, 1 / batch.count_targets(), batch.begin)
+        everyones = comm.everyones(runs.events, world)
+        lines.append(Timeline(world.size, tuple(event for events in everyones for event in events)))
     return min(lines[1:], key=lambda line: line.length)
 
 

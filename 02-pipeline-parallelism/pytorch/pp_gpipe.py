@@ -9,6 +9,8 @@
     holds    M micro-batches on every rank
 
 More micro-batches: less bubble, more memory.
+
+    python pp_gpipe.py --nproc 4      torchrun --nproc_per_node=4 pp_gpipe.py      mpirun -np 4 python pp_gpipe.py
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from pp_kind import Kind
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from common.launch.runtime import Runtime
+    from common.lesson.job import Job
 
     from pp_training import PipelineOptions
 
@@ -36,11 +41,27 @@ def gpipe(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[I
 GPIPE = Kind("gpipe", gpipe, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
 
 
+def train(job: Job[PipelineOptions], kind: Kind) -> Iterator[Tensor]:
+    """Train by a schedule of this kind; yield the loss of each batch."""
+    from pp_training import pipeline  # imports torch, which the schedule does not need
+
+    schedule = kind.schedule(job.group.size, job.options.micro_batches)  # all ranks' lists, with messages
+    pipe = pipeline(job, schedule)  # a Pipeline; job.model keeps the layers of this rank's stages
+    optimizer = job.optimizer(job.model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forwards and backwards, by the list
+        pipe.finish()  # sum a tied head's gradient over the two ranks that hold it
+        optimizer.step()
+        yield loss_sum / count
+
+
 def main(rt: Runtime, o: PipelineOptions) -> bool:
     """Prove equality with one device; print bubble and memory."""
-    from pp_training import lesson  # imports torch, which the schedule does not need
+    from pp_training import lesson
 
-    return lesson(rt, o, "gpipe")
+    return lesson(rt, o, train, [GPIPE])
 
 
 if __name__ == "__main__":

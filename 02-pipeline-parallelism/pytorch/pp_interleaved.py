@@ -12,6 +12,11 @@
 Micro-batches are processed in groups of p: a rank runs a group through its first chunk, then through the
 next, ... If p does not divide M, groups are longer; with fewer than p micro-batches there is one group, and a
 longer bubble.
+
+    python pp_interleaved.py --nproc 4      torchrun --nproc_per_node=4 pp_interleaved.py
+    mpirun -np 4 python pp_interleaved.py
+
+r a rank; digits are forwards, two letters are a backward, a dot is bubble
 """
 
 from __future__ import annotations
@@ -20,11 +25,15 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from pp_1f1b import ONE_F_ONE_B
 from pp_kind import Kind
 from pp_schedule import Instruction
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from common.launch.runtime import Runtime
+    from common.lesson.job import Job
 
     from pp_training import PipelineOptions
 
@@ -57,11 +66,28 @@ INTERLEAVED = Kind(
 )
 
 
+def train(job: Job[PipelineOptions], kind: Kind) -> Iterator[Tensor]:
+    """Train by a schedule of this kind; yield the loss of each batch."""
+    from pp_training import pipeline  # imports torch, which the schedule does not need
+
+    o = job.options
+    schedule = kind.schedule(job.group.size, o.micro_batches, o.chunks)  # all ranks' lists, with messages
+    pipe = pipeline(job, schedule)  # a Pipeline; job.model keeps the layers of this rank's stages
+    optimizer = job.optimizer(job.model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forwards and backwards, by the list
+        pipe.finish()  # sum a tied head's gradient over the two ranks that hold it
+        optimizer.step()
+        yield loss_sum / count
+
+
 def main(rt: Runtime, o: PipelineOptions) -> bool:
     """Prove equality with one device; print bubble and memory beside 1F1B's."""
-    from pp_training import lesson  # imports torch, which the schedule does not need
+    from pp_training import lesson
 
-    return lesson(rt, o, "interleaved", "1f1b")
+    return lesson(rt, o, train, [INTERLEAVED, ONE_F_ONE_B])
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -34,16 +35,20 @@ from common.launch.runtime import Runtime
 from common.lesson import languages
 from common.lesson.comparison import Lesson, report
 from common.lesson.comparison import check as check_versions
-from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, unmoved
+from common.lesson.equality import OPTIMIZERS, Followed, Start, unmoved, watch
+from common.lesson.job import Job, Train, one_device
 from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
 from common.lesson.runner import run
-from common.lesson.training import Batches, TrainingOptions, Version, make_model, shape_of, training_step
+from common.lesson.training import Batches, TrainingOptions, make_model, shape_of
 from common.models.mlp import sizes
 
-from pp_mlp import InMPI, MLPOptions, Named, Samples, mlp_bytes, mlp_version, plain_mlp
+from pp_costs import step_bytes
+from pp_interleaved import train
+from pp_mlp import InMPI, MLPOptions, Named, Samples, mlp_bytes, plain_mlp
+from pp_mlp import train as train_mlp
 from pp_schedules import KINDS, make_schedule
 from pp_stages import evenly
-from pp_training import check, make_batches, make_version, step_bytes
+from pp_training import check
 
 PAIRS = (("pytorch", "pp_libtorch"), ("pytorch-mlp", "pp_mpi"))
 LANGUAGES = {"pp_libtorch": "libtorch", "pp_mpi": "cpp-mpi"}
@@ -57,51 +62,54 @@ class LanguageOptions(MLPOptions, without=("balance", "checkpointing", "scaling"
     """Versions to run."""
 
 
-def libtorch_version(rt: Runtime, o: LanguageOptions) -> Version:
-    """Return GPT-2 under pp_libtorch, on the same process groups as the executor in Python."""
+def in_libtorch(job: Job[LanguageOptions]) -> tuple[Any, Named]:
+    """Return (GPT-2 under pp_libtorch, on the process groups of the executor in Python; this rank's parameters)."""
     import pp_libtorch
 
-    model, mesh = make_model(o, rt.device), Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
-    schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
-    groups = [mesh.part("pp", range(rt.world_size), way) for way in ("up", "down")]
+    o, model, mesh = job.options, job.model, job.mesh
+    schedule = make_schedule(o.schedule, job.group.size, o.micro_batches, o.chunks)
+    groups = [mesh.part("pp", range(job.group.size), way) for way in ("up", "down")]
     ranks = [pp_libtorch.Ranks(group.pg if group else None) for group in groups]
     pipe = pp_libtorch.Pipeline(dict(model.named_parameters()), model.config.heads, str(schedule), *ranks)
     mine: dict[str, Tensor] = pipe.parameters()
     holders = mesh.part("pp", (schedule.owner[0], schedule.owner[-1]), "tied")
     if holders and holders.size > 1:
         tie(mine["embed_tokens.weight"], holders)  # so that the norm counts it once
+    return pipe, Named(mine)
 
-    def step(parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        loss: Tensor = pipe.run(parts, scale)
+
+def train_libtorch(job: Job[LanguageOptions]) -> Iterator[Tensor]:
+    """Train GPT-2 under pp_libtorch; yield the loss of each batch."""
+    pipe, owner = in_libtorch(job)
+    optimizer = job.optimizer(owner)  # of this rank's layers
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = pipe.run(batch.parts, 1 / count)  # in C++, also the sum of a tied head's gradients
         for operation, n_bytes, seconds in pipe.take_messages():
-            ledger.record(operation, "pp", Fraction(n_bytes, rt.world_size), seconds)
-        return loss
+            ledger.record(operation, "pp", Fraction(n_bytes, job.group.size), seconds)
+        optimizer.step()
+        yield loss_sum / count
 
-    return Version(model, owner=Named(mine), run=step)
+
+LOOPS: dict[str, Train] = {
+    "pytorch": lambda job: train(job, KINDS[job.options.schedule]),
+    "pp_libtorch": train_libtorch,
+    "pytorch-mlp": train_mlp,
+}
 
 
 class Languages:
     """All versions, with their steps and their bytes by formula."""
 
     def __init__(self, rt: Runtime, o: LanguageOptions) -> None:
-        self.rt, self.o = rt, o
-        self.mesh, self.alone = Mesh(rt.world, pp=rt.world_size), Group.alone()
+        self.rt, self.o, self.mesh = rt, o, Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
 
-    def version(self, name: str) -> tuple[Version, Batches]:
-        """Return a version in torch and its batches; "gpt2" and "mlp" name the models on one device."""
-        rt, o = self.rt, self.o
-        if name == "pytorch":
-            return make_version(o.schedule, make_model(o, rt.device), rt, o), make_batches(
-                o, rt.world, rt.device
-            )
-        if name == "pp_libtorch":
-            return libtorch_version(rt, o), make_batches(o, rt.world, rt.device)
-        if name == "pytorch-mlp":
-            return mlp_version(rt, o), Samples(o, self.alone, rt.device)
-        whole = replace(o, micro_batches=1)
-        if name == "gpt2":
-            return Version(make_model(o, rt.device)), make_batches(whole, rt.world, rt.device)
-        return Version(plain_mlp(o)), Samples(whole, self.alone, rt.device)
+    def job(self, name: str, optimizer: str, steps: int | None = None) -> Job[Any]:
+        """Return the run of a version in torch."""
+        rt, o, mlp, make = self.rt, self.o, name in PAIRS[1], OPTIMIZERS[optimizer]
+        model: Any = plain_mlp(o) if mlp else make_model(o, rt.device)
+        return Job(rt, o, name, model, self.mesh, "pp", make, steps, Samples if mlp else Batches)
 
     def train(
         self, pair: tuple[str, str], name: str, optimizer: str, start: Start = unmoved
@@ -112,26 +120,25 @@ class Languages:
             if name == "pp_mpi":
                 found = InMPI(self.rt, o, optimizer).follow(o.steps, self.mesh)
             elif name == "one device":
-                version, batches = self.version("gpt2" if pair == PAIRS[0] else "mlp")
-                step = training_step(version, batches, self.alone)
-                found = follow(start(version.model), optimizer, o.steps, step)
+                job, whole = self.job(pair[0], optimizer, o.steps), replace(o, micro_batches=1)
+                job = replace(job, options=whole, model=start(job.model), mesh=Mesh(Group.alone()))
+                found = watch(one_device(job), job)
             else:
-                version, batches = self.version(name)
-                step = training_step(version, batches, self.alone)
-                found = follow(version.owner or version.model, optimizer, o.steps, step, self.mesh)
+                job = self.job(name, optimizer, o.steps)
+                found = watch(LOOPS[name](job), job, self.mesh)
         return found, counted.bytes(), self.formula(name)
 
     def formula(self, name: str, steps: int | None = None) -> Fraction:
         """Return the bytes this rank sends in the run, or with `steps` = 1 in one step without the norm."""
         o, rt = self.o, self.rt
         if name in PAIRS[0]:
-            lesson = Lesson("pp", {}, step_bytes)
+            lesson = Lesson("pp", {}, step_bytes(KINDS))
             bytes_of = lesson.bytes_of_run if steps is None else lesson.step_bytes
             return bytes_of(o.schedule, shape_of(o), rt.world, o)
         return mlp_bytes(o, rt.rank, rt.world_size, name == "pp_mpi", steps)
 
     def step(self, name: str) -> Callable[[], object]:
-        """Return a function that does forward, backward and AdamW on one batch."""
+        """Return a function that does forward, backward and AdamW on a batch."""
         if name == "pp_mpi":
             mpi = InMPI(self.rt, self.o, "adamw")
 
@@ -140,16 +147,7 @@ class Languages:
                 mpi.update()
 
             return whole
-        version, batches = self.version(name)
-        optimizer = OPTIMIZERS["adamw"](version.parameters)
-        step = training_step(version, batches, self.alone)
-
-        def whole_in_torch() -> None:
-            optimizer.zero_grad()
-            step(0)
-            optimizer.step()
-
-        return whole_in_torch
+        return partial(next, LOOPS[name](self.job(name, "adamw")))
 
     def benchmark(self, given: TrainingOptions) -> list[BenchmarkRecord]:
         """Time whole steps of `given.versions` in turn: `given.steps` rounds after a warm-up round."""
@@ -193,8 +191,9 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
         raise UsageError(f"--schedule {o.schedule!r} is unknown; choose from {', '.join(KINDS)}")
     if not o.model.startswith("gpt2"):
         raise UsageError(f"--model {o.model}: pp_libtorch has GPT-2 alone; give gpt2-deep or gpt2-10m")
-    check(rt, replace(o, versions=(o.schedule,)))
-    evenly(o.layers, rt.world_size * (KINDS[o.schedule].chunks or o.chunks))
+    kind = KINDS[o.schedule]
+    check(rt, o, [kind])
+    evenly(o.layers, len(kind.owner(rt.world_size, o.chunks)))
     languages.check_modules(rt, "pp_languages.py", [name for name in o.versions if name in LANGUAGES])
     lesson = Languages(rt, o)
     if o.benchmark:

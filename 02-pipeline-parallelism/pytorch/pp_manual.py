@@ -23,46 +23,44 @@ more ranks, and with the order as data. Run on two ranks:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import partial
 from typing import TypeVar
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import comm
-from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_tied_gradients
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson import comparison
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job
 from common.lesson.runner import console, run
-from common.lesson.training import Version
 from common.models.transformer import Transformer
 
+from pp_1f1b import ONE_F_ONE_B
 from pp_bubble import draw, measure
+from pp_costs import step_bytes
 from pp_schedule import Instruction, Op
-from pp_simulator import Event
+from pp_simulator import Event, Timeline
 from pp_stages import cut_model, evenly
-from pp_training import PipelineOptions, check, make_batches
-from pp_training import step_bytes as pipeline_bytes
+from pp_training import PipelineOptions, check, timed_job
 
 T = TypeVar("T")
-VERSIONS = ("micro-batches", "one piece")
+ONE_PIECE = "one piece"
+VERSIONS = ("micro-batches", ONE_PIECE)
 
 
 class TwoStages:
-    """This rank's half of the model, and a training step of it."""
+    """This rank's half of the model, with its forward and backward pass."""
 
-    def __init__(self, model: Transformer, rt: Runtime, one_piece: bool = False) -> None:
-        mesh = Mesh(rt.world, pp=2, timeout=rt.timeout)
-        self.stage = cut_model(model, (0, 1), mesh, evenly(len(model.layers), 2))[rt.rank]
+    def __init__(self, model: Transformer, mesh: Mesh, one_piece: bool = False) -> None:
         self.model, self.group, self.one_piece = model, mesh.group("pp"), one_piece
+        self.stage = cut_model(model, (0, 1), mesh, evenly(len(model.layers), 2))[self.group.rank]
         self.events: list[Event] = []
 
     def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
@@ -122,41 +120,32 @@ class TwoStages:
         self.events.append(Event(self.group.rank, instruction, start, time.perf_counter()))
         return result
 
-    def finish(self) -> None:
-        """Sum the two parts of a tied head's gradient, since the head is on both ranks."""
-        sum_tied_gradients(self.model.parameters())
-
 
 def positions(tokens_BS: Tensor) -> Tensor:
     """Return the positions 0 .. S - 1."""
     return torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
 
 
-def make(name: str, model: Transformer, rt: Runtime) -> TwoStages:
-    """Return the two stages, in one piece or in micro-batches."""
-    return TwoStages(model, rt, one_piece=name == "one piece")
-
-
-def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
-    """Return the version `name`, in the form that the training step needs."""
-    two = make(name, model, rt)
-    return Version(model, run=two.run, finish=two.finish)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
-    """Return the bytes this rank sends in a step.
-
-    They are B S D numbers, in any number of pieces; the loss; the gradient of a tied head.
-    """
-    return pipeline_bytes("1f1b", model, group, o)
-
-
-LESSON = Lesson("pp", dict.fromkeys(VERSIONS, by_version(make_version, make_batches)), step_bytes)
-
-
 @dataclass
 class ManualOptions(PipelineOptions, without=("chunks", "balance", "checkpointing")):
     """Options of two stages, whose numbers of layers differ by at most one."""
+
+
+def train(job: Job[ManualOptions]) -> Iterator[Tensor]:
+    """Train the two stages, in micro-batches or in one piece; yield the loss of each batch."""
+    two = TwoStages(job.model, job.mesh, job.version == ONE_PIECE)  # the model keeps this rank's half
+    optimizer = job.optimizer(job.model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on both ranks: rank 0 reads tokens, rank 1 targets
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = two.run(batch.parts, 1 / count, batch.begin)  # forward and backward
+        sum_tied_gradients(job.model.parameters())  # of a tied head, which is on both ranks
+        optimizer.step()
+        yield loss_sum / count
+
+
+# in any number of pieces the same bytes, those of 1F1B
+LESSON = Lesson("pp", dict.fromkeys(VERSIONS, train), step_bytes(dict.fromkeys(VERSIONS, ONE_F_ONE_B)))
 
 
 def main(rt: Runtime, o: ManualOptions) -> bool:
@@ -165,23 +154,20 @@ def main(rt: Runtime, o: ManualOptions) -> bool:
         raise UsageError(f"two stages need 2 ranks, here are {rt.world_size}; pp_gpipe.py takes any number")
     o = replace(o, versions=o.versions or VERSIONS)
     comparison.check(rt, VERSIONS, o)
-    check(rt, o)
-    right, plot, o = True, o.plot, replace(o, plot=None)
-    if o.benchmark:
-        time_in_turn(rt, o, LESSON)
-    else:
-        right = prove(rt, o, LESSON)
-    batches = make_batches(o, rt.world, rt.device)
-    lines = {name: measure(partial(make, name, rt=rt), rt, o, batches) for name in o.versions}
+    check(rt, o, [ONE_F_ONE_B])
+    beside = replace(o, plot=None)  # --plot draws the timelines
+    right = (time_in_turn if o.benchmark else prove)(rt, beside, LESSON)
+    lines: dict[str, Timeline] = {}
     table = Table("version", title="share of the time that is bubble", title_justify="left")
     for column in ("formula", "measured"):
         table.add_column(column, justify="right")
-    for name, line in lines.items():
-        pieces = 1 if name == "one piece" else o.micro_batches
-        table.add_row(name, f"{1 / (pieces + 1):.1%}", f"{float(line.bubble):.1%}")
+    for name in o.versions:
+        job, pieces = timed_job(rt, o, name), 1 if name == ONE_PIECE else o.micro_batches
+        lines[name] = measure(TwoStages(job.model, job.mesh, name == ONE_PIECE), job)
+        table.add_row(name, f"{1 / (pieces + 1):.1%}", f"{float(lines[name].bubble):.1%}")
     console(rt).print(table)
-    if plot and rt.rank == 0:
-        draw(plot, lines)
+    if o.plot and rt.rank == 0:
+        draw(o.plot, lines)
     return right
 
 

@@ -28,20 +28,19 @@ from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.comm import Group
 from common.comm.ledger import show_bytes
 from common.launch.command_line import Size
 from common.launch.runtime import Runtime
 from common.lesson import comparison
+from common.lesson.job import Job
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Version, make_model, training_step
 from common.utils.memory import LiveBytes, saved_bytes
 
 from pp_checker import held
 from pp_pipeline import Pipeline
 from pp_schedules import KINDS
 from pp_stages import Stage
-from pp_training import PipelineOptions, check, make_batches, make_pipeline
+from pp_training import PipelineOptions, check, pipeline, timed_job
 
 VERSIONS = tuple(KINDS)
 
@@ -73,11 +72,12 @@ def held_by_formula(name: str, rank: int, p: int, M: int, v: int) -> int | None:
     return of_kind[name]
 
 
-def kept(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
-    """Return the bytes that autograd keeps of the largest micro-batch, the mean over this rank's stages."""
-    tokens_BS, targets_BS = make_batches(o, rt.world, rt.device).parts(0)[0]
-    positions_S = torch.arange(o.sequence, device=rt.device)
-    x_BSD = torch.zeros(*tokens_BS.shape, pipe.model.config.width, dtype=DTYPES[o.dtype], device=rt.device)
+def kept(pipe: Pipeline, job: Job[MemoryOptions]) -> int:
+    """Return the bytes that autograd keeps of the first micro-batch, the mean over this rank's stages."""
+    tokens_BS, targets_BS = next(job.batches()).parts[0]
+    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    shape, dtype = (*tokens_BS.shape, pipe.model.config.width), DTYPES[job.options.dtype]
+    x_BSD = torch.zeros(shape, dtype=dtype, device=tokens_BS.device)
     total = 0
     for stage in pipe.stages.values():
 
@@ -89,13 +89,18 @@ def kept(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
     return total // len(pipe.stages)
 
 
-def peak(pipe: Pipeline, o: MemoryOptions, rt: Runtime) -> int:
+def peak(pipe: Pipeline, job: Job[MemoryOptions]) -> int:
     """Return the most bytes that a step has allocated at once, if the gradients exist before it."""
-    batches = make_batches(o, rt.world, rt.device)
-    step = training_step(Version(pipe.model, run=pipe.run, finish=pipe.finish), batches, Group.alone())
-    step(0)
+    batches = job.batches()
+
+    def step() -> None:
+        batch = next(batches)
+        pipe.run(batch.parts, 1 / batch.count_targets(), batch.begin)
+        pipe.finish()
+
+    step()
     with LiveBytes() as live:
-        step(1)
+        step()
     most: int = live.peak
     return most
 
@@ -104,7 +109,7 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Check that held by the checker = held by formula; print bytes measured beside held x kept."""
     o = replace(o, versions=o.versions or VERSIONS)
     comparison.check(rt, VERSIONS, o)
-    check(rt, o)
+    check(rt, o, [KINDS[name] for name in o.versions])
     title = (
         f"a rank's activations: {rt.world_size} ranks, {o.micro_batches} micro-batches, {o.model}, {o.dtype}"
     )
@@ -113,8 +118,9 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
         table.add_column(column, justify="right")
     right = True
     for name in o.versions:
-        pipe = make_pipeline(name, make_model(o, rt.device), rt, o)
-        found = comm.everyones((kept(pipe, o, rt), peak(pipe, o, rt)), rt.world)
+        job = timed_job(rt, o, name)
+        pipe = pipeline(job, KINDS[name].schedule(rt.world_size, o.micro_batches, o.chunks))
+        found = comm.everyones((kept(pipe, job), peak(pipe, job)), rt.world)
         for rank, (of_one, measured) in enumerate(found):
             most = held(pipe.schedule, rank)
             formula = held_by_formula(name, rank, rt.world_size, o.micro_batches, o.chunks)

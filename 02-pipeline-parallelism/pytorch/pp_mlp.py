@@ -14,11 +14,11 @@ pp_languages.py runs both versions.   B batch  I inputs  H width  n ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,15 @@ from common.data.text import mlp_batch
 from common.launch.command_line import Width, Within
 from common.launch.runtime import Runtime
 from common.lesson.equality import Followed
+from common.lesson.job import Job
 from common.lesson.runner import DTYPES
-from common.lesson.training import Batches, Version
+from common.lesson.training import Batches
 from common.models.mlp import MLP, sizes
 from common.models.transformer import cross_entropy_sum
 
 from pp_deferred import Deferred
 from pp_executor import Executor
+from pp_schedule import Schedule
 from pp_schedules import make_schedule
 from pp_stages import evenly
 from pp_training import PipelineOptions
@@ -96,12 +98,9 @@ def mlp_stage(model: MLP, layers: range, x_BI: Tensor, positions: Tensor) -> Ten
     return x_BI
 
 
-def mlp_version(rt: Runtime, o: MLPOptions) -> Version:
-    """Return the MLP under pp_executor.py."""
-    model, mesh = plain_mlp(o), Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
-    schedule = make_schedule(o.schedule, rt.world_size, o.micro_batches, o.chunks)
-    cuts, deferred = evenly(o.layers, schedule.stages), Deferred()
-    mine = [s for s, rank in enumerate(schedule.owner) if rank == mesh.at["pp"]]
+def mlp_in_stages(model: MLP, mesh: Mesh, schedule: Schedule, o: MLPOptions) -> tuple[Executor, Named]:
+    """Return the executor of this rank's stages, and their parameters."""
+    cuts, deferred, mine = evenly(o.layers, schedule.stages), Deferred(), schedule.mine(mesh.at["pp"])
     if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
         deferred.replace(model)
     stages: dict[int, Any] = {s: partial(mlp_stage, model, cuts[s]) for s in mine}
@@ -116,7 +115,21 @@ def mlp_version(rt: Runtime, o: MLPOptions) -> Version:
         DTYPES[o.dtype],
         deferred,
     )
-    return Version(model, owner=owner, run=executor.run)
+    return executor, owner
+
+
+def train(job: Job[MLPOptions]) -> Iterator[Tensor]:
+    """Train the MLP by --schedule; yield the loss of each batch."""
+    o, model = job.options, cast(MLP, job.model)
+    schedule = make_schedule(o.schedule, job.group.size, o.micro_batches, o.chunks)
+    executor, owner = mlp_in_stages(model, job.mesh, schedule, o)
+    optimizer = job.optimizer(owner)  # of this rank's layers
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = executor.run(batch.parts, 1 / count, batch.begin)  # forward and backward
+        optimizer.step()
+        yield loss_sum / count
 
 
 class InMPI:
@@ -150,7 +163,7 @@ class InMPI:
             self.model.adamw(1e-3, epsilon=1e-5)
 
     def follow(self, steps: int, mesh: Mesh) -> Followed:
-        """Train `steps` steps; return the same record as common.lesson.equality.follow does for a model in torch."""
+        """Train `steps` steps; return the same record as common.lesson.equality.watch does for a model in torch."""
         found = Followed()
 
         def gathered(values: dict[str, Any]) -> dict[str, Tensor]:

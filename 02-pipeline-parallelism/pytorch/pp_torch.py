@@ -16,9 +16,9 @@ scale_grads must be False. To split the backward pass, torch walks autograd's gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,23 +26,25 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from common import comm
-from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_tied_gradients
 from common.errors import UsageError
 from common.launch.command_line import Size
 from common.launch.runtime import Runtime
 from common.lesson import comparison
-from common.lesson.comparison import Lesson, by_version, prove, time_in_turn
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job
 from common.lesson.runner import DTYPES, run
-from common.lesson.training import Version
 from common.models.transformer import Transformer
 
-from pp_schedule import in_a_line, in_a_v
+from pp_1f1b import ONE_F_ONE_B
+from pp_costs import step_bytes
+from pp_gpipe import GPIPE
+from pp_interleaved import INTERLEAVED
+from pp_interleaved import train as train_ours
 from pp_stages import Stage, cut_model, evenly
-from pp_training import PipelineOptions, check, make_batches
-from pp_training import make_version as make_ours
-from pp_training import step_bytes as our_step_bytes
+from pp_training import PipelineOptions, check
+from pp_zero_bubble import ZB_V
 
 THEIRS: dict[str, Any] = {
     "torch-gpipe": schedules.ScheduleGPipe,
@@ -50,16 +52,9 @@ THEIRS: dict[str, Any] = {
     "torch-interleaved": schedules.ScheduleInterleaved1F1B,
     "torch-zb-v": schedules.ScheduleZBVZeroBubble,
 }
-VERSIONS = (
-    "gpipe",
-    "torch-gpipe",
-    "1f1b",
-    "torch-1f1b",
-    "interleaved",
-    "torch-interleaved",
-    "zb-v",
-    "torch-zb-v",
-)
+OURS = {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_V)}
+VERSIONS = {name: kind for ours, kind in OURS.items() for name in (ours, f"torch-{ours}")}
+"""Kind of schedule of each version."""
 
 
 @dataclass
@@ -108,8 +103,7 @@ class InTorch:
         B: int,
         wrap: Callable[[nn.Module], nn.Module] = lambda stage: stage,
     ) -> None:
-        n, several = mesh.shape["pp"], name in ("torch-interleaved", "torch-zb-v")
-        owner = in_a_v(n) if name == "torch-zb-v" else in_a_line(n, o.chunks if several else 1)
+        owner = VERSIONS[name].owner(mesh.shape["pp"], o.chunks)
         cut = cut_model(model, owner, mesh, evenly(len(model.layers), len(owner)))
         self.model, self.group, self.scale, c = model, mesh.group("pp"), 1.0, model.config
         dtype = DTYPES[o.dtype]
@@ -130,7 +124,7 @@ class InTorch:
         ]
         self.first, self.last = 0 in cut, len(owner) - 1 in cut
         self.schedule = THEIRS[name](
-            stages if several else stages[0], o.micro_batches, self.loss, scale_grads=False
+            stages[0] if VERSIONS[name].chunks == 1 else stages, o.micro_batches, self.loss, scale_grads=False
         )
 
     def loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -150,35 +144,34 @@ class InTorch:
         comm.all_reduce(total, self.group)
         return total
 
-    def finish(self) -> None:
-        """Sum the gradients of tied weights, which torch does not do."""
-        sum_tied_gradients(self.model.parameters())
 
-
-def make_version(name: str, model: Transformer, rt: Runtime, o: PipelineOptions) -> Version:
-    """Return the version `name`, ours or torch's."""
-    if name not in THEIRS:
-        return make_ours(name, model, rt, o)
-    mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
-    theirs = InTorch(name, model, mesh, rt.device, o, o.batch // o.micro_batches)
-    return Version(model, run=theirs.run, finish=theirs.finish)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: PipelineOptions) -> Fraction:
-    """Return the bytes this rank sends in a step, the same for our schedule and torch's."""
-    return our_step_bytes(name.removeprefix("torch-"), model, group, o)
+def train(job: Job[TorchOptions]) -> Iterator[Tensor]:
+    """Train by torch's schedule; yield the loss of each batch."""
+    o, model = job.options, job.model
+    pipe = InTorch(job.version, model, job.mesh, job.rt.device, o, o.batch // o.micro_batches)
+    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forward and backward of all micro-batches
+        sum_tied_gradients(model.parameters())  # which torch does not do
+        optimizer.step()
+        yield loss_sum / count
 
 
 LESSON = Lesson(
-    "pp", dict.fromkeys(VERSIONS, by_version(make_version, make_batches)), step_bytes, unseen=tuple(THEIRS)
+    "pp",
+    {name: train if name in THEIRS else partial(train_ours, kind=kind) for name, kind in VERSIONS.items()},
+    step_bytes(VERSIONS),  # torch sends the same
+    unseen=tuple(THEIRS),
 )
 
 
 def main(rt: Runtime, o: TorchOptions) -> bool:
     """Prove our schedules and torch's equal to one device, or with --benchmark time them."""
-    o = replace(o, versions=o.versions or VERSIONS)
-    comparison.check(rt, VERSIONS, o)
-    check(rt, replace(o, versions=tuple(name.removeprefix("torch-") for name in o.versions)))
+    o = replace(o, versions=o.versions or tuple(VERSIONS))
+    comparison.check(rt, tuple(VERSIONS), o)
+    check(rt, o, [VERSIONS[name] for name in o.versions])
     if o.batch % o.micro_batches:
         near = max(1, o.batch // o.micro_batches) * o.micro_batches
         raise UsageError(

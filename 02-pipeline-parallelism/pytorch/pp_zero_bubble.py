@@ -12,6 +12,11 @@ zb-h1   1F1B in which rank r defers W by r micro-batches: every rank holds p, as
 zb-v    two chunks per rank, in a V: rank 0 has the first stage and the last, so that backward begins where
         forward ends. Each rank holds 2p chunks of half the size, as much as 1F1B's first rank, and idles p-1
         forwards of a chunk, while the pipeline fills, if F = I = W and M >= 2p - 1.
+
+    python pp_zero_bubble.py --nproc 4      torchrun --nproc_per_node=4 pp_zero_bubble.py
+    mpirun -np 4 python pp_zero_bubble.py
+
+p ranks, r one of them  M micro-batches  F, I, W times of a forward and of the two halves of a backward
 """
 
 from __future__ import annotations
@@ -21,11 +26,15 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, cast
 
+from pp_1f1b import ONE_F_ONE_B
 from pp_kind import Kind
 from pp_schedule import Instruction, Op, in_a_v
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from common.launch.runtime import Runtime
+    from common.lesson.job import Job
 
     from pp_training import PipelineOptions
 
@@ -76,11 +85,27 @@ ZB_V = Kind(
 )
 
 
+def train(job: Job[PipelineOptions], kind: Kind) -> Iterator[Tensor]:
+    """Train by a schedule of this kind; yield the loss of each batch."""
+    from pp_training import pipeline  # imports torch, which the schedule does not need
+
+    schedule = kind.schedule(job.group.size, job.options.micro_batches)  # all ranks' lists, with messages
+    pipe = pipeline(job, schedule)  # a Pipeline; job.model keeps the layers of this rank's stages
+    optimizer = job.optimizer(job.model)  # SGD or AdamW: the runner's choice
+    for batch in job.batches():  # the same on all ranks
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forwards and backwards, by the list
+        pipe.finish()  # sum a tied head's gradient over the two ranks that hold it
+        optimizer.step()
+        yield loss_sum / count
+
+
 def main(rt: Runtime, o: PipelineOptions) -> bool:
     """Prove zb-h1 and zb-v equal to one device; print bubble and memory beside 1F1B's."""
-    from pp_training import lesson  # imports torch, which the schedule does not need
+    from pp_training import lesson
 
-    return lesson(rt, o, "zb-h1", "zb-v", "1f1b")
+    return lesson(rt, o, train, [ZB_H1, ZB_V, ONE_F_ONE_B])
 
 
 if __name__ == "__main__":
