@@ -27,7 +27,6 @@ from common.comm.mesh import Mesh
 from pp_deferred import Deferred, Work
 from pp_schedule import COMPUTE, Instruction, Schedule, settled
 from pp_simulator import Event
-from pp_stages import Stage
 
 Part = tuple[Tensor, ...]  # tokens_BS, perhaps positions_S, targets_BS
 Key = tuple[str, int, int]  # X or G, the stage that reads it, the micro-batch
@@ -36,16 +35,16 @@ Key = tuple[str, int, int]  # X or G, the stage that reads it, the micro-batch
 class Executor:
     """Executor of one rank's instruction list.
 
-    stages: the stages of this rank, by number. loss(logits, targets): (sum, count). shape(tokens_BS): the
-    shape of activations between stages, [B, S, D] as a rule. Under torch.no_grad a forward pass keeps nothing
-    for a backward pass. After a run `events` holds the computations with their times, in seconds of this
-    machine's clock.
+    stages: the stages of this rank, by number; each maps (x, positions_S) to its output. loss(logits, targets):
+    (sum, count). shape(tokens_BS): the shape of activations between stages, [B, S, D] as a rule. Under
+    torch.no_grad a forward pass keeps nothing for a backward pass. After a run `events` holds the computations
+    with their times, in seconds of this machine's clock.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Callable[[Tensor, Tensor], Tensor]],
         mesh: Mesh,
         loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         shape: Callable[[Tensor], tuple[int, ...]],

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_tied_gradients
-from common.models.transformer import Transformer
+from common.models.transformer import Transformer, need_transformer
 
 from pp_deferred import Deferred
 from pp_executor import Executor, Part
@@ -35,7 +35,8 @@ class Pipeline:
     """Model in stages. `model` is this rank's part; its parameters have the names of the whole model.
 
     cuts: the layers of each stage, by default split evenly. checkpointing: keep only the input of each layer.
-    shape(tokens_BS): the shape of activations between stages, by default [B, S, D].
+    shape(tokens_BS): the shape of activations between stages, by default [B, S, D]. Raises TypeError for a model
+    that is no Transformer of ours; `Executor` runs any modules.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Pipeline:
         checkpointing: bool = False,
         shape: Callable[[Tensor], tuple[int, ...]] | None = None,
     ) -> None:
+        need_transformer(model, "Pipeline", "Executor, as examples/your_own_model.py does")
         cuts = cuts or evenly(len(model.layers), schedule.stages)
         self.model, self.schedule, deferred = model, schedule, Deferred()
         self.stages = cut_model(model, schedule.owner, mesh, cuts)
