@@ -52,7 +52,9 @@ class Checked:
         """Hide the inherited options `without` from the command line; they keep their defaults."""
         super().__init_subclass__()
         # the option's own type, not Any: tyro takes (Any, 0.0) for (Any, False)
-        hints = get_type_hints(cls.__mro__[1], include_extras=True)
+        hints: dict[str, Any] = {}
+        for base in reversed(cls.__bases__):
+            hints |= get_type_hints(base, include_extras=True)
         cls.__annotations__.update({name: Annotated[hints[name], tyro.conf.Suppress] for name in without})
 
     def __post_init__(self) -> None:
