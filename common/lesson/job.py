@@ -75,6 +75,11 @@ class Batch:
         """Return the batch with split(*tensors) in place of each micro-batch's tensors."""
         return replace(self, parts=[split(*part) for part in self.parts])
 
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return (tokens_BS, targets_BS) of all micro-batches together."""
+        tokens, targets = zip(*self.parts, strict=True)
+        return torch.cat(tokens), torch.cat(targets)
+
     def count_targets(self, group: Group = ALONE) -> int:
         """Return the targets of all ranks of `group`, which see different tokens. Sends 2(n-1)/n * 8 bytes."""
         count = torch.stack([targets.ne(-100).sum() for *_, targets in self.parts]).sum()
