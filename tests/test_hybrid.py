@@ -17,18 +17,31 @@ from common.comm.placement import Run, Shard, piece, place, whole_shape
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import compare, follow, unequal_replicas, whole, worst_of_world
+from common.lesson.equality import (
+    OPTIMIZERS,
+    Followed,
+    compare,
+    unequal_replicas,
+    watch,
+    whole,
+    worst_of_world,
+)
+from common.lesson.job import Train
 from common.lesson.training import make_model
 from common.models.configs import CONFIGS, gpt2, mixtral, switch
 from common.utils.memory import peak_allocated
 
+import hybrid_3d
+import hybrid_4d
+import hybrid_5d
 import hybrid_torch
 from hybrid_bytes import StepBytes
 from hybrid_explain import label, members
-from hybrid_model import Hybrid, Layout
-from hybrid_proof import prove
+from hybrid_layout import HybridOptions, Layout
+from hybrid_model import Hybrid
+from hybrid_proof import prove_rows
 from hybrid_rows import of_meshes, table, ways
-from hybrid_training import Counted, HybridOptions, make_hybrid, mesh_step, reference, samples_of
+from hybrid_training import HybridJob, make_hybrid, make_job, reference, train
 
 # sizes that divide by next to nothing
 CONFIGS["odd-mixtral"] = mixtral(
@@ -57,20 +70,25 @@ ODD = [
 ]
 
 
+def ran(
+    rt: Runtime, o: HybridOptions, mesh: Mesh, optimizer: str, loop: Train = train
+) -> tuple[Followed, HybridJob]:
+    """Run a training loop on the mesh, and check the bytes of each step."""
+    job = make_job(rt, o, mesh, OPTIMIZERS[optimizer], o.steps)
+    return watch(job.count(loop(job)), job, mesh), job
+
+
 def odd(rt: Runtime) -> list[tuple[dict[str, float], bool, list[str]]]:
     """Return, per case: the largest differences, True if the bytes agree, and the replicas that differ."""
     found = []
     for o in ODD:
         mesh = o.mesh(rt)
-        for optimizer in ("sgd", "adamw"):
-            hybrid = make_hybrid(rt, o, mesh)
-            run = Counted(
-                mesh_step(hybrid, rt, o), StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
-            )
-            followed = follow(hybrid, optimizer, o.steps, run, mesh)
+        for optimizer in OPTIMIZERS:
+            followed, job = ran(rt, o, mesh, optimizer)
             worst = worst_of_world(compare(reference(rt, o, optimizer), followed), mesh)
-            apart = unequal_replicas(hybrid.named_parameters(), mesh)
-            found.append(({kind: d.value for kind, d in worst.items()}, run.agree, apart))
+            assert job.owner
+            apart = unequal_replicas(job.owner.named_parameters(), mesh)
+            found.append(({kind: d.value for kind, d in worst.items()}, job.agree, apart))
         mesh.close()
     return found
 
@@ -83,11 +101,38 @@ def test_sizes_that_do_not_divide() -> None:
     assert all(agree for rank in ranks for _, agree, _ in rank)
 
 
+SHOWN = [
+    (hybrid_3d.train, options(pp=2, tp=2, model="odd-gpt2", sequence_parallel=True, schedule="zb-h1", clip=0.3)),
+    (hybrid_3d.train, options(dp=2, tp=2, zero=3)),
+    (hybrid_4d.train, options(dp=2, sp=2, zero=1, checkpointing=True, clip=0.3)),
+    (hybrid_5d.train, options(ep=2, tp=2, model="odd-deepseek")),
+    (hybrid_5d.train, options(pp=2, ep=2, micro_batches=3)),
+]  # fmt: skip
+
+
+def shown(rt: Runtime) -> list[tuple[bool, bool]]:
+    """Return, per case: True if the lesson's calls give the bits of a Hybrid, and if their bytes agree."""
+    found = []
+    for loop, o in SHOWN:
+        mesh = o.mesh(rt)
+        (a, job), (b, _) = (ran(rt, o, mesh, "adamw", each) for each in (loop, train))
+        pairs = zip([x for *_, x in a.sets()], [x for *_, x in b.sets()], strict=True)
+        same = all(x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
+        found.append((same, job.agree))
+        mesh.close()
+    return found
+
+
+def test_the_lessons_calls_are_those_of_a_hybrid() -> None:
+    for rank in spawn(shown, 4, timeout=120):
+        assert rank == [(True, True)] * len(SHOWN)
+
+
 @pytest.mark.parametrize(("world", "every"), [(8, 36), (12, 15)])
 def test_rows_of_the_proof_table(world: int, every: int) -> None:
     todo = table(every)[world]
-    for row in spawn(prove, world, todo, False, limit=240)[0]:
-        assert row.holds, (row.options, row.proof.rows, row.bytes_agree, row.apart)
+    for row in spawn(prove_rows, world, todo, False, limit=240)[0]:
+        assert row.holds, (row.options, row.proof.rows, row.proof.bytes_agree, row.apart)
 
 
 def test_meshes_in_words() -> None:
@@ -96,7 +141,7 @@ def test_meshes_in_words() -> None:
         2: ["proof-llama", "proof-llama"],
         3: ["proof-moe"],
     }
-    proved = spawn(prove, 2, todo[2], False, True)[0]
+    proved = spawn(prove_rows, 2, todo[2], False, True)[0]
     assert [(r.record.implementation, r.record.equal) for r in proved] == [
         ("dp=2, ZeRO-1", True),
         ("tp=2", True),
@@ -170,14 +215,16 @@ def test_a_piece_is_what_lies_at_the_rank_s_place(split: list[Any], expected: li
     assert whole_shape(p, mesh) == x.shape
 
 
+def for_a_longer_sequence(job: HybridJob) -> StepBytes:
+    """Broken: the formula counts one token more than there is."""
+    o = job.options
+    return StepBytes(job.model, job.owner, job.mesh, replace(o, sequence=o.sequence + 1))  # type: ignore[arg-type]
+
+
 def bytes_of_a_formula_that_is_wrong(rt: Runtime) -> bool:
-    o = options(tp=2, model="odd-gpt2")
-    hybrid = make_hybrid(rt, o, o.mesh(rt))
-    formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence)
-    formula.tokens += 1
-    run = Counted(mesh_step(hybrid, rt, o), formula)
-    run(0)
-    return run.agree
+    o = options(tp=2, model="odd-gpt2", steps=1)
+    with patch.object(HybridJob, "formula", for_a_longer_sequence):
+        return ran(rt, o, o.mesh(rt), "sgd")[1].agree
 
 
 def test_a_wrong_formula_is_caught() -> None:
@@ -196,8 +243,7 @@ def in_16_bits(rt: Runtime) -> list[dict[str, float]]:
     ):
         o = options(model="llama-tiny", steps=1, dtype="float32", precision="bfloat16", **given)
         mesh = o.mesh(rt)
-        hybrid = make_hybrid(rt, o, mesh)
-        followed = follow(hybrid, "sgd", 1, mesh_step(hybrid, rt, o), mesh)
+        followed, _ = ran(rt, o, mesh, "sgd")
         worst = compare(reference(rt, o, "sgd"), followed)
         apart = compare(reference(rt, replace(o, precision="full"), "sgd"), followed)
         found.append({kind: worst[kind].value for kind in ("loss", "gradients", "gradient norm")})
@@ -244,6 +290,20 @@ def test_what_does_not_fit_is_refused(world: int, given: dict[str, Any], message
     rt = Runtime(0, world, 0, world, "none", torch.device("cpu"), "gloo", 60.0, group)
     with pytest.raises(UsageError, match=message.replace("(", r"\(")), patch("torch.distributed.new_group"):
         make_hybrid(rt, o, o.mesh(rt))
+
+
+def test_a_hybrid_checks_what_it_is_given() -> None:
+    mesh, cpu = Mesh(alone()), torch.device("cpu")
+    with pytest.raises(UsageError, match="--sequence-parallel cuts the tokens over tp"):
+        Hybrid(CONFIGS["odd-gpt2"], mesh, Layout(sequence_parallel=True), cpu)
+    hybrid = Hybrid(CONFIGS["odd-gpt2"], mesh, Layout(micro_batches=3), cpu)
+    for shape, message in (
+        ((2, 8), "2 samples, too few for 3 micro-batches"),
+        ((3, 49), "49 tokens is too long"),
+    ):
+        tokens_BS = torch.zeros(shape, dtype=torch.long)
+        with pytest.raises(UsageError, match=message):
+            hybrid.step(tokens_BS, tokens_BS)
 
 
 def test_groups_on_paper() -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,15 +27,17 @@ from common.comm.mesh import Mesh
 from common.comm.placement import Run, Shard, place
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.training import TrainingOptions, make_model
+from common.lesson.job import one_device
+from common.lesson.training import Batches, TrainingOptions, make_model
 from common.models.configs import CONFIGS, mixtral
 from common.models.transformer import Transformer
 
 from ep_moe import expert_parallel
 from hybrid_checkpoint import Checkpoints, entries_of
 from hybrid_files import Writer, fault, steps
+from hybrid_layout import HybridOptions
 from hybrid_pieces import Entry, boxes_of_run, pieces
-from hybrid_training import HybridOptions, make_hybrid, mesh_step, one_device_step
+from hybrid_training import alone, make_hybrid
 
 CONFIGS["checkpoint-moe"] = replace(
     mixtral(layers=2, width=12, heads=2, kv_heads=1, mlp_width=7, sequence=8, experts=4), router="sigmoid"
@@ -181,26 +184,25 @@ RESUMED: list[tuple[str, str, list[dict[str, Any]]]] = [
 
 def resumed(rt: Runtime, folder: Path, model_name: str, optimizer_name: str, meshes: Any) -> list[float]:
     """Train across meshes, resuming from other weights each time; return relative loss differences."""
-    o, checkpoints = HybridOptions(model=model_name, batch=8, sequence=8, micro_batches=2), None
-    model = make_model(o, rt.device)
-    optimizer, step = optimizer_of(optimizer_name, model.parameters()), one_device_step(model, rt, o)
+    o = HybridOptions(model=model_name, batch=8, sequence=8, steps=2 * len(meshes))
+    make = partial(optimizer_of, optimizer_name)
+    expected = one_device(alone(rt, o, make_model(o, rt.device), make))
     differences = []
-    for t in range(2 * len(meshes)):
-        optimizer.zero_grad()
-        expected = step(t).item()
-        optimizer.step()
+    for t in range(o.steps):
         if t % 2 == 0:
             on = replace(o, **meshes[t // 2])
             mesh = on.mesh(rt)
             hybrid = make_hybrid(rt, replace(on, seed=t), mesh)
-            mine, checkpoints = optimizer_of(optimizer_name, hybrid.parameters()), Checkpoints(folder, mesh)
+            mine, checkpoints = make(hybrid.parameters()), Checkpoints(folder, mesh)
+            batches = Batches(on, hybrid.samples, rt.device)
             if t:
                 assert checkpoints.restore(entries_of(hybrid.model, mine, hybrid)) == {"step": t}
                 if hybrid.zero:
                     hybrid.zero.changed()
-            on_mesh = mesh_step(hybrid, rt, on)
         mine.zero_grad()
-        differences.append(abs(on_mesh(t).item() - expected) / expected)
+        tokens_BS, targets_BS = map(torch.cat, zip(*batches.parts(t), strict=True))
+        loss, right = hybrid.step(tokens_BS, targets_BS).item(), next(expected).item()
+        differences.append(abs(loss - right) / right)
         mine.step()
         if t % 2:
             checkpoints.save(t + 1, entries_of(hybrid.model, mine, hybrid), {})

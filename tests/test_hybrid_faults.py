@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -97,8 +98,8 @@ def hangs(rt: Runtime, o: TrainOptions) -> None:
     """Train; rank 1 falls asleep in its third step."""
 
     def change(trainer: Trainer) -> None:
-        backward = trainer.backward
-        trainer.backward = lambda t: sleep_in_the_third(rt, t, backward)
+        step = trainer.hybrid.step
+        trainer.hybrid.step = lambda *given, at: sleep_in_the_third(rt, partial(step, *given, at=at), at[0])  # type: ignore[method-assign]
 
     go(rt, o, change=change)
 
@@ -109,12 +110,12 @@ def shorten_waits(seconds: float = 3.0) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def sleep_in_the_third(rt: Runtime, step: int, backward: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    if step == 2:
+def sleep_in_the_third(rt: Runtime, step: Callable[[], torch.Tensor], t: int) -> torch.Tensor:
+    if t == 2:
         shorten_waits()
         if rt.rank == 1:
             time.sleep(1000)
-    return backward(step)
+    return step()
 
 
 def test_a_rank_that_hangs_is_named_with_where() -> None:
@@ -151,13 +152,13 @@ def test_a_checkpoint_that_never_comes_is_named_too(tmp_path: Path) -> None:
 
 def not_a_number(trainer: Trainer) -> None:
     """Make the loss NaN in the third step, on rank 1 alone."""
-    backward, rank = trainer.backward, trainer.rt.rank
+    step, rank = trainer.hybrid.step, trainer.rt.rank
 
-    def broken(t: int) -> torch.Tensor:
-        loss = backward(t)
-        return loss * math.nan if t == 2 and rank == 1 else loss
+    def broken(*given: torch.Tensor, at: tuple[int, int]) -> torch.Tensor:
+        loss = step(*given, at=at)
+        return loss * math.nan if at[0] == 2 and rank == 1 else loss
 
-    trainer.backward = broken
+    trainer.hybrid.step = broken  # type: ignore[method-assign]
 
 
 def infinite_gradient(trainer: Trainer) -> None:

@@ -37,22 +37,22 @@ from common.models.configs import CONFIGS
 from common.models.huggingface import read_huggingface
 from common.models.transformer import Transformer
 
+import hybrid_5d
 import hybrid_explain
 import hybrid_log
-import hybrid_training
 from dp_memory import held
 from hybrid_bytes import StepBytes
 from hybrid_data import Shuffled, load_tokens, unigram_entropy
 from hybrid_evaluate import validation_loss
 from hybrid_export import export, gather_to_rank_0
 from hybrid_generate import choose, generate
+from hybrid_layout import HybridOptions
 from hybrid_log import Log, draw
 from hybrid_metrics import Meter
 from hybrid_optimizer import decays, learning_rate
 from hybrid_options import TrainOptions, parse
 from hybrid_signals import Signals
 from hybrid_trainer import Trainer, make, start
-from hybrid_training import HybridOptions, samples_of
 
 ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
@@ -385,7 +385,7 @@ def explained(rt: Runtime, o: TrainOptions, lesson_too: bool) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         make(rt, o)
         if lesson_too:
-            assert hybrid_training.lesson(rt, HybridOptions(model=o.model, ep=2, tp=2, steps=0, explain=True))
+            assert hybrid_5d.main(rt, HybridOptions(model=o.model, ep=2, tp=2, steps=0, explain=True))
     return said.getvalue()
 
 
@@ -399,7 +399,7 @@ def test_explain_trains_nothing() -> None:
     with pytest.raises(UsageError, match="--steps 0: give at least 1"):
         start(ALONE, options(steps=0))
     with pytest.raises(UsageError, match="--steps 0: give at least 1"):
-        hybrid_training.lesson(ALONE, HybridOptions(steps=0))
+        hybrid_5d.main(ALONE, HybridOptions(steps=0))
     assert "formula" in explained(ALONE, options(dp=1, steps=0, explain=True), False)
 
 
@@ -427,7 +427,8 @@ def test_explain_says_what_ranks_hold() -> None:
 def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
     """Return a step's bytes by formula and as sent, and the expert calls on record after two steps."""
     trainer = start(rt, o)
-    formula = StepBytes(trainer.hybrid, samples_of(o, trainer.hybrid), o.sequence, clip=4)
+    hybrid = trainer.hybrid
+    formula = StepBytes(hybrid.model, hybrid.owner, hybrid.mesh, o, clip=4)
     with Log(rt, o, 0) as trainer.log, Signals() as trainer.signals:
         trainer.meter = Meter(rt, o)
         trainer.train()
@@ -436,7 +437,7 @@ def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
     sent: dict[str, Fraction] = defaultdict(Fraction)
     for row in ledger.rows:
         sent[row.axis] += row.bytes
-    remembered = [len(exchange.rows_sent) for exchange in trainer.hybrid.exchanges]
+    remembered = [len(exchange.rows_sent) for exchange in hybrid.exchanges]
     return formula.all(), {axis: of_axis for axis, of_axis in sent.items() if of_axis}, remembered
 
 
@@ -472,16 +473,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def crash_in_the_fifth(trainer: Trainer) -> None:
     """Raise an error in the fifth step, and request a trace in the first."""
-    backward = trainer.backward
+    step = trainer.hybrid.step
 
-    def crashing(t: int) -> torch.Tensor:
-        if t == 4:
+    def crashing(*given: torch.Tensor, at: tuple[int, int]) -> torch.Tensor:
+        if at[0] == 4:
             raise RuntimeError("in the fifth")
-        if t == 0:
+        if at[0] == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return backward(t)
+        return step(*given, at=at)
 
-    trainer.backward = crashing
+    trainer.hybrid.step = crashing  # type: ignore[method-assign]
 
 
 def test_numbers_go_to_files_tensorboard_traces_and_a_picture(tmp_path: Path) -> None:

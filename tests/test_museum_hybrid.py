@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from museum import Found, is_right, visit_all
+from torch import nn
 
 from common import comm
 from common.comm import Group
@@ -24,57 +24,59 @@ from common.comm.placement import gradient_axes, gradient_norm, placement, sum_g
 from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.lesson.equality import OPTIMIZERS, compare, unequal_replicas, watch
 from common.models.configs import CONFIGS, gpt2, mixtral
 
+from hybrid_layout import HybridOptions
 from hybrid_model import Hybrid
-from hybrid_training import HybridOptions, make_hybrid, mesh_step, reference
+from hybrid_training import make_job, reference, train
 
 CONFIGS["museum-moe"] = mixtral(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4)
 CONFIGS["museum-tied"] = gpt2(layers=2, width=16, heads=2, sequence=16)
 MOE = dict(model="museum-moe", batch=8, sequence=16, steps=3, clip=0.5)
 TIED = dict(model="museum-tied", batch=12, sequence=16, steps=3)
+right = Hybrid.finish
 
 
 def experts_over_ep(hybrid: Hybrid) -> None:
     """Broken: sums expert gradients over ep, too, along which ranks hold different experts."""
-    hybrid.finish()
+    right(hybrid)
     for p in hybrid.parameters():
         if "ep" in placement(p):
             comm.all_reduce(p.grad, hybrid.mesh.group("ep"))
 
 
-def norm_of_replicas(hybrid: Hybrid) -> torch.Tensor:
+def norm_of_replicas(parameters: list[nn.Parameter], mesh: Mesh, _: Any) -> torch.Tensor:
     """Broken: adds up the squares of every rank, so that a replicated parameter counts once per replica."""
-    total = sum(p.grad.double().square().sum() for p in hybrid.parameters())
-    comm.all_reduce(total, hybrid.mesh.world)
+    total = sum(p.grad.double().square().sum() for p in parameters)
+    comm.all_reduce(total, mesh.world)
     return total.sqrt()
 
 
-def norm_of_rank_0(hybrid: Hybrid) -> torch.Tensor:
+def norm_of_rank_0(parameters: list[nn.Parameter], mesh: Mesh, _: Any) -> torch.Tensor:
     """Broken: adds up along pp and tp, as for a dense model: experts of other ranks along ep are missing."""
     total = torch.zeros((), dtype=torch.float64)
-    for p in hybrid.parameters():
-        total += p.grad.double().square().sum() / (1 if "tp" in placement(p) else hybrid.mesh.shape["tp"])
-    comm.all_reduce(total, hybrid.mesh.group("pp", "tp"))
+    for p in parameters:
+        total += p.grad.double().square().sum() / (1 if "tp" in placement(p) else mesh.shape["tp"])
+    comm.all_reduce(total, mesh.group("pp", "tp"))
     return total.sqrt()
 
 
-def norm_of_a_stage(hybrid: Hybrid) -> torch.Tensor:
+def norm_of_a_stage(parameters: list[nn.Parameter], mesh: Mesh, _: Any) -> torch.Tensor:
     """Broken: each stage clips by the norm of its own layers, as torch's clip_grad_norm_ would."""
     total = torch.zeros((), dtype=torch.float64)
-    for p in hybrid.parameters():
+    for p in parameters:
         copies = 1
         for axis in ("dp", "ep", "sp", "tp"):
-            copies *= 1 if axis in placement(p) else hybrid.mesh.shape[axis]
+            copies *= 1 if axis in placement(p) else mesh.shape[axis]
         total += p.grad.double().square().sum() / copies
-    comm.all_reduce(total, hybrid.mesh.group("dp", "ep", "sp", "tp"))
+    comm.all_reduce(total, mesh.group("dp", "ep", "sp", "tp"))
     return total.sqrt()
 
 
 def mean_of_means(hybrid: Hybrid) -> None:
     """Broken: averages dense gradients over dp and ep, experts' over dp alone, as two libraries would."""
-    hybrid.finish()
+    right(hybrid)
     for p in hybrid.parameters():
         p.grad /= hybrid.mesh.group(*gradient_axes(p)).size
 
@@ -94,25 +96,25 @@ def routers_complete(hybrid: Hybrid) -> None:
     """Broken: takes router gradients for complete along tp, where each rank has a slice of the output."""
     routers = [p for name, p in hybrid.named_parameters() if "router" in name]
     before = [p.__dict__.pop("token_axes") for p in routers]
-    hybrid.finish()
+    right(hybrid)
     for p, axes in zip(routers, before, strict=True):
         p.token_axes = axes  # type: ignore[attr-defined]
 
 
 Finish = Callable[[Hybrid], None]
-Norm = Callable[[Hybrid], torch.Tensor]
-EXHIBITS: dict[str, tuple[dict[str, Any], Finish, Norm | None]] = {
-    "expert gradients summed over ep": (MOE | dict(dp=2, ep=2), experts_over_ep, None),
-    "gradients averaged, each over its own ranks": (MOE | dict(dp=2, ep=2), mean_of_means, None),
-    "the norm counts replicas": (MOE | dict(dp=2, ep=2), Hybrid.finish, norm_of_replicas),
-    "the norm misses experts": (MOE | dict(ep=2, tp=2), Hybrid.finish, norm_of_rank_0),
-    "each stage clips by its own norm": (MOE | dict(pp=2, tp=2), Hybrid.finish, norm_of_a_stage),
-    "routers taken for complete along tp": (MOE | dict(ep=2, tp=2), routers_complete, None),
-    "a tied head's gradient is not summed": (TIED | dict(pp=2, dp=2), tied_never, None),
-    "right on dp and ep": (MOE | dict(dp=2, ep=2), Hybrid.finish, None),
-    "right on ep and tp": (MOE | dict(ep=2, tp=2), Hybrid.finish, None),
-    "right on pp and tp": (MOE | dict(pp=2, tp=2), Hybrid.finish, None),
-    "right, a tied head": (TIED | dict(pp=2, dp=2), Hybrid.finish, None),
+Norm = Callable[..., torch.Tensor]
+EXHIBITS: dict[str, tuple[dict[str, Any], Finish, Norm]] = {
+    "expert gradients summed over ep": (MOE | dict(dp=2, ep=2), experts_over_ep, gradient_norm),
+    "gradients averaged, each over its own ranks": (MOE | dict(dp=2, ep=2), mean_of_means, gradient_norm),
+    "the norm counts replicas": (MOE | dict(dp=2, ep=2), right, norm_of_replicas),
+    "the norm misses experts": (MOE | dict(ep=2, tp=2), right, norm_of_rank_0),
+    "each stage clips by its own norm": (MOE | dict(pp=2, tp=2), right, norm_of_a_stage),
+    "routers taken for complete along tp": (MOE | dict(ep=2, tp=2), routers_complete, gradient_norm),
+    "a tied head's gradient is not summed": (TIED | dict(pp=2, dp=2), tied_never, gradient_norm),
+    "right on dp and ep": (MOE | dict(dp=2, ep=2), right, gradient_norm),
+    "right on ep and tp": (MOE | dict(ep=2, tp=2), right, gradient_norm),
+    "right on pp and tp": (MOE | dict(pp=2, tp=2), right, gradient_norm),
+    "right, a tied head": (TIED | dict(pp=2, dp=2), right, gradient_norm),
 }
 
 
@@ -121,16 +123,10 @@ def visit(rt: Runtime, name: str) -> Found:
     given, finish, norm = EXHIBITS[name]
     o, found = HybridOptions(**given), {}
     mesh = o.mesh(rt)
-    for optimizer in OPTIMIZERS:
-        hybrid = make_hybrid(rt, o, mesh)
-        version = hybrid.version()
-        version.finish = partial(finish, hybrid)
-        measured = partial(lambda hybrid, *_: norm(hybrid), hybrid) if norm else gradient_norm
-        with (
-            patch.object(hybrid, "version", return_value=version),
-            patch("hybrid_model.gradient_norm", measured),
-        ):
-            followed = follow(hybrid, optimizer, o.steps, mesh_step(hybrid, rt, o), mesh)
+    for optimizer, make in OPTIMIZERS.items():
+        job = make_job(rt, o, mesh, make, o.steps)
+        with patch.object(Hybrid, "finish", finish), patch("hybrid_model.gradient_norm", norm):
+            followed = watch(train(job), job, mesh)
         found[optimizer] = compare(reference(rt, o, optimizer), followed)
     mesh.close()
     return found
@@ -159,19 +155,20 @@ def drift(rt: Runtime, finish: Finish) -> list[str]:
     """Return the replicas of a tied head that differ after some steps on 2 stages and 3 replicas."""
     o = HybridOptions(**TIED, pp=2, dp=3)
     mesh = o.mesh(rt)
-    hybrid = make_hybrid(rt, o, mesh)
+    job = make_job(rt, o, mesh, OPTIMIZERS["adamw"], o.steps)
     with (
-        patch.object(hybrid, "finish", lambda: finish(hybrid)),
+        patch.object(Hybrid, "finish", finish),
         patch("common.comm.placement.comm.all_reduce", in_a_ring),
     ):
-        follow(hybrid, "adamw", o.steps, mesh_step(hybrid, rt, o), mesh)
-    return unequal_replicas(hybrid.named_parameters(), mesh)
+        watch(train(job), job, mesh)
+    assert job.owner
+    return unequal_replicas(job.owner.named_parameters(), mesh)
 
 
 def test_a_tied_head_that_is_summed_first_drifts_apart() -> None:
     """The head equals one device to 1e-12, but its replicas drift apart: rounding depends on the layout."""
     assert spawn(drift, 6, tied_first)[0] == ["embed_tokens.weight"]
-    assert spawn(drift, 6, Hybrid.finish)[0] == []
+    assert spawn(drift, 6, right)[0] == []
 
 
 def only_some(rt: Runtime) -> None:

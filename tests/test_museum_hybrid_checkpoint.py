@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,8 +25,9 @@ from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, compare, follow
-from common.lesson.training import Batches, TrainingOptions, Version, make_model, training_step
+from common.lesson.equality import OPTIMIZERS, compare, watch
+from common.lesson.job import Job, one_device, total
+from common.lesson.training import TrainingOptions, make_model
 from common.models.configs import CONFIGS, llama
 
 import hybrid_checkpoint
@@ -89,32 +89,32 @@ EXHIBITS: dict[str, Exhibit] = {
 }
 
 
-def resumed_step(
-    name: str, folder: Path, model: nn.Module, mesh: Mesh, step: Callable[[int], Tensor], t: int
-) -> Tensor:
-    """Run step t; before the second step, save, overwrite and restore the model."""
-    if t == 1:
-        EXHIBITS[name](model, mesh, folder)
-    return step(t)
+def train(job: Job[TrainingOptions], folder: Path) -> Iterator[Tensor]:
+    """Train over tp; before the second step, save, overwrite and restore the model as the exhibit does."""
+    model = job.model
+    tensor_parallel(model, job.group)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        if batch.step == 1:
+            EXHIBITS[job.version](model, job.mesh, folder)
+        count = batch.count_targets()
+        optimizer.zero_grad()
+        (tokens_BS, targets_BS), *_ = batch
+        loss_sum, _ = model.loss(model(tokens_BS), targets_BS)
+        (loss_sum / count).backward()
+        sum_gradients(model.parameters(), job.mesh)
+        optimizer.step()
+        yield total([loss_sum.detach()]) / count
 
 
 def visit(rt: Runtime, name: str) -> Found:
     """Return an exhibit's differences from one device, for each optimizer, on this rank."""
-    o, mesh, found, alone = OPTIONS, Mesh(rt.world, tp=rt.world_size), {}, Group.alone()
-    for optimizer in OPTIMIZERS:
-        one = make_model(o, rt.device)
-        step = training_step(Version(one), Batches(o, alone, rt.device), alone)
-        reference = follow(one, optimizer, o.steps, step)
-        model = make_model(o, rt.device)
-        tensor_parallel(model, mesh.group("tp"))
-        finish = partial(sum_gradients, list(model.parameters()), mesh)
-        step = training_step(
-            Version(model, finish=finish, loss=model.loss), Batches(o, alone, rt.device), alone
-        )
+    o, mesh, found = OPTIONS, Mesh(rt.world, tp=rt.world_size), {}
+    for optimizer, make in OPTIMIZERS.items():
+        alone = Job(rt, o, name, make_model(o, rt.device), Mesh(Group.alone()), "tp", make, o.steps)
+        job = Job(rt, o, name, make_model(o, rt.device), mesh, "tp", make, o.steps)
         folder = Path(comm.everyones(tempfile.mkdtemp(), rt.world)[0])
-
-        resumed = partial(resumed_step, name, folder, model, mesh, step)
-        found[optimizer] = compare(reference, follow(model, optimizer, o.steps, resumed, mesh))
+        found[optimizer] = compare(watch(one_device(alone), alone), watch(train(job, folder), job, mesh))
         comm.barrier(rt.world)
         if rt.rank == 0:
             shutil.rmtree(folder)

@@ -14,18 +14,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from museum import Found, is_right, visit_all
 from torch import Tensor
 
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, Followed, compare, follow
+from common.lesson.equality import OPTIMIZERS, Followed, compare, watch
 from common.lesson.training import Batches
 from common.models.configs import CONFIGS, gpt2
 from common.models.dropout import Dropout
 
-from hybrid_model import Hybrid
-from hybrid_training import HybridOptions, mesh_step, reference
+from hybrid_layout import HybridOptions
+from hybrid_training import make_job, reference, train
 
 CONFIGS["museum-run"] = replace(gpt2(layers=2, width=16, heads=2, sequence=8), dropout=0.2)
 OPTIONS = HybridOptions(model="museum-run", batch=4, sequence=8, steps=4)
@@ -86,13 +85,10 @@ def visit(rt: Runtime, name: str) -> Found:
     def taken(self: Batches, t: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         return take(self, t if t < RESUMED else exhibit.batch(t), lo, hi)
 
-    for optimizer in OPTIMIZERS:
-        right = alone(rt, optimizer)
-        hybrid = Hybrid(o.model_config(), mesh, o.layout(), rt.device, torch.float64, o.seed)
+    for optimizer, make in OPTIMIZERS.items():
+        expected, job = alone(rt, optimizer), make_job(rt, o, mesh, make, o.steps)
         with patch.object(Dropout, "forward", dropped), patch.object(Batches, "take", taken):
-            found[optimizer] = compare(
-                right, follow(hybrid, optimizer, o.steps, mesh_step(hybrid, rt, o), mesh)
-            )
+            found[optimizer] = compare(expected, watch(train(job), job, mesh))
     return found
 
 

@@ -32,8 +32,8 @@ import tp_megatron
 import tp_vocabulary
 from dp_accumulation import StepOptions
 from dp_training import DataParallelOptions
+from hybrid_layout import HybridOptions
 from hybrid_rows import of_meshes
-from hybrid_training import HybridOptions
 from tp_megatron import MegatronOptions
 from tp_vocabulary import VocabularyOptions
 
@@ -97,7 +97,7 @@ def in_float32(x: Tensor, group: Group, *given: Any, **more: Any) -> Pending:
 def prove_meshes(rt: Runtime, *meshes: str) -> bool:
     """Return True if all rows of the proof table for these meshes hold."""
     ((_, rows),) = of_meshes(meshes).items()
-    return all(row.holds for row in hybrid_proof.prove(rt, rows, show=False))
+    return all(row.holds for row in hybrid_proof.prove_rows(rt, rows, show=False))
 
 
 SMALL: dict[str, Any] = dict(model="llama-nano", batch=4, sequence=12, steps=2)

@@ -20,12 +20,26 @@ using Megatron-LM", arXiv:2104.04473, section 3.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from common.comm.placement import TOKEN_AXES, sum_gradients, sum_tied_gradients
 from common.launch.runtime import Runtime
+from common.lesson.job import Job, total
 from common.lesson.runner import run
 
-from hybrid_training import HybridOptions, lesson
+from dp_zero import Zero
+from hybrid_experts import split
+from hybrid_initial import from_seed, materialise
+from hybrid_layout import HybridOptions
+from hybrid_model import between_stages, clip_gradients, make_groups
+from hybrid_training import lesson
+from pp_pipeline import Pipeline
+from pp_schedules import make_schedule
+from tp_megatron import tensor_parallel
 
 
 @dataclass
@@ -36,9 +50,38 @@ class Options(HybridOptions, without=("ep", "sp", "attention")):
     """Name of a model in common/models/configs.py."""
 
 
+def train(job: Job[Options]) -> Iterator[Tensor]:
+    """Train on pp, dp and tp; yield the loss of each global batch."""
+    model, mesh, o = job.model, job.mesh, job.options  # a plain model on "meta": shapes, no values
+    region = tensor_parallel(model, mesh.group("tp"), o.sequence_parallel, split) if o.tp > 1 else None
+    make_groups(model, mesh)  # on all ranks in one order, before they hold different parameters
+    schedule = make_schedule(o.schedule, o.pp, o.micro_batches, o.chunks)
+    between = between_stages(model, region)  # the shape of what one stage sends to the next
+    pipe = Pipeline(model, mesh, schedule, checkpointing=o.checkpointing, shape=between)  # chapter 02: layers
+    materialise(model, mesh, job.rt.device, from_seed(model, o.seed))  # values, of this rank's shards alone
+    layers, stages = list(model.layers.children()), list(pipe.stages.values())
+    zero = Zero(model, layers, mesh.group("dp"), o.zero, stages) if o.zero else None  # chapter 01
+    optimizer = job.optimizer(zero or model)  # SGD or AdamW: the runner's choice
+    parameters = [p for _, p in (zero or model).named_parameters()]
+    tokens = mesh.group(*TOKEN_AXES)  # the ranks that see different tokens
+    for batch in job.batches():  # samples of this rank's place along dp
+        count = batch.count_targets(tokens)  # of all ranks: an all-reduce of 8 bytes
+        optimizer.zero_grad()
+        with zero.no_sync() if zero and zero.stage == 1 else nullcontext():  # ZeRO-1 sends in finish()
+            loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forward and backward, by the schedule
+        if zero:
+            zero.finish()  # shards along dp have their sums
+        sum_gradients(parameters, mesh)  # over the axes along which tokens are split and the weight is whole
+        sum_tied_gradients(parameters)  # last, so that the holders of a tied head step with the same bits
+        if o.clip:
+            clip_gradients(parameters, mesh, o.clip)
+        optimizer.step()
+        yield total([loss_sum], tokens) / count
+
+
 def main(rt: Runtime, o: Options) -> bool:
     """Compare three dimensions with one device; with --benchmark only time them."""
-    return lesson(rt, o)
+    return lesson(rt, o, train)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,21 @@ with activation checkpointing, for layers without dropout.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import cast
 
-import torch
-
 from common.comm import Group, padded, sizes_of
-from common.comm.placement import gradient_axes
-from common.models.moe import MoE
-from common.models.transformer import Layer
+from common.comm.mesh import Mesh
+from common.comm.placement import TOKEN_AXES, gradient_axes
+from common.data.text import rank_slice
+from common.lesson.equality import Named
+from common.models.transformer import Layer, Transformer
 
-from hybrid_model import Hybrid, plain_layers
-from pp_stages import Stage
+from dp_zero import Zero
+from ep_moe import ExpertExchange
+from hybrid_layout import HybridOptions
 from sp_costs import copies
 from tp_megatron import SharedRows
 
@@ -42,31 +42,41 @@ def of_sum(group: Group, sent: int) -> Fraction:
 
 
 class StepBytes:
-    """Byte formula for one rank: `samples` per micro-batch, `sequence` tokens per sample."""
+    """Byte formula for one rank, after the calls that split `model`.
 
-    def __init__(self, hybrid: Hybrid, samples: Sequence[int], sequence: int, clip: int = 0) -> None:
-        self.hybrid, self.samples, self.clip = hybrid, samples, clip
-        self.gathers = True  # False in the first step of ZeRO 1 or 2: weights are still whole
-        self.size = next(hybrid.parameters()).element_size()
-        self.mesh, self.layout, self.config = hybrid.mesh, hybrid.layout, hybrid.config
-        self.tokens = sequence // self.mesh.shape["sp"]  # tokens per sample on this rank
+    owner: has the parameters that the optimizer updates: the model, or ZeRO's shards. clip: number of values
+    in the message of the gradient norm; 0 means no clipping.
+    """
+
+    def __init__(self, model: Transformer, owner: Named, mesh: Mesh, o: HybridOptions, clip: int = 0) -> None:
+        self.mesh, self.layout, self.config, self.clip = mesh, o, model.config, clip
+        self.parameters = [p for _, p in owner.named_parameters()]
+        self.zero = owner if isinstance(owner, Zero) else None
+        self.size = self.parameters[0].element_size()
+        places = mesh.group("dp", "ep")
+        lo, hi = rank_slice(o.batch, places.rank, places.size)
+        self.samples = sizes_of(hi - lo, o.micro_batches)
+        self.tokens = o.sequence // mesh.shape["sp"]  # tokens per sample on this rank
         self.times = 3 if self.layout.checkpointing else 2  # passes in which attention sends: F, B, F again
+        held = {int(name): cast(Layer, layer) for name, layer in model.layers.named_children()}
+        self.layers = list(held.values())
+        self.last = self.config.layers - 1 in held
+        self.ends = (0 in held) + self.last  # embeddings and heads on this rank
+        self.sides = 2 * sum(number - 1 not in held for number in held) - self.ends  # borders to other ranks
+        computes = [getattr(layer.mlp, "compute", None) for layer in self.layers]
+        self.exchanges = [compute for compute in computes if isinstance(compute, ExpertExchange)]
 
-    def all(self) -> Bytes:
-        """Return the bytes of a step by group name, without the groups in which this rank sends nothing."""
+    def all(self, first: bool = False) -> Bytes:
+        """Return the bytes of a step by group name, without the groups in which this rank sends nothing.
+
+        first: of the first step, in which ZeRO 1 and 2 gather no weights.
+        """
         total: Bytes = defaultdict(Fraction)
-        for part in (self.tensor, self.attention, self.experts, self.stages, self.gradients, self.shared):
-            for name, sent in part().items():
+        parts = (self.tensor(), self.attention(), self.experts(), self.stages(), self.gradients(first))
+        for part in (*parts, self.shared()):
+            for name, sent in part.items():
                 total[name] += sent
         return {name: sent for name, sent in total.items() if sent}
-
-    def layers(self) -> list[Layer]:
-        """List the Transformer layers of this rank."""
-        return [cast(Layer, layer) for stage in self.hybrid.stages for layer in plain_layers(stage.layers)]
-
-    def between(self, stages: Sequence[Stage]) -> int:
-        """Count the embeddings and heads that these stages hold."""
-        return sum(stage.first + stage.last for stage in stages)
 
     def tensor(self) -> Bytes:
         """Bytes along tp: regions, embedding, head, loss, and gradients of shared key and value weights."""
@@ -76,11 +86,11 @@ class StepBytes:
         sequence_parallel, batch = self.layout.sequence_parallel, sum(self.samples)
         length = padded(self.tokens, group.size) if sequence_parallel else self.tokens
         again = (3 if sequence_parallel else 2) if self.layout.checkpointing else 0
-        halves = (8 + again) * len(self.layers()) + 2 * self.between(self.hybrid.stages)
+        halves = (8 + again) * len(self.layers) + 2 * self.ends
         sent = Fraction((group.size - 1) * halves * batch * length * D * self.size, group.size)
-        if any(stage.last for stage in self.hybrid.stages):
+        if self.last:
             sent += of_sum(group, 3 * batch * self.tokens * self.size)
-        for layer in self.layers():
+        for layer in self.layers:
             for linear in (layer.attention.k_proj, layer.attention.v_proj):
                 if isinstance(linear, SharedRows):
                     numbers = sum(p.numel() for p in linear.parameters())
@@ -91,7 +101,7 @@ class StepBytes:
         """Bytes along sp: keys and values, round a ring or gathered; Ulysses: tokens to heads and back."""
         group, K = self.mesh.group("sp"), self.config.head_width
         n, sent = group.size, Fraction(0)
-        for layer in self.layers() if n > 1 else ():
+        for layer in self.layers if n > 1 else ():
             keys = layer.attention.k_proj
             k = (len(keys.rows) if isinstance(keys, SharedRows) else keys.weight.shape[0]) // K
             h = layer.attention.q_proj.weight.shape[0] // K
@@ -107,58 +117,48 @@ class StepBytes:
     def experts(self) -> Bytes:
         """Bytes along ep: rows to experts and results back, as in the last step, or for an even load."""
         group, c = self.mesh.group("ep"), self.config
-        if not self.hybrid.exchanges or group.size == 1:
+        if not self.exchanges:
             return {}
-        mixtures = sum(isinstance(layer.mlp, MoE) for layer in self.layers())
         counts = 8 * (c.experts - sizes_of(c.experts, group.size)[group.rank])
-        calls = len(self.samples) * mixtures * (2 if self.layout.checkpointing else 1)
+        calls = len(self.samples) * len(self.exchanges) * (2 if self.layout.checkpointing else 1)
         return {group.axis: calls * counts + self.times * self.rows() * c.width * self.size}
 
     def rows(self) -> Fraction:
         """Number of rows per step that this rank sends to other ranks' experts and receives for its own."""
         calls = len(self.samples) * (2 if self.layout.checkpointing else 1)
-        said = [e for e in self.hybrid.exchanges if e.rows_sent]
+        said = [e for e in self.exchanges if e.rows_sent]
         if said:
             moved = sum(sum(e.rows_sent[-calls:]) + sum(e.rows_received[-calls:]) for e in said)
             return Fraction(moved * len(self.samples), calls)
-        n, c = self.mesh.shape["ep"], self.config
-        mixtures = sum(isinstance(layer.mlp, MoE) for layer in self.layers())
-        tokens = sum(self.samples) * self.tokens
-        return Fraction(2 * mixtures * c.experts_per_token * tokens * (n - 1), n)
+        n, tokens = self.mesh.shape["ep"], sum(self.samples) * self.tokens
+        return Fraction(2 * len(self.exchanges) * self.config.experts_per_token * tokens * (n - 1), n)
 
     def stages(self) -> Bytes:
         """Bytes along pp: activations to the next stage, gradients to the previous, the loss, a tied head."""
-        group, owner = self.mesh.group("pp"), self.hybrid.pipe.schedule.owner
+        group, tp, D = self.mesh.group("pp"), self.mesh.group("tp"), self.config.width
         if group.size == 1:
             return {}
-        sides = sum(
-            owner[other] != group.rank
-            for stage in self.hybrid.stages
-            for other in (stage.number - 1, stage.number + 1)
-            if 0 <= other < len(owner)
-        )
-        parts = [torch.empty(batch, self.tokens, device="meta") for batch in self.samples]
-        numbers = sum(math.prod(self.hybrid.pipe.executor.shape(part)) for part in parts)
-        sent = of_sum(group, self.size) + sides * numbers * self.size
-        for p in self.hybrid.parameters():
+        length = sizes_of(self.tokens, tp.size)[tp.rank] if self.layout.sequence_parallel else self.tokens
+        sent = of_sum(group, self.size) + self.sides * sum(self.samples) * length * D * self.size
+        for p in self.parameters:
             if hasattr(p, "tied"):
                 sent += of_sum(p.tied, p.numel() * self.size)
         return {group.axis: sent}
 
-    def gradients(self) -> Bytes:
+    def gradients(self, first: bool) -> Bytes:
         """Bytes of the gradient sums, by the axes of the rule, and of ZeRO's messages along dp."""
         sent: Bytes = defaultdict(Fraction)
-        for p in self.hybrid.parameters():
+        for p in self.parameters:
             group = self.mesh.group(*gradient_axes(p))
             sent[group.axis] += of_sum(group, p.numel() * self.size)
-        if zero := self.hybrid.zero:
+        if zero := self.zero:
             group, M = self.mesh.group("dp"), len(self.samples)
             whole = [group.size * unit.share for unit in zero.units]
             outside = sum(
                 w for w, unit in zip(whole, zero.units, strict=True) if not self.in_layer(unit.parameters)
             )
             reduced = sum(whole) * (M if zero.stage > 1 else 1)
-            gathered = M * (2 * sum(whole) - outside) if zero.stage == 3 else sum(whole) * self.gathers
+            gathered = M * (2 * sum(whole) - outside) if zero.stage == 3 else sum(whole) * (not first)
             sent[group.axis] += Fraction((group.size - 1) * (reduced + gathered) * self.size, group.size)
             sent[group.axis] += of_sum(group, len(zero.names) * self.size)
         return sent
@@ -169,5 +169,5 @@ class StepBytes:
 
     def shared(self) -> Bytes:
         """Bytes of the number of targets (8) and of the loss; of the norm if gradients are clipped."""
-        tokens, world = self.hybrid.tokens, self.mesh.group("pp", "dp", "ep", "sp", "tp")
+        tokens, world = self.mesh.group(*TOKEN_AXES), self.mesh.group("pp", "dp", "ep", "sp", "tp")
         return {tokens.axis: of_sum(tokens, 8 + self.size), world.axis: of_sum(world, 8 * self.clip)}

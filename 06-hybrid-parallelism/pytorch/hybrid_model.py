@@ -7,6 +7,11 @@
     materialise          each rank makes its own shards
     Zero                 dp: weights, gradients, states
 
+    optimizer.zero_grad()
+    loss = hybrid.step(tokens_BS, targets_BS)      forward, backward, sums over ranks
+    hybrid.clip(1.0)
+    optimizer.step()
+
 A parameter carries its placement on the mesh (common/comm/placement.py), and the work after the backward pass
 follows from the placement: the gradient is summed over the axes along which tokens are split and the
 parameter is replicated; the parameter counts once in the norm. ZeRO's shards are placed along dp, so the same
@@ -21,61 +26,40 @@ Every mesh runs as a pipeline. Without pp it has one stage, whose schedule is fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from common.comm import sizes_of
+from common import comm
 from common.comm.mesh import AXES, Mesh
 from common.comm.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients, sum_tied_gradients
-from common.lesson.training import Version
+from common.data.text import rank_slice
+from common.errors import UsageError
+from common.models.dropout import Dropout
 from common.models.transformer import Transformer, TransformerConfig
 
 from dp_zero import Zero
 from ep_moe import ExpertExchange, expert_parallel
 from hybrid_experts import split
 from hybrid_initial import Whole, from_seed, materialise
+from hybrid_layout import Layout, check_batch, check_layout
 from pp_pipeline import Pipeline
 from pp_schedules import make_schedule
-from sp_sequence_parallel import ORDERS, Attention, sequence_parallel
+from sp_block import Kernel
+from sp_sequence_parallel import ORDERS, sequence_parallel
 from sp_split import longest_sequence, split_sequence
 from tp_megatron import Region, tensor_parallel
-
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Strategy options per axis. The mesh holds the axis sizes."""
-
-    schedule: Schedule = "1f1b"
-    micro_batches: int = 2
-    """Micro-batches into which a rank splits its samples."""
-    chunks: int = 2
-    """Stages per rank if the schedule is interleaved."""
-    attention: Attention = "zigzag"
-    """Algorithm of attention across the ranks along sp."""
-    sequence_parallel: bool = False
-    """Megatron's sequence parallelism: between the regions each rank along tp holds a slice of the tokens."""
-    zero: int = 0
-    """Stage of ZeRO along dp: 1 shards optimizer states, 2 also gradients, 3 also weights."""
-    checkpointing: bool = False
-    """Keep only the input of each layer, and recompute the layer in the backward pass."""
-    precision: torch.dtype | None = None
-    """Type in which products are computed; None means the type of the weights."""
 
 
 class Hybrid:
     """A Transformer on a mesh: this rank's part of it, and its training step.
 
+    owner: has the parameters that the optimizer updates: the model, or ZeRO's shards.
     whole(name, shape): values of the plain model's parameters; default: those of `seed`. Every rank of the
-    mesh constructs this object with the same arguments. Raises UsageError if the model does not divide;
-    hybrid_check.py checks that beforehand, for all axes.
+    mesh constructs this object with the same arguments. Raises UsageError before any rank waits if model,
+    mesh and layout do not fit together.
     """
 
     def __init__(
@@ -88,50 +72,37 @@ class Hybrid:
         seed: int = 0,
         whole: Whole | None = None,
     ) -> None:
-        self.config, self.mesh, self.layout = config, mesh, layout
+        if layout.precision == "bfloat16" and dtype == torch.float64:
+            raise UsageError("--precision bfloat16 leaves float64 as it is; give --dtype float32 with it")
+        check_layout(layout, config, mesh.shape)
         with torch.device("meta"):
             self.model = model = Transformer(config, seed, dtype)
-        shape, region, exchanges = mesh.shape, None, []
+        self.config, self.mesh, self.layout, shape = config, mesh, layout, mesh.shape
+        self.exchanges: list[ExpertExchange] = []
+        region = None
         if shape["tp"] > 1:
             region = tensor_parallel(model, mesh.group("tp"), layout.sequence_parallel, split)
         if shape["sp"] > 1:
-            kernel: Literal["library", "hand"] = "library" if device.type == "cpu" else "hand"
-            sequence_parallel(model, mesh.group("sp"), layout.attention, kernel)
+            sequence_parallel(model, mesh.group("sp"), layout.attention, ring_kernel(device))
         if shape["ep"] > 1 and config.experts:  # without experts ep is one more axis of samples
-            exchanges = expert_parallel(model, mesh.group("ep"))
-        self.exchanges: list[ExpertExchange] = exchanges
-        self._make_groups()
-        self.pipe = Pipeline(
-            model,
-            mesh,
-            make_schedule(layout.schedule, shape["pp"], layout.micro_batches, layout.chunks),
-            checkpointing=layout.checkpointing,
-            shape=partial(between_stages, width=config.width, region=region),
-        )
-        self.stages = list(self.pipe.stages.values())
+            self.exchanges = expert_parallel(model, mesh.group("ep"))
+        make_groups(model, mesh)
+        schedule = make_schedule(layout.schedule, shape["pp"], layout.micro_batches, layout.chunks)
+        between = between_stages(model, region)
+        self.pipe = Pipeline(model, mesh, schedule, checkpointing=layout.checkpointing, shape=between)
+        stages, layers = list(self.pipe.stages.values()), list(model.layers.children())
         materialise(model, mesh, device, whole or from_seed(model, seed))
-        if layout.precision:
-            for stage in self.stages:
-                stage.forward = torch.autocast(device.type, layout.precision)(stage.forward)  # type: ignore[method-assign]
-        self.zero: Zero | None = None
-        if layout.zero:
-            layers = [layer for stage in self.stages for layer in plain_layers(stage.layers)]
-            self.zero = Zero(model, layers, mesh.group("dp"), layout.zero, self.stages)
-
-    def _make_groups(self) -> None:
-        """Create all groups, in one order on all ranks, before the ranks keep different parameters."""
-        for axis in AXES:
-            self.mesh.group(axis)
-        self.tokens = self.mesh.group(*TOKEN_AXES)
-        self.samples = self.mesh.group("dp", "ep")
-        for p in self.model.parameters():
-            axes = gradient_axes(p)
-            self.mesh.group(*axes)
-            self.mesh.group(*(axis for axis in axes if axis != "dp"))
+        if layout.precision == "bfloat16":
+            for stage in stages:
+                stage.forward = torch.autocast(device.type, torch.bfloat16)(stage.forward)  # type: ignore[method-assign]
+        self.zero = Zero(model, layers, mesh.group("dp"), layout.zero, stages) if layout.zero else None
+        self.owner = self.zero or model
+        self.tokens, self.samples = mesh.group(*TOKEN_AXES), mesh.group("dp", "ep")
+        self.dropouts = [m for m in model.modules() if isinstance(m, Dropout) and m.p > 0]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters of this rank's optimizer, under the names of the plain model."""
-        return (self.zero or self.model).named_parameters()
+        return self.owner.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the same parameters without names."""
@@ -148,15 +119,33 @@ class Hybrid:
         order = ORDERS[self.layout.attention]
         return split_sequence(tokens_BS, targets_BS, group, order, longest_sequence(self.config))
 
-    def run(self, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]) -> Tensor:
-        """Run forward and backward of all micro-batches.
+    def step(self, tokens_BS: Tensor, targets_BS: Tensor, at: tuple[int, int] = (0, 0)) -> Tensor:
+        """Leave the gradients of the global batch; return its loss, the same on all ranks.
 
-        Returns the sum of this rank's losses, the same on all ranks along pp and tp.
+        tokens_BS, targets_BS: the samples of this rank's place along dp and ep, the same on all ranks along
+        pp, sp and tp. Places may have different numbers of samples, at least one per micro-batch. at: the
+        numbers of the step and of the first sample in the global batch, on which dropout depends. Raises
+        UsageError for too few samples, and for a sequence that the ranks or the model cannot take.
         """
+        (B, S), M = tokens_BS.shape, self.layout.micro_batches
+        check_batch(self.layout, self.config, self.mesh.shape, B * self.samples.size, S)
+        cuts = [rank_slice(B, m, M) for m in range(M)]
+        parts = [self.split(tokens_BS[lo:hi], targets_BS[lo:hi]) for lo, hi in cuts]
+        targets = torch.stack([targets_Bs.ne(-100).sum() for *_, targets_Bs in parts]).sum()
+        comm.all_reduce(targets, self.tokens)
+        count = targets.item()
+
+        def begin(m: int) -> None:
+            for dropout in self.dropouts:
+                dropout.step, dropout.first_sample = at[0], at[1] + cuts[m][0]
+
         for exchange in self.exchanges:
             exchange.forget()
         with self.zero.no_sync() if self.zero and self.zero.stage == 1 else nullcontext():
-            return self.pipe.run(parts, scale, begin)
+            loss = self.pipe.run(parts, 1 / count, begin)
+        self.finish()
+        comm.all_reduce(loss, self.tokens)
+        return loss / count
 
     def finish(self) -> None:
         """Turn every gradient into that of the global batch, after the backward passes.
@@ -169,34 +158,49 @@ class Hybrid:
         sum_gradients(self.parameters(), self.mesh)
         sum_tied_gradients(self.parameters())
 
-    @torch.no_grad()
     def clip(self, largest: float, also: Tensor | None = None) -> Tensor:
-        """Scale the gradients so that their global norm is at most `largest`; return the norm before scaling.
-
-        As torch.nn.utils.clip_grad_norm_ on one device. also: see `gradient_norm`.
-        """
-        norm = gradient_norm(self.parameters(), self.mesh, also)
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        for p in self.parameters() if largest < math.inf else ():
-            if p.grad is not None:
-                p.grad *= factor.to(p.grad.dtype)
-        return norm
-
-    def version(self) -> Version:
-        """Return the interface that the training step of common/lesson/training.py drives."""
-        return Version(
-            self.model, finish=self.finish, owner=self, loss=self.model.loss, split=self.split, run=self.run
-        )
+        """Clip the gradients as `clip_gradients` does; return their norm before."""
+        return clip_gradients(self.parameters(), self.mesh, largest, also)
 
 
-def between_stages(tokens_BS: Tensor, width: int, region: Region | None) -> tuple[int, ...]:
-    """Return the shape of the activations between stages, [B, s, D]."""
-    batch, length = tokens_BS.shape
-    if region is not None and region.sequence_parallel:
-        length = sizes_of(length, region.group.size)[region.group.rank]
-    return batch, length, width
+def make_groups(model: nn.Module, mesh: Mesh) -> None:
+    """Create all groups, in one order on all ranks, before the ranks keep different parameters."""
+    for axes in (*((axis,) for axis in AXES), TOKEN_AXES, ("dp", "ep")):
+        mesh.group(*axes)
+    for p in model.parameters():
+        axes = gradient_axes(p)
+        mesh.group(*axes)
+        mesh.group(*(axis for axis in axes if axis != "dp"))  # of ZeRO's shards
 
 
-def plain_layers(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    """Iterate over the layers of a stage, without their checkpointing wrappers."""
-    return (getattr(layer, "layer", layer) for layer in layers)
+def ring_kernel(device: torch.device) -> Kernel:
+    """Return the kernel of ring attention on `device`, which a model on "meta" does not know."""
+    return "library" if device.type == "cpu" else "hand"
+
+
+def between_stages(model: Transformer, region: Region | None) -> Callable[[Tensor], tuple[int, ...]]:
+    """Return shape(tokens_Bs) of the activations between stages: [B, s, D], or a slice of s in Megatron's way."""
+
+    def shape(tokens_Bs: Tensor) -> tuple[int, ...]:
+        places_s = torch.arange(tokens_Bs.shape[1])
+        length = len(region.slice(places_s) if region else places_s)
+        return len(tokens_Bs), length, model.config.width
+
+    return shape
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[Tensor], mesh: Mesh, largest: float, also: Tensor | None = None
+) -> Tensor:
+    """Scale the gradients so that their global norm is at most `largest`; return the norm before scaling.
+
+    As torch.nn.utils.clip_grad_norm_ on one device. also: see `gradient_norm`.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, mesh, also)
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters if largest < math.inf else ():
+        if p.grad is not None:
+            p.grad *= factor.to(p.grad.dtype)
+    return norm

@@ -26,23 +26,14 @@ from common.launch.command_line import Checked, Count, Ranks, parse
 from common.launch.program import run_program
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, ULPS, Followed, follow, unequal_replicas, worst
+from common.lesson.equality import KINDS, OPTIMIZERS, ULPS, Followed, worst
 from common.lesson.measure import BenchmarkRecord
 from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, write_records
+from common.lesson.runner import write_records
 
-from hybrid_bytes import StepBytes
-from hybrid_rows import of_meshes, table
-from hybrid_training import (
-    Counted,
-    HybridOptions,
-    make_hybrid,
-    mesh_step,
-    name_of,
-    reference,
-    samples_of,
-    timed,
-)
+from hybrid_layout import HybridOptions
+from hybrid_rows import RowOptions, of_meshes, table
+from hybrid_training import benchmark, prove, reference, train
 
 HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "ulps", "equal")
 
@@ -54,7 +45,6 @@ class Row:
     options: HybridOptions
     proof: Proof
     """Proof rows, one per optimizer."""
-    bytes_agree: bool
     apart: list[str]
     """Parameters whose replicas differ between ranks."""
     seconds: float
@@ -68,7 +58,7 @@ class Row:
     @property
     def holds(self) -> bool:
         """True if numbers and bytes are equal, and replicas are equal to the bit."""
-        return self.proof.equal and self.bytes_agree and not self.apart
+        return self.proof.holds and not self.apart
 
 
 Key = tuple[str, int, float, str]  # model, batch, clip, optimizer
@@ -79,7 +69,7 @@ def key(o: HybridOptions, optimizer: str) -> Key:
     return o.model, o.batch, o.clip, optimizer
 
 
-def references(rt: Runtime, todo: list[HybridOptions]) -> dict[Key, Followed]:
+def references(rt: Runtime, todo: list[RowOptions]) -> dict[Key, Followed]:
     """Return the one-device runs for all rows; each rank computes some, and all ranks receive all."""
     wanted = {key(o, name): o for o in todo for name in OPTIMIZERS}
     mine = list(wanted)[rt.rank :: rt.world_size]
@@ -87,7 +77,7 @@ def references(rt: Runtime, todo: list[HybridOptions]) -> dict[Key, Followed]:
     return {k: followed for of_rank in comm.everyones(computed, rt.world) for k, followed in of_rank.items()}
 
 
-def prove(rt: Runtime, todo: list[HybridOptions], show: bool = True, time_too: bool = False) -> list[Row]:
+def prove_rows(rt: Runtime, todo: list[RowOptions], show: bool = True, time_too: bool = False) -> list[Row]:
     """Prove every row on the ranks of this world; with time_too add a record with the time of a step."""
     expected = references(rt, todo)
     proved = []
@@ -101,25 +91,16 @@ def prove(rt: Runtime, todo: list[HybridOptions], show: bool = True, time_too: b
 
 def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> Row:
     """Compare one mesh with one device."""
-    start, mesh, proof, agree = time.perf_counter(), o.mesh(rt), Proof(DTYPES[o.dtype]), True
-    apart: list[str] = []
-    for optimizer in OPTIMIZERS:
-        hybrid = make_hybrid(rt, o, mesh)
-        formula = StepBytes(hybrid, samples_of(o, hybrid), o.sequence, o.clip > 0)
-        run = Counted(mesh_step(hybrid, rt, o), formula)
-        followed = follow(hybrid, optimizer, o.steps, run, mesh)
-        name, one_device = name_of(o, mesh), expected[key(o, optimizer)]
-        proof.add(name, optimizer, one_device, followed, mesh, run.sent, run.by_formula)
-        agree &= all(comm.everyones(run.agree, rt.world))
-        apart += unequal_replicas(hybrid.named_parameters(), mesh)
+    start, mesh = time.perf_counter(), o.mesh(rt)
+    proof, apart, _ = prove(rt, o, mesh, train, lambda optimizer: expected[key(o, optimizer)])
     mesh.close()
-    return Row(o, proof, agree, apart, time.perf_counter() - start)
+    return Row(o, proof, apart, time.perf_counter() - start)
 
 
 def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
     """Return the record for --json: the row's verdict beside a timed step."""
     mesh = row.options.mesh(rt)
-    (record,) = timed(rt, replace(row.options, steps=1), mesh)
+    (record,) = benchmark(rt, replace(row.options, steps=1), mesh)
     mesh.close()
     return replace(row.proof.recorded([record])[0], equal=row.holds)
 
@@ -204,7 +185,7 @@ def main(o: ProofOptions) -> int:
     if o.write and (o.meshes or o.write.is_dir() or not o.write.absolute().parent.is_dir()):
         raise UsageError(f"--write {o.write}: give a file in a folder that is there, and no --meshes")
     write_records(o.json, [])  # fails now if the file cannot be written
-    work = partial(prove, time_too=o.json is not None)
+    work = partial(prove_rows, time_too=o.json is not None)
     print(" | ".join(HEADS), flush=True)
     proved: dict[int, list[Row]] = {}
     for n, of_n in todo.items():

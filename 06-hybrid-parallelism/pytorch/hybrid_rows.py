@@ -14,23 +14,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from common.comm import Group
-from common.comm.mesh import AXES, Mesh
+from common.comm.mesh import AXES
 from common.errors import UsageError
-from common.models.configs import CONFIGS, gpt2, llama, mixtral
+from common.models.configs import TransformerConfig, gpt2, llama, mixtral
 
-from hybrid_check import check
-from hybrid_training import HybridOptions
+from hybrid_layout import HybridOptions, check_batch, check_layout
 
 MODELS = {
-    "gpt2": gpt2(layers=4, width=32, heads=8, sequence=48),
-    "llama": llama(layers=4, width=32, heads=8, kv_heads=2, mlp_width=44, sequence=48),
-    "moe": mixtral(layers=4, width=32, heads=8, kv_heads=4, mlp_width=12, sequence=48, experts=8),
+    "proof-gpt2": gpt2(layers=4, width=32, heads=8, sequence=48),
+    "proof-llama": llama(layers=4, width=32, heads=8, kv_heads=2, mlp_width=44, sequence=48),
+    "proof-moe": mixtral(layers=4, width=32, heads=8, kv_heads=4, mlp_width=12, sequence=48, experts=8),
 }
-MODELS["gpt2-dropout"] = replace(MODELS["gpt2"], dropout=0.1)
-for name, shape in MODELS.items():
-    CONFIGS[f"proof-{name}"] = shape
-    CONFIGS[f"proof-{name}-deep"] = replace(shape, layers=8)
+MODELS["proof-gpt2-dropout"] = replace(MODELS["proof-gpt2"], dropout=0.1)
+MODELS |= {f"{name}-deep": replace(shape, layers=8) for name, shape in MODELS.items()}
 
 Shape = tuple[int, int, int, int, int]  # pp, dp, ep, sp, tp
 SAMPLE: dict[int, list[Shape]] = {
@@ -43,13 +39,21 @@ WORD = rf"(?:{'|'.join(AXES)})=[1-9]\d{{0,3}}|zero=[0-3]"
 MOST = 128  # ranks of a mesh at most: all of them start on this machine
 
 
+class RowOptions(HybridOptions):
+    """Options of a row, with one of MODELS."""
+
+    def model_config(self) -> TransformerConfig:
+        """Return the shape of the model."""
+        return MODELS[self.model]
+
+
 def ways(ranks: int) -> list[Shape]:
     """List all ways to write `ranks` as a product of five factors."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return [s for s in itertools.product(divisors, repeat=5) if math.prod(s) == ranks]  # type: ignore[misc]
 
 
-def options(shape: Shape, model: str, turn: int) -> HybridOptions:
+def options(shape: Shape, model: str, turn: int) -> RowOptions:
     """Return the row's options; the variants that the mesh allows take turns."""
     pp, dp, ep, sp, tp = shape
     checkpointing = turn % 3 == 2
@@ -59,7 +63,7 @@ def options(shape: Shape, model: str, turn: int) -> HybridOptions:
         ("1f1b", "zb-h1", "gpipe") if pp in (3, 8) else ("1f1b", "zb-v", "interleaved", "zb-h1", "gpipe")
     )
     attentions = ("zigzag", "ring", "allgather", *(("ulysses",) if 8 // tp % sp == 0 else ()))
-    return HybridOptions(
+    return RowOptions(
         model=f"proof-{model}-deep" if pp > 2 else f"proof-{model}",
         batch=max(18, 2 * dp * ep),
         sequence=48,
@@ -78,7 +82,7 @@ def options(shape: Shape, model: str, turn: int) -> HybridOptions:
     )
 
 
-def table(every: int = 1) -> dict[int, list[HybridOptions]]:
+def table(every: int = 1) -> dict[int, list[RowOptions]]:
     """Return all rows by the number of ranks, or one of `every`."""
     meshes = {8: ways(8), **SAMPLE}
     turns = itertools.count()
@@ -89,7 +93,7 @@ def table(every: int = 1) -> dict[int, list[HybridOptions]]:
     return {n: chosen for n, all_of_n in cases.items() if (chosen := all_of_n[::every])}
 
 
-def of_mesh(text: str) -> HybridOptions:
+def of_mesh(text: str) -> RowOptions:
     """Return the row of a mesh in words, `pp=2 dp=2 zero=1`. Raises UsageError for an invalid mesh."""
     words = text.split()
     wrong = [word for word in words if not re.fullmatch(WORD, word, re.ASCII)]
@@ -102,21 +106,22 @@ def of_mesh(text: str) -> HybridOptions:
     given: dict[str, Any] = {word.split("=")[0]: int(word.split("=")[1]) for word in words}
     if len(given) < len(words):
         raise UsageError(f"--meshes {text!r} says one of them twice")
-    pp, dp, ep, sp, tp = shape = tuple(given.get(axis, 1) for axis in AXES)
-    if (ranks := math.prod(shape)) > MOST:
+    shape = {axis: given.get(axis, 1) for axis in AXES}
+    if (ranks := math.prod(shape.values())) > MOST:
         raise UsageError(
             f"--meshes {text!r} has {ranks} ranks, and all would start here; give at most {MOST}"
         )
-    model = ("proof-moe" if ep > 1 else "proof-llama") + ("-deep" if pp > 2 else "")
-    o = HybridOptions(model=model, batch=max(18, 2 * dp * ep), sequence=48, steps=2, **{"dp": 1, **given})
-    on_paper = Mesh(Group("world", 0, ranks, tuple(range(ranks))), pp, dp, ep, sp, tp)
-    check(o.model_config(), on_paper, o.layout(), o.batch, o.sequence)
+    model = ("proof-moe" if shape["ep"] > 1 else "proof-llama") + ("-deep" if shape["pp"] > 2 else "")
+    batch = max(18, 2 * shape["dp"] * shape["ep"])
+    o = RowOptions(model=model, batch=batch, sequence=48, steps=2, **{"dp": 1, **given})
+    check_layout(o, o.model_config(), shape)
+    check_batch(o, o.model_config(), shape, o.batch, o.sequence)
     return o
 
 
-def of_meshes(texts: Iterable[str]) -> dict[int, list[HybridOptions]]:
+def of_meshes(texts: Iterable[str]) -> dict[int, list[RowOptions]]:
     """Return a row per mesh, by the number of its ranks. Raises UsageError."""
-    by_ranks: dict[int, list[HybridOptions]] = {}
+    by_ranks: dict[int, list[RowOptions]] = {}
     for row in map(of_mesh, texts):
         by_ranks.setdefault(math.prod(getattr(row, axis) for axis in AXES), []).append(row)
     return by_ranks

@@ -16,14 +16,14 @@ with ZeRO-2, which is equivalent to FSDP2 if that keeps weights from the forward
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -32,15 +32,16 @@ from common.errors import UsageError
 from common.launch.command_line import Count
 from common.launch.runtime import Runtime
 from common.lesson.comparison import report
-from common.lesson.equality import OPTIMIZERS, follow
+from common.lesson.equality import OPTIMIZERS, watch
+from common.lesson.job import Job, total
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, Version, make_model, training_step
-from common.models.transformer import Layer
+from common.lesson.training import make_model
+from common.models.transformer import Layer, Transformer
 
-from hybrid_check import check
 from hybrid_explain import title
-from hybrid_training import HybridOptions, reference, timed
+from hybrid_layout import HybridOptions
+from hybrid_training import benchmark, reference
 from pp_torch import InTorch
 from tp_dtensor import dtensor_parallel
 
@@ -61,49 +62,54 @@ class Options(
     """Name of a model in common/models/configs.py, dense and with an untied head."""
 
 
-def sharded(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> FSDPModule:
+def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Apply FSDP2 to every layer, then to the rest; weights stay whole until the backward pass ends."""
-    for layer in layers:
+    for layer in [m for m in module.modules() if isinstance(m, Layer)]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    whole = fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    assert isinstance(whole, FSDPModule)
-    return whole
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    return module
 
 
-def make_torch(rt: Runtime, o: Options, mesh: Mesh) -> Version:
-    """Apply torch's tensor, data and pipeline parallelism on one mesh of devices."""
-    model, shape = make_model(o, rt.device), (mesh.shape["pp"], mesh.shape["dp"], mesh.shape["tp"])
-    devices = init_device_mesh(rt.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    if shape[2] > 1:
+def accumulate(
+    model: Transformer, parts: list[tuple[Tensor, ...]], scale: float, begin: Callable[[int], None]
+) -> Tensor:
+    """Run forward and backward of one micro-batch after the other; FSDP sums gradients with the last."""
+    losses = []
+    for i, (tokens_BS, targets_BS) in enumerate(parts):
+        begin(i)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(i == len(parts) - 1)
+        loss, _ = model.loss(model(tokens_BS), targets_BS)
+        (loss * scale).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def train(job: Job[Options]) -> Iterator[Tensor]:
+    """Train with torch's tensor, data and pipeline parallelism; yield the loss of each global batch."""
+    model, mesh, o, device = job.model, job.mesh, job.options, job.rt.device
+    shape, dp = (mesh.shape["pp"], mesh.shape["dp"], mesh.shape["tp"]), mesh.group("dp")
+    devices = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    if o.tp > 1:
         dtensor_parallel(model, devices["tp"])
-
-    def wrap(stage: nn.Module) -> nn.Module:
-        if shape[1] > 1:
-            sharded(stage, (m for m in stage.modules() if isinstance(m, Layer)), devices["dp"])
-        return stage
-
-    if shape[0] > 1:
-        samples = o.batch // shape[1]
-        pipe = InTorch("torch-1f1b", model, mesh, rt.device, o, samples // o.micro_batches, wrap)
-        return Version(model, run=pipe.run, loss=model.loss, averages=shape[1] > 1)
-    wrap(model)
-    return Version(model, partial(accumulating, model), loss=model.loss, averages=shape[1] > 1)
-
-
-@contextmanager
-def accumulating(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients inside the block without synchronising them."""
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
+    wrap = partial(shard, mesh=devices["dp"]) if dp.size > 1 else lambda module: module
+    if o.pp > 1:
+        B = o.batch // dp.size // o.micro_batches
+        forward_backward = InTorch("torch-1f1b", model, mesh, device, o, B, wrap).run
+    else:
+        wrap(model)
+        forward_backward = partial(accumulate, model)
+    optimizer = job.optimizer(model)
+    for batch in job.batches():
+        count = batch.count_targets(dp)
+        optimizer.zero_grad()
+        loss_sum = forward_backward(batch.parts, dp.size / count, batch.begin)  # FSDP averages over dp
+        optimizer.step()
+        yield total([loss_sum], dp) / count
 
 
 def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
     """Check that torch's parts can run these options. Raises UsageError."""
-    check(o.model_config(), mesh, o.layout(), o.batch, o.sequence)
     c, tp = o.model_config(), mesh.shape["tp"]
     if rt.world_size == 1:
         raise UsageError("torch's parts need a process group: start at least 2 ranks")
@@ -130,22 +136,19 @@ def main(rt: Runtime, o: Options) -> bool:
     mesh, out = o.mesh(rt), console(rt)
     refuse(rt, o, mesh)
     zero: Literal[0, 1, 2] = 0 if mesh.shape["dp"] == 1 else 1 if mesh.shape["pp"] > 1 else 2
-    o = replace(o, zero=o.zero or zero)
+    o, torchs = replace(o, zero=o.zero or zero), f"{title(mesh)}, torch"
     if o.benchmark:
-        report(rt, o, timed(rt, o, mesh, {f"{title(mesh)}, torch": make_torch(rt, o, mesh)}))
+        report(rt, o, benchmark(rt, o, mesh, {torchs: train}))
         return True
     # full_tensor, which only the comparison calls, warns that it takes two messages where one would do
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    proof, torchs = Proof(DTYPES[o.dtype]), f"{title(mesh)}, torch"
-    dp = mesh.group("dp")
-    for optimizer in OPTIMIZERS:
-        version = make_torch(rt, o, mesh)
-        step = training_step(version, Batches(o, dp, rt.device), dp)
-        found = follow(version.model, optimizer, o.steps, step, mesh)
+    proof = Proof(DTYPES[o.dtype])
+    for optimizer, make in OPTIMIZERS.items():
+        job = Job(rt, o, torchs, make_model(o, rt.device), mesh, "dp", make, o.steps)
+        found = watch(train(job), job, mesh)
         proof.add(torchs, optimizer, reference(rt, o, optimizer), found, mesh, None, Fraction(0))
     out.print(proof.tables(f"{title(mesh)} of torch, {o.model}, {o.dtype}, {o.steps} steps"))
-    records = timed(rt, replace(o, steps=5), mesh, {torchs: make_torch(rt, o, mesh)})
-    report(rt, o, proof.recorded(records))
+    report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5), mesh, {torchs: train})))
     out.print(proof.sentence())
     return proof.holds
 

@@ -65,6 +65,12 @@ class Shuffled(Batches):
         o, first = self.options, step * self.options.batch
         return lm_samples(self.text.train, samples_at(o.seed, self.held, first + lo, first + hi), o.sequence)
 
+    def mine(self, step: int) -> tuple[Tensor, Tensor, int]:
+        """Return this rank's samples of the step, (tokens_BS, targets_BS), and the number of the first of them."""
+        lo, hi = rank_slice(self.options.batch, self.group.rank, self.group.size)
+        tokens_BS, targets_BS = self.take(step, lo, hi)
+        return tokens_BS.to(self.device), targets_BS.to(self.device), lo
+
     @property
     def evaluated(self) -> int:
         """Number of samples in an evaluation: `--evaluation`, or fewer if the validation text is short."""

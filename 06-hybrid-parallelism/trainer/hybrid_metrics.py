@@ -64,7 +64,7 @@ class Meter:
 def measured_peak(rt: Runtime, o: TrainOptions) -> float:
     """Measure operations per second of all ranks together, in products of square matrices."""
     cuda = rt.device.type == "cuda"
-    dtype = o.layout().precision or DTYPES[o.dtype]
+    dtype = torch.bfloat16 if o.precision == "bfloat16" else DTYPES[o.dtype]
     n = 4096 if cuda else 512
     a = torch.ones(n, n, dtype=dtype, device=rt.device)
     a @ a

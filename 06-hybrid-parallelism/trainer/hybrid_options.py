@@ -26,7 +26,7 @@ from common.launch.command_line import Count, Size, Within, check_folder
 from common.models.huggingface import read_config
 from common.models.transformer import TransformerConfig
 
-from hybrid_training import HybridOptions
+from hybrid_layout import HybridOptions
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 

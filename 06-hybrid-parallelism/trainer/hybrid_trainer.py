@@ -28,12 +28,10 @@ from common.comm import blocked_in
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, console
-from common.lesson.training import training_step
 from common.models.huggingface import model_type, read_weights
 from common.utils.profiler import profile
 
 from hybrid_bytes import StepBytes
-from hybrid_check import check
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
 from hybrid_data import Shuffled
 from hybrid_evaluate import validation_loss
@@ -46,7 +44,6 @@ from hybrid_model import Hybrid
 from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
 from hybrid_signals import Signals
-from hybrid_training import samples_of
 
 
 class Trainer:
@@ -56,7 +53,6 @@ class Trainer:
         self.rt, self.o, self.hybrid = rt, o, hybrid
         self.batches = Shuffled(o, hybrid.samples, rt.device)
         self.optimizer = make_optimizer(hybrid, o)
-        self.backward = training_step(hybrid.version(), self.batches, hybrid.tokens)
         self.checkpoints = (
             Checkpoints(o.checkpoints, hybrid.mesh, o.keep, o.asynchronous) if o.checkpoints else None
         )
@@ -161,7 +157,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, o)
         self.optimizer.zero_grad()
-        loss = self.backward(self.step).item()
+        tokens_BS, targets_BS, first = self.batches.mine(self.step)
+        loss = self.hybrid.step(tokens_BS, targets_BS, at=(self.step, first)).item()
         told = [self.signals.stop, self.signals.trace, not math.isfinite(loss)]
         self.signals.trace = False
         sums = torch.tensor(told, dtype=torch.float64, device=self.rt.device)
@@ -249,17 +246,13 @@ class Trainer:
 def make(rt: Runtime, o: TrainOptions) -> Hybrid:
     """Make this rank's part of the model, and explain it with --explain. Raises UsageError for bad input."""
     o.check()
-    mesh = o.mesh(rt)
-    config = o.model_config()
-    check(config, mesh, o.layout(), o.batch, o.sequence)
+    mesh, config = o.mesh(rt), o.model_config()
     if o.export:
         model_type(config)  # fails now, not at the end
     whole = read_weights(o.init, config) if o.init else None
-    hybrid = Hybrid(config, mesh, o.layout(), rt.device, DTYPES[o.dtype], o.seed, whole)
+    hybrid = Hybrid(config, mesh, o, rt.device, DTYPES[o.dtype], o.seed, whole)
     if o.explain:
-        formula = StepBytes(
-            hybrid, samples_of(o, hybrid), o.sequence, clip=4
-        )  # three flags are summed with the norm
+        formula = StepBytes(hybrid.model, hybrid.owner, mesh, o, clip=4)  # the norm, and three flags
         console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
     return hybrid
 

@@ -21,11 +21,12 @@ from common import comm
 from common.comm import Group
 from common.comm.ledger import Ledger
 from common.launch.runtime import Runtime, runtime
-from common.lesson.training import Batches, whole_step
+from common.lesson.training import timed_adamw
 from common.models.configs import CONFIGS, gpt2, mixtral
 
 import dp_libtorch
-from hybrid_training import HybridOptions, make_hybrid
+from hybrid_layout import HybridOptions
+from hybrid_training import make_job, train
 
 CONFIGS["wire"] = gpt2(layers=4, width=64, heads=4, sequence=64)
 CONFIGS["wire-experts"] = mixtral(
@@ -76,11 +77,11 @@ def calls(g: Group) -> dict[str, Callable[[], object]]:
 
 
 def two_steps(rt: Runtime, given: dict[str, Any]) -> Callable[[], object]:
-    """Return a call that trains two steps, since ZeRO-1 gathers nothing in the first."""
+    """Return a call that trains two steps, after one that makes the groups and in which ZeRO-1 gathers nothing."""
     o = HybridOptions(**{"model": "wire", "dp": 1, "batch": 8, "sequence": 64, "micro_batches": 1, **given})
-    hybrid = make_hybrid(rt, o, o.mesh(rt))
-    step = whole_step(hybrid.version(), Batches(o, hybrid.samples, rt.device), hybrid.tokens)
-    return lambda: (step(), step())
+    run = train(make_job(rt, o, o.mesh(rt), timed_adamw))
+    next(run)
+    return lambda: (next(run), next(run))
 
 
 def step_in_libtorch(rt: Runtime, kind: Any) -> tuple[Callable[[], object], Callable[[], float]]:
