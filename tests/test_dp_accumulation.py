@@ -12,6 +12,7 @@ import pytest
 import torch
 from beside_one_device import alone, here, on_ranks
 from mpi.launch import refused
+from steps import Version, training_step
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -20,7 +21,7 @@ from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare
-from common.lesson.training import Version, make_model, training_step
+from common.lesson.training import make_model
 
 from dp_accumulation import (
     LESSON,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_models import Branches
+from steps import Version, whole_step
 from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,7 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS, compare, follow, unequal_replicas
 from common.lesson.job import Job
-from common.lesson.training import Batches, Version, make_model, timed_adamw, whole_step
+from common.lesson.training import Batches, make_model, timed_adamw
 from common.utils.memory import peak_allocated
 
 import dp_fsdp

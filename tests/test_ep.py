@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from beside_one_device import compared
+from steps import Version, training_step
 from torch import Tensor
 
 from common.comm import Group, Pending, sizes_of
@@ -19,7 +20,7 @@ from common.errors import RankError, UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import KINDS, OPTIMIZERS, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, config, mixtral, switch
 from common.models.moe import Experts
 from common.models.transformer import Transformer

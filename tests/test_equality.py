@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 import torch
+from steps import Version, training_step
 from torch import Tensor
 
 from common.comm import Group
@@ -38,7 +39,7 @@ from common.lesson.equality import (
 from common.lesson.job import Job
 from common.lesson.measure import BenchmarkRecord
 from common.lesson.proof import Proof
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 
 import dp_basic
 import pp_1f1b
@@ -177,7 +178,7 @@ def two_versions(
     rt: Runtime,
 ) -> tuple[list[tuple[str, bool | None, float | None, dict[str, float] | None]], str]:
     """Return the results and closing sentence for a right version, a wrong one, and one without a row."""
-    mesh, proof = Mesh(rt.world, dp=1), Proof(torch.float64)
+    proof = Proof(Mesh(rt.world, dp=1), torch.float64)
     reference = with_units(weights_followed)
 
     def off(model: Weights) -> None:
@@ -185,9 +186,7 @@ def two_versions(
 
     for version, mistake in (("right", lambda model: None), ("off", off)):
         for optimizer in OPTIMIZERS:
-            proof.add(
-                version, optimizer, reference, weights_followed(unmoved, mistake), mesh, None, Fraction(0)
-            )
+            proof.add(version, optimizer, reference, weights_followed(unmoved, mistake), None, Fraction(0))
     records = [
         BenchmarkRecord(*(["dp", name, "pytorch"] + [None] * 13)) for name in ("right", "off", "other")
     ]  # type: ignore[arg-type]

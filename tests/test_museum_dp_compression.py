@@ -11,6 +11,7 @@ import pytest
 import torch
 from beside_one_device import here
 from museum import UNSEEN, show
+from steps import Version, training_step
 
 from common import comm
 from common.comm import Group
@@ -20,7 +21,7 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow, watch
 from common.lesson.job import Job
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, gpt2
 from common.models.transformer import cross_entropy_sum
 

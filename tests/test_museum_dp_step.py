@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from museum import UNSEEN, show
+from steps import Version, training_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -28,7 +29,7 @@ from common.data.text import lm_samples, rank_slice
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS, Difference, Followed, Wrap, compare, follow, plain
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 
 from dp_accumulation import (
     EpochBatches,

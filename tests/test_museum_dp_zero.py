@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from museum import UNSEEN, show
+from steps import Version, training_step
 from torch import Tensor
 
 from common.comm import Group
@@ -19,7 +20,7 @@ from common.comm.placement import gradient_norm
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 
 from dp_training import DataParallelOptions
 from dp_unit import Unit

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from museum import Found, is_right, visit_all
+from steps import Run, Version, training_step
 from torch import Tensor
 
 from common import comm
@@ -23,7 +24,7 @@ from common.comm.mesh import Mesh
 from common.comm.placement import placement, sum_gradients
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, compare, follow
-from common.lesson.training import Batches, Run, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models import moe as plain_moe
 from common.models.configs import CONFIGS, mixtral
 from common.models.moe import MoE, Routing, combine, pick

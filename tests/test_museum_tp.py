@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from museum import Found, is_right, visit_all
+from steps import Version, training_step
 from torch import Tensor
 
 from common import comm
@@ -25,7 +26,7 @@ from common.comm.mesh import Mesh
 from common.comm.placement import gradient_norm, sum_gradients
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, llama
 from common.models.transformer import Transformer
 

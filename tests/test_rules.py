@@ -311,3 +311,24 @@ def test_a_machine_path_is_caught() -> None:
     assert machine_paths("see /" + "home/ada/data")
     assert machine_paths(f"cd {ROOT}")
     assert not machine_paths("~/data /usr/bin/env docs/home/index.md")
+
+
+def parameters_of(source: str) -> dict[str, int]:
+    """Return the number of parameters of every function, without self and cls."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return {
+        f.name: sum(
+            a.arg not in ("self", "cls") for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)
+        )
+        for f in functions
+    }
+
+
+def test_the_harness_has_few_parameters() -> None:
+    assert parameters_of("def f(self, a, /, b, *, c=1): ...") == {"f": 3}
+    found = {
+        (path.name, name): count
+        for path in tracked("common/lesson/*.py")
+        for name, count in parameters_of(path.read_text()).items()
+    }
+    assert [key for key, count in found.items() if count > 6] == []

@@ -10,6 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 from mpi.launch import refused
+from steps import Version, training_step
 from torch import Tensor
 
 from common import comm
@@ -23,7 +24,7 @@ from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
 from common.lesson.equality import OPTIMIZERS, TOLERANCE, Difference, Followed, compare, follow, watch
 from common.lesson.job import Job
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models import configs
 from common.models.transformer import attend
 

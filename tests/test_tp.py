@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from beside_one_device import on_ranks
+from steps import Version, training_step
 from torch import nn
 
 from common.comm import Group, sizes_of
@@ -16,7 +17,7 @@ from common.errors import RankError, UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.lesson.training import Batches, Version, make_model, training_step
+from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, gpt2, llama
 from common.models.transformer import cross_entropy_sum
 from common.utils.memory import peak_allocated

@@ -111,7 +111,8 @@ def prove(
 
     memoryless: the training loop of our versions without their memory.
     """
-    mesh, proof, same = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype]), True
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    proof, same = Proof(mesh, DTYPES[o.dtype]), True
     whole = replace(o, k=1.0, rank=max(p.shape[0] for p in make_model(o, rt.device).parameters()))
     cases = [(name, name, o) for name in o.versions]
     cases += [(f"{name}, all", name, whole) for name in o.versions if name in ("top-k", "powersgd")]
@@ -127,7 +128,7 @@ def prove(
             same = same and same_on_all_ranks(followed, rt.world)
             counted = None if name.startswith("torch") else ledger.bytes()
             formula = lesson.bytes_of_run(name, make_model(o, rt.device), rt.world, given)
-            proof.add(label, optimizer, references[simulated], followed, mesh, counted, formula)
+            proof.add(label, optimizer, references[simulated], followed, counted, formula)
     out = console(rt)
     out.print(proof.tables(f"{rt.world_size} ranks, {o.model}, {o.dtype}, {o.steps} steps"))
     out.print(bytes_table(rt, o, lesson))

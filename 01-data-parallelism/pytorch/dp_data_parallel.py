@@ -194,7 +194,8 @@ def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed
 
 def prove(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality with one device; print bytes and logits by rank; time beside dp_basic.py."""
-    n, mesh, proof = rt.world_size, Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
+    n = rt.world_size
+    proof = Proof(Mesh(rt.world, dp=n), DTYPES[o.dtype])
     agree = True
     for optimizer in OPTIMIZERS:
         followed, one, ledger = train(rt, o, optimizer)
@@ -206,9 +207,9 @@ def prove(rt: Runtime, o: DataParallelOptions) -> bool:
         formula = [o.steps * x for x, _ in bytes_by_rank(one.model, o, n)]
         agree &= sent == formula
         means = Fraction(sum(sent), n), Fraction(sum(formula), n)
-        proof.add("one process", optimizer, reference, followed, mesh, *means)
+        proof.add("one process", optimizer, reference, followed, *means)
         library = alone(rt, o, optimizer, train_library)
-        proof.add("nn.DataParallel", optimizer, reference, library, mesh, None, Fraction(0))
+        proof.add("nn.DataParallel", optimizer, reference, library, None, Fraction(0))
     out = console(rt)
     out.print(proof.tables(f"{n} rank(s), {o.model}, {o.dtype}, {o.steps} steps"))
     table = Table(title="by rank, bytes: a step, and logits held at once", title_justify="left")
@@ -248,7 +249,7 @@ def benchmark(rt: Runtime, o: DataParallelOptions) -> list[BenchmarkRecord]:
         "one process": bytes_by_rank(model, o, rt.world_size)[rt.rank][0],
         "bucketed": basic_step("bucketed", model, rt.world, o),
     }
-    return records(rt, replace(o, scaling="strong"), measured, model, formula)
+    return records(rt, replace(o, scaling="strong"), measured, formula)
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:

@@ -98,7 +98,8 @@ Runs = dict[str, dict[str, Followed]]  # optimizer: version: its results
 
 def prove(rt: Runtime, o: MLPOptions) -> bool:
     """Train every version with SGD and AdamW; compare each with one device and with every other version."""
-    mesh, proof = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype])
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    proof = Proof(mesh, DTYPES[o.dtype])
     runs: Runs = {optimizer: {} for optimizer in OPTIMIZERS}
     for optimizer in OPTIMIZERS:
         reference = on_one_device(optimizer, rt, o)
@@ -106,7 +107,7 @@ def prove(rt: Runtime, o: MLPOptions) -> bool:
             followed, counted = train(name, optimizer, rt, o)
             unseen = name in INSIDE_MPI and rt.world_size > 1
             sent, formula = None if unseen else counted, bytes_by_formula(name, rt.world, o)
-            proof.add(name, optimizer, reference, followed, mesh, sent, formula)
+            proof.add(name, optimizer, reference, followed, sent, formula)
             runs[optimizer][name] = followed
     table, largest = between(runs, o.versions, mesh)
     limit = 100 * TOLERANCE[proof.dtype]

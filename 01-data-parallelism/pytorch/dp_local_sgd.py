@@ -175,7 +175,8 @@ def bytes_formula(model: nn.Module, group: Group, o: LocalOptions, counts: bool 
 
 def prove(rt: Runtime, o: LocalOptions) -> bool:
     """Compare each version with n replicas on one device, and SGD with H = 1 with plain training."""
-    mesh, proof, every_step = Mesh(rt.world, dp=rt.world_size), Proof(DTYPES[o.dtype]), replace(o, every=1)
+    every_step = replace(o, every=1)
+    proof = Proof(Mesh(rt.world, dp=rt.world_size), DTYPES[o.dtype])
 
     def plain(start: Start) -> Followed:
         model, whole = start(make_model(o, rt.device)), replace(o, micro_batches=1)
@@ -185,7 +186,7 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
     model = make_model(o, rt.device)
     seen, targets, _, counted = on_ranks("local-sgd", "sgd", rt, every_step)
     mean, formula = mean_of_replicas(seen, targets, rt.world), bytes_formula(model, rt.world, every_step)
-    proof.add("H = 1: plain", "sgd", with_units(plain), mean, mesh, counted, formula)
+    proof.add("H = 1: plain", "sgd", with_units(plain), mean, counted, formula)
     # torch's averager has no weights, so it gets equal parts, of sequences too short to be padded
     even = replace(o, batch=max(1, o.batch // rt.world_size) * rt.world_size, sequence=min(o.sequence, 3))
     for optimizer in OPTIMIZERS:
@@ -193,7 +194,7 @@ def prove(rt: Runtime, o: LocalOptions) -> bool:
             given = even if name == "torch" else o
             seen, _, _, sent = on_ranks(name, optimizer, rt, given)
             formula = bytes_formula(model, rt.world, o, counts=name != "torch")
-            proof.add(name, optimizer, simulated(name, optimizer, rt, given), seen, mesh, sent, formula)
+            proof.add(name, optimizer, simulated(name, optimizer, rt, given), seen, sent, formula)
     out = console(rt)
     out.print(
         proof.tables(
@@ -220,7 +221,7 @@ def timed(rt: Runtime, o: LocalOptions) -> list[BenchmarkRecord]:
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
     formula = dict.fromkeys(measured, bytes_of_meeting(model, rt.world) / o.every)
     formula["every-step"] = bytes_of_step(model, rt.world)
-    return records(rt, o, measured, model, formula, steps=o.every)
+    return records(rt, o, {name: m.per_step(o.every) for name, m in measured.items()}, formula)
 
 
 def take(run: Iterator[Tensor], steps: int) -> None:

@@ -227,7 +227,6 @@ def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
     return [
         record(
             rt,
-            "dp",
             name,
             factors,
             measured[name],

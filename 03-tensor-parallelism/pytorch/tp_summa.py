@@ -183,6 +183,7 @@ def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
     """Time in turn each product, its local part without messages (the ceiling), DTensor, one rank."""
     blocks = Blocks(o.shape, grid)
     factors = Product(o.shape, o.dtype, o.seed, rt.device)
+    factors.axis = "tp"
     cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
     if rt.rank == 0:
         a_MK, b_KJ = factors.tensor("A"), factors.tensor("B")
@@ -213,7 +214,7 @@ def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
     for name, method in methods.items():
         apart = factors.apart("C", results[name](), *blocks.place("C"), rt.world, at_most=4)
         formula = float(bytes_by_formula(method, a.element_size())[0])
-        records.append(record(rt, "tp", name, factors, measured[name], formula, apart))
+        records.append(record(rt, name, factors, measured[name], formula, apart))
     return records
 
 

@@ -142,11 +142,11 @@ def main(rt: Runtime, o: Options) -> bool:
         return True
     # full_tensor, which only the comparison calls, warns that it takes two messages where one would do
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    proof = Proof(DTYPES[o.dtype])
+    proof = Proof(mesh, DTYPES[o.dtype])
     for optimizer, make in OPTIMIZERS.items():
         job = Job(rt, o, torchs, make_model(o, rt.device), mesh, "dp", make, o.steps)
         found = watch(train(job), job, mesh)
-        proof.add(torchs, optimizer, reference(rt, o, optimizer), found, mesh, None, Fraction(0))
+        proof.add(torchs, optimizer, reference(rt, o, optimizer), found, None, Fraction(0))
     out.print(proof.tables(f"{title(mesh)} of torch, {o.model}, {o.dtype}, {o.steps} steps"))
     report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5), mesh, {torchs: train})))
     out.print(proof.sentence())

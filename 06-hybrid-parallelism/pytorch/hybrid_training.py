@@ -149,11 +149,11 @@ def prove(
     expected: the run on one device with an optimizer of that name. Returns the proof, the names of parameters
     whose replicas differ between ranks, and the last run.
     """
-    proof, apart = Proof(DTYPES[o.dtype]), list[str]()
+    proof, apart = Proof(mesh, DTYPES[o.dtype]), list[str]()
     for optimizer, make in OPTIMIZERS.items():
         job = make_job(rt, o, mesh, make, o.steps)
         found = watch(job.count(loop(job)), job, mesh)
-        proof.add(job.version, optimizer, expected(optimizer), found, mesh, job.sent, job.by_formula)
+        proof.add(job.version, optimizer, expected(optimizer), found, job.sent, job.by_formula)
         proof.elsewhere &= all(comm.everyones(job.agree, rt.world))
         assert job.owner is not None
         apart += unequal_replicas(job.owner.named_parameters(), mesh)
@@ -211,4 +211,4 @@ def benchmark(
         cases[name] = partial(next, loop(job))
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
     middle = statistics.median(sent[-o.steps :])
-    return records(rt, o, measured, shape_of(o), dict.fromkeys(cases, middle), beside or (), axis="hybrid")
+    return records(rt, o, measured, dict.fromkeys(cases, middle), beside or (), "hybrid")

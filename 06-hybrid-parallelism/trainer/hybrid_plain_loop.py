@@ -90,7 +90,7 @@ def main(rt: Runtime, o: Options) -> bool:
         trainer.meter = Meter(rt, o)
         measured = in_turn(cases, timed, rt.world, WARM_UP, rt.device.type)
     difference = largest(dict(model.named_parameters()), dict(trainer.hybrid.named_parameters()), "")
-    report(rt, o, records(rt, o, measured, shape_of(o), dict.fromkeys(cases, 0), axis="hybrid"))
+    report(rt, o, records(rt, o, measured, dict.fromkeys(cases, 0), axis="hybrid"))
     out, equal = console(rt), difference.value <= TOLERANCE[DTYPES[o.dtype]]
     ratio = measured["trainer"].median / measured["plain loop"].median
     out.print(

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from common import comm
 from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
-from common.comm.placement import TOKEN_AXES
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, watch, with_units
@@ -31,15 +30,11 @@ from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memor
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console, write_records
 from common.lesson.training import (
-    Batches,
     TrainingOptions,
-    Version,
     make_model,
     shape_of,
     timed_adamw,
-    training_step,
 )
-from common.models.transformer import Transformer
 from common.utils.visualizer import figure, throughput_bars
 
 Formula = Callable[[str, nn.Module, Group, Any], Fraction]  # version, model, group, the lesson's options
@@ -70,29 +65,6 @@ class Lesson:
         return o.steps * (self.step_bytes(name, model, group, o) + norm)
 
 
-def by_version(make_version: Callable[..., Version], make_batches: Callable[..., Batches] = Batches) -> Train:
-    """Return the training loop of the versions that make_version(name, model, rt, o) describes."""
-
-    def train(job: Job[Any]) -> Iterator[Tensor]:
-        tokens = split_tokens(job.rt, job.axis) if job.mesh.world.size > 1 else Group.alone()
-        version = make_version(job.version, job.model, job.rt, job.options)
-        job.make_optimizer = partial(version.wrap, job.make_optimizer)
-        optimizer = job.optimizer(version.owner or job.model)
-        step = training_step(version, make_batches(job.options, tokens, job.rt.device), tokens)
-        for t in job.numbers():
-            optimizer.zero_grad()
-            loss = step(t)
-            optimizer.step()
-            yield loss
-
-    return train
-
-
-def split_tokens(rt: Runtime, axis: str) -> Group:
-    """Return the ranks that see different tokens when all of the world lies along `axis`."""
-    return rt.world if axis in TOKEN_AXES else Group.alone()
-
-
 def benchmark(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> list[BenchmarkRecord]:
     """Time whole steps, AdamW included, of every version in turn; `o.steps` rounds after one to warm up."""
     weak = o.benchmark and o.scaling == "weak"
@@ -107,21 +79,19 @@ def benchmark(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> list[Benchmark
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
     plain = shape_of(o)
     formula = {name: lesson.step_bytes(name, plain, rt.world, o) for name in measured}
-    return records(rt, o, measured, plain, formula, lesson.unseen, axis=lesson.axis)
+    return records(rt, o, measured, formula, lesson.unseen, lesson.axis)
 
 
 def records(
     rt: Runtime,
     o: TrainingOptions,
     measured: Mapping[str, Measured],
-    model: nn.Module,
     step_bytes: Mapping[str, Fraction | int],
     unseen: Collection[str] = (),
-    steps: int = 1,
     axis: str = "dp",
 ) -> list[BenchmarkRecord]:
-    """Return one record per version. A measured round was `steps` steps; the records are per step."""
-    assert isinstance(model, Transformer)
+    """Return one record per version; each measured round was a step."""
+    model = shape_of(o)
     tokens, memory = o.batch * o.sequence, peak_memory(rt.world)
     waits = comm.everyones({name: m.by_axis for name, m in measured.items()}, rt.world)
     return [
@@ -136,19 +106,19 @@ def records(
             parameters=model.parameter_count(),
             tokens_per_step=tokens,
             flop_per_step=tokens * model.flops_per_token(o.sequence),
-            step_seconds=[seconds / steps for seconds in m.seconds],
-            communication_seconds=None if name in unseen else statistics.median(m.blocked) / steps,
-            bytes_counted=None if name in unseen else statistics.median(m.sent) / steps,
+            step_seconds=m.seconds,
+            communication_seconds=None if name in unseen else statistics.median(m.blocked),
+            bytes_counted=None if name in unseen else statistics.median(m.sent),
             bytes_formula=float(step_bytes[name]),
             peak_memory_bytes=memory,
             scaling=o.scaling,
-            seconds_by_axis=None if name in unseen else mean_by_axis([of[name] for of in waits], steps),
+            seconds_by_axis=None if name in unseen else mean_by_axis([of[name] for of in waits]),
         )
         for name, m in measured.items()
     ]
 
 
-def mean_by_axis(ranks: list[list[dict[str, float]]], steps: int) -> dict[str, float]:
+def mean_by_axis(ranks: list[list[dict[str, float]]]) -> dict[str, float]:
     """Return the seconds per step along each axis: each rank's median over rounds, averaged over the ranks.
 
     ranks: for each rank, the rounds; for each round, seconds by axis.
@@ -156,7 +126,6 @@ def mean_by_axis(ranks: list[list[dict[str, float]]], steps: int) -> dict[str, f
     axes = sorted({axis for rounds in ranks for round in rounds for axis in round})
     return {
         axis: statistics.mean(statistics.median(round.get(axis, 0.0) for round in rounds) for rounds in ranks)
-        / steps
         for axis in axes
     }
 
@@ -196,7 +165,7 @@ def report(rt: Runtime, o: TrainingOptions, records: list[BenchmarkRecord]) -> N
 def prove(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
     """Train with every version and optimizer, on all ranks and on one; show differences, bytes and times."""
     mesh = Mesh(rt.world, **{lesson.axis: rt.world_size}, timeout=rt.timeout)
-    alone, proof, ledgers = Mesh(Group.alone()), Proof(DTYPES[o.dtype]), {}
+    alone, proof, ledgers = Mesh(Group.alone()), Proof(mesh, DTYPES[o.dtype]), {}
     shape, plain = shape_of(o), make_model(o, rt.device)
     # replicas begin with different weights, to test their broadcast; shards come from one model
     begins = make_model(replace(o, seed=o.seed + mesh.at["dp"]), rt.device)
@@ -219,7 +188,7 @@ def prove(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
                 followed = watch(lesson.versions[name](job), job, mesh)
             formula = lesson.bytes_of_run(name, shape, rt.world, o)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
-            proof.add(name, optimizer, references[compared], followed, mesh, counted, formula)
+            proof.add(name, optimizer, references[compared], followed, counted, formula)
             ledgers[name] = ledger
             lesson.examine(job, optimizer)
     proof.gather(rt.world)

@@ -209,7 +209,7 @@ def prove(
     train: of a version and an optimizer returns the results of the steps, the bytes sent and those by
     formula. Its first version is "one device", whose parameters pass through the third argument.
     """
-    proof = Proof(DTYPES[o.dtype])
+    proof = Proof(mesh, DTYPES[o.dtype])
     table = Table(title="largest relative difference between two versions", title_justify="left")
     for column in ("versions", "", "optimizer", "difference"):
         table.add_column(column, justify="right" if column == "difference" else "left")
@@ -218,7 +218,7 @@ def prove(
         reference = with_units(lambda start: train("one device", optimizer, start)[0])  # noqa: B023
         runs = {name: train(name, optimizer, unmoved) for name in o.versions}
         for name, (found, sent, formula) in runs.items():
-            proof.add(name, optimizer, reference, found, mesh, sent, formula)
+            proof.add(name, optimizer, reference, found, sent, formula)
         for a, b in itertools.combinations(o.versions, 2):
             kinds = worst_of_world(compare(runs[a][0], runs[b][0]), mesh).values()
             value = max(d.value for d in kinds)

@@ -32,6 +32,9 @@ ALONE = " alone"  # the product of a rank's pieces without communication: the ce
 class Product:
     """C = A B with gradients: every rank makes any block of A, B, dC and of the expected results alone."""
 
+    axis = "dp"
+    """The axis along which ranks split it, in the records."""
+
     def __init__(self, shape: tuple[int, int, int], dtype: str, seed: int, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         M, K, J = shape
@@ -112,12 +115,12 @@ def times_table(
 
 
 def record(
-    rt: Runtime, strategy: str, name: str, product: Product, measured: Measured, formula: float, apart: float
+    rt: Runtime, name: str, product: Product, measured: Measured, formula: float, apart: float
 ) -> BenchmarkRecord:
     """Return the record of one way to multiply. formula: bytes that this rank sends; apart: see Product."""
     (M, K), (_, J), dtype = product.shapes["A"], product.shapes["B"], product.dtype
     return BenchmarkRecord(
-        strategy=strategy,
+        strategy=product.axis,
         implementation=f"matrix product, {name}",
         language="pytorch",
         ranks=rt.world_size,

@@ -35,6 +35,12 @@ class Measured:
     by_axis: list[dict[str, float]] = field(default_factory=list)
     """Seconds that this rank was blocked along each axis."""
 
+    def per_step(self, steps: int) -> Measured:
+        """Return the results of one step, where each round had `steps` of them."""
+        seconds, blocked, sent = ([x / steps for x in of] for of in (self.seconds, self.blocked, self.sent))
+        by_axis = [{axis: x / steps for axis, x in of.items()} for of in self.by_axis]
+        return Measured(seconds, blocked, sent, by_axis)
+
     @property
     def median(self) -> float:
         """Median seconds of a round."""

@@ -58,8 +58,9 @@ class Row:
 
 @dataclass
 class Proof:
-    """Proof of one lesson: a row for every version with every optimizer."""
+    """Proof of one lesson on a mesh: a row for every version with every optimizer."""
 
+    mesh: Mesh
     dtype: torch.dtype
     rows: list[Row] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -75,7 +76,6 @@ class Proof:
         optimizer: str,
         reference: Followed,
         followed: Followed | None,
-        mesh: Mesh,
         counted: Fraction | None,
         formula: Fraction,
     ) -> None:
@@ -83,7 +83,7 @@ class Proof:
         found = compare(reference, followed or reference)
         if reference.units is not None:
             found["ulps"] = in_ulps(reference, followed or reference)
-        found = worst_of_world(found, mesh)
+        found = worst_of_world(found, self.mesh)
         ulps = found.pop("ulps", None)
         self.losses.setdefault(optimizer, reference.losses)
         limit = TOLERANCE[self.dtype]
