@@ -20,7 +20,8 @@ from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare
 from common.lesson.training import Batches, make_model
 
 import dp_basic
-from dp_local_sgd import LocalSGD, bytes_formula, main, on_ranks
+from dp_local_sgd import VERSIONS, LocalSGD, main
+from dp_local_sgd_proof import bytes_formula, on_ranks
 from dp_replicas import LocalOptions, joined, local_step, mean_of_replicas, simulated
 
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
@@ -46,14 +47,14 @@ def world_of(rt: Runtime) -> None:
     more = dict(model="llama-nano", batch=9, steps=3) if rt.world_size > 4 else {}
     o = replace(OPTIONS, **more)
     plain = replace(o, every=1)
-    seen, targets, *_ = on_ranks("local-sgd", "sgd", rt, plain)
+    seen, targets, *_ = on_ranks(VERSIONS["local-sgd"], "local-sgd", "sgd", rt, plain)
     mean = mean_of_replicas(seen, targets, rt.world)
     if rt.rank == 0:
         found = compare(one_device(rt, plain), mean)
         assert max(found[kind].value for kind in KINDS) <= 1e-12, found
     for every, name, optimizer in CASES[: 2 if rt.world_size > 4 else None]:
         given = replace(o, every=every)
-        seen, _, model, sent = on_ranks(name, optimizer, rt, given)
+        seen, _, model, sent = on_ranks(VERSIONS[name], name, optimizer, rt, given)
         found = compare(simulated(name, optimizer, rt, given), seen)
         for kind in KINDS:
             assert found[kind].value <= 1e-12, (every, optimizer, name, kind, found[kind])
@@ -77,12 +78,12 @@ def beside_torch(rt: Runtime) -> None:
     for every in (2, 3):
         o = replace(OPTIONS, batch=2 * rt.world_size, every=every, sequence=3)
         for optimizer in OPTIMIZERS:
-            theirs, *_ = on_ranks("torch", optimizer, rt, o)
-            ours, *_ = on_ranks("local-sgd", optimizer, rt, o)
+            theirs, *_ = on_ranks(VERSIONS["torch"], "torch", optimizer, rt, o)
+            ours, *_ = on_ranks(VERSIONS["local-sgd"], "local-sgd", optimizer, rt, o)
             found = compare(ours, theirs)
             assert max(found[kind].value for kind in KINDS) <= 1e-12, (every, optimizer, found)
-    theirs, *_ = on_ranks("torch", "sgd", rt, OPTIONS)  # 3 and 4 samples
-    ours, *_ = on_ranks("local-sgd", "sgd", rt, OPTIONS)
+    theirs, *_ = on_ranks(VERSIONS["torch"], "torch", "sgd", rt, OPTIONS)  # 3 and 4 samples
+    ours, *_ = on_ranks(VERSIONS["local-sgd"], "local-sgd", "sgd", rt, OPTIONS)
     assert compare(ours, theirs)["weights"].value > 1e-4
 
 

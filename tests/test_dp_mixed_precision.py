@@ -24,9 +24,10 @@ from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone
 from dp_loss_scaling import main as scaling_main
 from dp_loss_scaling import on_ranks as scaled_on_ranks
 from dp_loss_scaling import prove as prove_scaling
-from dp_mixed_precision import Comparison, PrecisionOptions, formats, on_one_device
+from dp_mixed_precision import VERSIONS
 from dp_mixed_precision import main as precision_main
-from dp_mixed_precision import prove as prove_precision
+from dp_precision_proof import Comparison, PrecisionOptions, formats, on_one_device
+from dp_precision_proof import prove as prove_precision
 
 ALONE = Group.alone()
 PRECISION = PrecisionOptions(batch=9, sequence=6, steps=2)
@@ -38,7 +39,7 @@ SCALING = ScalingOptions(batch=9, sequence=6, steps=4, overflow=2)
 def test_bfloat16(world: int) -> None:
     o = PRECISION if world in (2, 3) else replace(PRECISION, versions=("bucketed",), steps=1)
     o = replace(o, model="llama-nano") if world > 4 else o
-    assert spawn(prove_precision, world, o) == [True] * world
+    assert spawn(prove_precision, world, o, VERSIONS) == [True] * world
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])

@@ -63,7 +63,7 @@ from common.models.transformer import Transformer, cross_entropy_sum
 
 from dp_basic import DataParallel
 from dp_costs import zero_run
-from dp_mixed_precision import AsRanks, Comparison, PrecisionOptions, at_first, in_precision
+from dp_precision_proof import AsRanks, Comparison, PrecisionOptions, at_first, in_precision
 from dp_training import check
 from dp_zero import Zero
 

@@ -27,7 +27,7 @@ from common.lesson.comparison import records, report
 from common.lesson.equality import TOLERANCE, largest
 from common.lesson.measure import in_turn
 from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import make_model, shape_of
+from common.lesson.training import make_model
 from common.models.transformer import Transformer
 
 from hybrid_log import Log

@@ -1,0 +1,161 @@
+"""Proof of dp_local_sgd.py: replicas beside those of one device, times beside data parallelism, loss against bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from common.comm import Group, share
+from common.comm.ledger import Ledger, show_bytes
+from common.comm.listen import Listener
+from common.comm.mesh import Mesh
+from common.data.text import lm_batch
+from common.launch.runtime import Runtime
+from common.lesson.comparison import records, report
+from common.lesson.equality import OPTIMIZERS, Followed, Start, watch, with_units
+from common.lesson.job import Job, Train, one_device
+from common.lesson.measure import BenchmarkRecord, in_turn
+from common.lesson.proof import Proof
+from common.lesson.runner import DTYPES, console
+from common.lesson.training import Batches, make_model
+from common.models.transformer import Transformer, cross_entropy_sum
+from common.utils.visualizer import colour, figure, loss_curves
+
+import dp_basic
+from dp_costs import bytes_of_step
+from dp_replicas import LocalOptions, joined, mean_of_replicas, simulated
+
+Versions = Mapping[str, Train]
+
+
+def on_ranks(
+    train: Train, name: str, optimizer: str, rt: Runtime, o: LocalOptions
+) -> tuple[Followed, list[int], Transformer, Fraction]:
+    """Train this rank's replica; return (its record, targets per step, its model, the bytes it sent)."""
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
+    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls bypass the ledger
+        seen = watch(train(job), job)
+    return seen, [batch.count_targets() for batch in job.batches()], model, ledger.bytes()
+
+
+def bytes_of_meeting(model: nn.Module, group: Group, counts: bool = True) -> Fraction:
+    """Return the bytes a rank sends per meeting: 2(n-1)/n of the model and, with `counts`, one number."""
+    whole = joined(model.parameters())
+    return share(torch.cat([whole, whole[:1]]) if counts else whole, 2, group)
+
+
+def bytes_formula(model: nn.Module, group: Group, o: LocalOptions, counts: bool = True) -> Fraction:
+    """Return the bytes a rank sends in a run: the broadcast of the model, and the meetings."""
+    start = share(joined(model.parameters()), 1, group)
+    return start + o.steps // o.every * bytes_of_meeting(model, group, counts)
+
+
+def prove(rt: Runtime, o: LocalOptions, versions: Versions) -> bool:
+    """Compare each version with n replicas on one device, and SGD with H = 1 with plain training."""
+    every_step = replace(o, every=1)
+    proof = Proof(Mesh(rt.world, dp=rt.world_size), DTYPES[o.dtype])
+
+    def plain(start: Start) -> Followed:
+        model, whole = start(make_model(o, rt.device)), replace(o, micro_batches=1)
+        job = Job(rt, whole, "plain", model, Mesh(Group.alone()), "dp", OPTIMIZERS["sgd"], o.steps)
+        return watch(one_device(job), job)
+
+    model = make_model(o, rt.device)
+    seen, targets, _, counted = on_ranks(versions["local-sgd"], "local-sgd", "sgd", rt, every_step)
+    mean, formula = mean_of_replicas(seen, targets, rt.world), bytes_formula(model, rt.world, every_step)
+    proof.add("H = 1: plain", "sgd", with_units(plain), mean, counted, formula)
+    # torch's averager has no weights, so it gets equal parts, of sequences too short to be padded
+    even = replace(o, batch=max(1, o.batch // rt.world_size) * rt.world_size, sequence=min(o.sequence, 3))
+    for optimizer in OPTIMIZERS:
+        for name in o.versions:
+            given = even if name == "torch" else o
+            seen, _, _, sent = on_ranks(versions[name], name, optimizer, rt, given)
+            formula = bytes_formula(model, rt.world, o, counts=name != "torch")
+            proof.add(name, optimizer, simulated(name, optimizer, rt, given), seen, sent, formula)
+    out = console(rt)
+    out.print(
+        proof.tables(
+            f"{rt.world_size} ranks, {rt.world_size} replicas on one device, H = {o.every}, {o.model}, {o.dtype}, "
+            f"{o.steps} steps"
+        )
+    )
+    report(rt, replace(o, plot=None), proof.recorded(timed(rt, replace(o, steps=5), versions)))
+    if o.plot:
+        curves(rt, o, versions)
+    out.print(proof.sentence())
+    return proof.holds
+
+
+def timed(rt: Runtime, o: LocalOptions, versions: Versions) -> list[BenchmarkRecord]:
+    """Time rounds of H steps with AdamW in turn, beside data parallelism; the records are per step."""
+    o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
+    mesh, cases = Mesh(rt.world, dp=rt.world_size), dict[str, Callable[[], object]]()
+    for name, train in {"every-step": dp_basic.train, **versions}.items():
+        if name in ("every-step", *o.versions) and name != "torch":
+            model = make_model(o, rt.device)
+            run = train(Job(rt, o, name, model, mesh, "dp", OPTIMIZERS["adamw"]))
+            cases[name] = partial(take, run, o.every)
+    measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
+    formula = dict.fromkeys(measured, bytes_of_meeting(model, rt.world) / o.every)
+    formula["every-step"] = bytes_of_step(model, rt.world)
+    return records(rt, o, {name: m.per_step(o.every) for name, m in measured.items()}, formula)
+
+
+def take(run: Iterator[Tensor], steps: int) -> None:
+    """Let a training loop do some steps."""
+    for _ in itertools.islice(run, steps):
+        pass
+
+
+def validation_loss(model: nn.Module, batches: Batches) -> float:
+    """Return the mean loss over 64 samples that are never trained on."""
+    o = batches.options
+    tokens_BS, targets_BS = lm_batch(batches.text.validation, o.seed, 0, 64, o.sequence, 0, 64)
+    with torch.no_grad():
+        total, targets = cross_entropy_sum(model(tokens_BS.to(batches.device)), targets_BS.to(batches.device))
+    return (total / targets).item()
+
+
+def curves(rt: Runtime, o: LocalOptions, versions: Versions) -> None:
+    """Train data parallelism, local SGD and DiLoCo at each H, by AdamW; show loss against bytes per step."""
+    o = replace(o, steps=o.curve_steps)
+    losses: dict[str, list[float]] = {}
+    table = Table(title=f"{o.steps} steps, AdamW inside, {rt.world_size} ranks", title_justify="left")
+    for column in ("version", "bytes a step", "times less", "loss on validation text"):
+        table.add_column(column, justify="left" if column == "version" else "right")
+    model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
+    mesh = Mesh(rt.world, dp=rt.world_size)
+    job = Job(rt, o, "every step", model, mesh, "dp", OPTIMIZERS["adamw"], o.steps)
+    losses["every step"] = [loss.item() for loss in dp_basic.train(job)]
+    plain = bytes_of_step(model, rt.world)
+    rows = [("every step", plain, validation_loss(model, batches))]
+    for name in ("local-sgd", "diloco"):
+        for every in o.periods:
+            given = replace(o, every=every)
+            seen, targets, model, _ = on_ranks(versions[name], name, "adamw", rt, given)
+            label = f"{name}, H = {every}"
+            losses[label] = mean_of_replicas(seen, targets, rt.world).losses
+            sent = bytes_of_meeting(model, rt.world) / every
+            rows.append((label, sent, validation_loss(model, batches)))
+    for label, sent, loss in rows:
+        times = float(plain / sent) if sent else 1.0
+        table.add_row(label, show_bytes(sent), f"{times:.1f}", f"{loss:.3f}")
+    console(rt).print(table)
+    if rt.rank == 0 and o.plot:
+        with figure(o.plot, columns=2, width=11, height=4.2) as (left, right):
+            loss_curves(left, losses, title=f"{o.model}, {rt.world_size} ranks, mean of 16 steps", mean=16)
+            for place, (label, sent, loss) in enumerate(rows):
+                right.plot(float(sent), loss, "o", color=colour(place))
+                right.annotate(label, (float(sent), loss), (5, 4), textcoords="offset points", fontsize=8)
+            right.set(
+                xscale="log", xlabel="bytes a step and rank", xmargin=0.2, ylabel="loss on validation text"
+            )
