@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from common import comm
-from common.comm.mesh import AXES
+from common.comm import Group
+from common.comm.mesh import AXES, Mesh
 from common.errors import UsageError
 from common.launch.command_line import Checked, Count, Ranks, parse
 from common.launch.program import run_program
@@ -94,6 +95,9 @@ def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> R
     start, mesh = time.perf_counter(), o.mesh(rt)
     proof, apart, _ = prove(rt, o, mesh, train, lambda optimizer: expected[key(o, optimizer)])
     mesh.close()
+    proof.mesh = Mesh(
+        Group.alone()
+    )  # process groups end with their ranks, and the row is sent to who started these
     return Row(o, proof, apart, time.perf_counter() - start)
 
 
