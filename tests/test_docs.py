@@ -37,6 +37,10 @@ RUN = [
     "mpirun -np 4 build/bin/dp_mpi",
 ]
 
+BY_HAND = {  # of each chapter: the page, the command whose output it shows
+    "dp": ("01-data-parallelism.md", "python 01-data-parallelism/pytorch/dp_by_hand.py --nproc 2"),
+}
+
 
 @cache
 def tokens(page: Path) -> list[Token]:
@@ -205,6 +209,45 @@ def test_tables_that_programs_print_stand_under_their_command(page: Path) -> Non
             if not token.info and re.search("^│ ", token.content, re.M) and not named:
                 wrong.append(token.content.splitlines()[0])
     assert not wrong
+
+
+def printed_after(page: Path, command: str) -> list[str]:
+    """Return the lines of the block that follows the sh block with the command."""
+    every = [token for token in tokens(page) if token.type == "fence"]
+    at = next(i for i, token in enumerate(every) if token.content.strip() == command)
+    return every[at + 1].content.splitlines()
+
+
+@pytest.mark.parametrize("lesson", BY_HAND)
+def test_worked_examples_print_what_docs_show(lesson: str) -> None:
+    page, command = BY_HAND[lesson]
+    done = run(shlex.split(command), timeout=120)
+    assert done.returncode == 0, done.stderr
+    kept = [
+        line.rstrip() for line in done.stdout.splitlines() if not line.startswith(("┏", "┃", "┡", "├", "└"))
+    ]
+    shown = [line for line in printed_after(ROOT / "docs" / page, command) if not line.startswith("│ rank")]
+    assert kept == shown
+
+
+def test_worked_numbers_of_chapter_01() -> None:
+    parameters, ranks, tokens_of_rank, speed, link, micro = 70.6e9, 64, 512 // 64 * 8192, 4e14, 50e9, 8
+    weights, part = 2 * parameters, (ranks - 1) / ranks
+    text = (ROOT / "docs" / "01-data-parallelism.md").read_text()
+    rows = {
+        0: (16 * parameters, 2),
+        2: (2 * parameters + 14 * parameters / ranks, micro + 1),
+        3: (16 * parameters / ranks, 3 * micro),
+    }
+    for stage, (held, times) in rows.items():
+        sent = times * part * weights
+        seconds = sent / link
+        gigabytes, digits = round(held / 1e9, -1) if stage == 0 else held / 1e9, 1 if seconds < 10 else 0
+        row = rf"\| {stage} \| [\d+ =]*{gigabytes:.0f} \| {sent / 1e9:.0f} GB \| {seconds:.{digits}f} \|"
+        assert re.search(row, text), row
+    assert f"| {6 * parameters * tokens_of_rank / speed:.0f} s |" in text
+    assert f"{2 * part * weights / 1e9:.0f} GB, {2 * part * weights / link:.1f} s at 50 GB/s" in text
+    assert 1 * 2 * speed / (2 * link) == 8000  # tokens that hide the all-reduce of many ranks
 
 
 @pytest.mark.parametrize("line", RUN)
