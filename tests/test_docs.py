@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -248,6 +249,24 @@ def test_worked_numbers_of_chapter_01() -> None:
     assert f"| {6 * parameters * tokens_of_rank / speed:.0f} s |" in text
     assert f"{2 * part * weights / 1e9:.0f} GB, {2 * part * weights / link:.1f} s at 50 GB/s" in text
     assert 1 * 2 * speed / (2 * link) == 8000  # tokens that hide the all-reduce of many ranks
+
+
+def test_imbalance_of_the_contiguous_order() -> None:
+    """Under a causal mask the last of n ranks has 2 - 1/n times the mean work."""
+    length, shown = 8192, {2: "1.50", 4: "1.75"}
+    for ranks, number in shown.items():
+        cuts = [length * rank // ranks for rank in range(ranks + 1)]
+        work = [sum(query + 1 for query in range(lo, hi)) for lo, hi in itertools.pairwise(cuts)]
+        assert f"{max(work) / statistics.mean(work):.2f}" == number == f"{2 - 1 / ranks:.2f}"
+    text = (ROOT / "docs" / "04-sequence-parallelism.md").read_text()
+    assert "2 − 1/n" in text
+    assert all(f"{number} on {ranks}" in " ".join(text.split()) for ranks, number in shown.items())
+
+
+def test_bubbles_in_both_conventions() -> None:
+    p, m = 4, 8
+    text = (ROOT / "docs" / "02-pipeline-parallelism.md").read_text()
+    assert f"{(p - 1) / (m + p - 1):.0%} and {(p - 1) / m:.1%}".replace("%", " %") in text
 
 
 @pytest.mark.parametrize("line", RUN)
