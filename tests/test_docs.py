@@ -20,6 +20,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from mpi.launch import BINARIES, need_binary, run
 
+from common.models import by_hand
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     ROOT / name
@@ -38,8 +40,12 @@ RUN = [
     "mpirun -np 4 build/bin/dp_mpi",
 ]
 
-BY_HAND = {  # of each chapter: the page, the command whose output it shows
-    "dp": ("01-data-parallelism.md", "python 01-data-parallelism/pytorch/dp_by_hand.py --nproc 2"),
+BY_HAND = {  # by prefix of the lesson: its chapter, whose page shows what it prints
+    "dp": "01-data-parallelism",
+    "pp": "02-pipeline-parallelism",
+    "tp": "03-tensor-parallelism",
+    "sp": "04-sequence-parallelism",
+    "ep": "05-expert-parallelism",
 }
 
 
@@ -221,14 +227,25 @@ def printed_after(page: Path, command: str) -> list[str]:
 
 @pytest.mark.parametrize("lesson", BY_HAND)
 def test_worked_examples_print_what_docs_show(lesson: str) -> None:
-    page, command = BY_HAND[lesson]
+    chapter = BY_HAND[lesson]
+    command = f"python {chapter}/pytorch/{lesson}_by_hand.py --nproc 2"
     done = run(shlex.split(command), timeout=120)
     assert done.returncode == 0, done.stderr
-    kept = [
-        line.rstrip() for line in done.stdout.splitlines() if not line.startswith(("┏", "┃", "┡", "├", "└"))
+    kept = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith(("┏", "┡", "├", "└"))]
+    assert [line.replace("┃", "│") for line in kept] == printed_after(
+        ROOT / "docs" / f"{chapter}.md", command
+    )
+
+
+def test_mean_of_means_of_the_worked_example() -> None:
+    parts = [
+        by_hand.step(by_hand.X_TD[part], by_hand.TARGET_TD[part], n)
+        for part, n in ((slice(1), 1), (slice(1, 4), 3))
     ]
-    shown = [line for line in printed_after(ROOT / "docs" / page, command) if not line.startswith("│ rank")]
-    assert kept == shown
+    mean = sum(part.dB_FD for part in parts) / 2
+    numbers = "; ".join(" ".join(f"{x:.4g}" for x in row) for row in mean.tolist())
+    assert f"({numbers}) instead of (0 1; 0 1)" in (ROOT / "docs" / "01-data-parallelism.md").read_text()
+    assert by_hand.one_device().dB_FD.tolist() == [[0, 1], [0, 1]]
 
 
 def test_worked_numbers_of_chapter_01() -> None:

@@ -3,7 +3,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=02-pipeline-parallelism/pytorch
-three_ways 2 "$folder" pp_manual
+three_ways 2 "$folder" pp_by_hand pp_manual
 three_ways "$ranks" "$folder" pp_gpipe pp_1f1b pp_interleaved pp_zero_bubble pp_memory pp_torch
 binaries pp_mpi pp_libtorch
 with_modules "pp_mpi pp_libtorch" "$ranks" "$folder/pp_languages.py"

@@ -3,6 +3,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=03-tensor-parallelism/pytorch
+three_ways 2 "$folder" tp_by_hand
 three_ways "$ranks" "$folder" tp_column_parallel tp_row_parallel tp_vocabulary tp_megatron tp_memory tp_overlap tp_dtensor \
     tp_summa
 run python "$folder/tp_megatron.py" --nproc "$ranks" --model llama-tiny --dropout 0.1

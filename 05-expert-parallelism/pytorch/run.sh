@@ -3,6 +3,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=05-expert-parallelism/pytorch
+three_ways 2 "$folder" ep_by_hand
 three_ways "$ranks" "$folder" ep_switch_router ep_moe ep_load_balance ep_imbalance ep_layer ep_tensor_parallel ep_overlap
 binaries ep_mpi ep_libtorch
 with_modules "ep_mpi ep_libtorch" "$ranks" "$folder/ep_languages.py"

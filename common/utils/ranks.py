@@ -37,4 +37,4 @@ def _of_all(x: Tensor, group: Group) -> list[Tensor]:
 
 
 def _text(x: Tensor) -> str:
-    return "\n".join(" ".join(f"{value:.4g}" for value in row) for row in x.tolist())
+    return "\n".join(" ".join(f"{value + 0.0:.4g}" for value in row) for row in x.tolist())
