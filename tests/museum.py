@@ -1,16 +1,20 @@
-"""Helpers of the museums of silent bugs: find and print an exhibit's differences from one device."""
+"""Helpers of the museums of silent bugs: compare every exhibit with one device and print the differences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
 
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, Difference
+from common.lesson.equality import KINDS, OPTIMIZERS, Difference
 
 UNSEEN = 0.1  # relative change of the loss that a curve over few noisy batches hides; exhibits reach 0.026
 
 Found = dict[str, dict[str, Difference]]  # optimizer, kind
+Visit = Callable[[Runtime, str, str], dict[str, Difference]]
 
 
 def show(name: str, found: Mapping[str, Mapping[str, Difference]], more: str = "") -> None:
@@ -26,29 +30,43 @@ def worst_of(ranks: list[Found]) -> Found:
         optimizer: {
             kind: max((found[optimizer][kind] for found in ranks), key=lambda d: d.value) for kind in KINDS
         }
-        for optimizer in ranks[0]
+        for optimizer in OPTIMIZERS
     }
 
 
-def _visit_each(rt: Runtime, visit: Callable[[Runtime, str], Found], names: list[str]) -> dict[str, Found]:
-    return {name: visit(rt, name) for name in names}
+def _visit_each(rt: Runtime, visit: Visit, names: list[str]) -> dict[str, Found]:
+    return {name: {optimizer: visit(rt, name, optimizer) for optimizer in OPTIMIZERS} for name in names}
 
 
-def visit_all(
-    visit: Callable[[Runtime, str], Found], names: Iterable[str], world: int = 2
-) -> dict[str, Found]:
-    """Run `visit(rt, name)` for all exhibits on ranks started once; return the largest differences."""
-    ranks = spawn(_visit_each, world, visit, list(names), timeout=120, limit=240)
-    return {name: worst_of([found[name] for found in ranks]) for name in ranks[0]}
+def tour(
+    visit: Visit,
+    exhibits: Mapping[str, Any],
+    caught: Callable[[str, Found], None],
+    ranks: Callable[[str], int] = lambda name: 2,
+) -> tuple[Any, Any]:
+    """Return a fixture that visits all exhibits, and a test of each: `visited, test_exhibit = tour(...)`.
 
-
-def is_right(name: str, worst: Found) -> bool:
-    """Print an exhibit; return True if its name begins with "right".
-
-    Assert that such an exhibit equals one device to 1e-12.
+    `visit(rt, name, optimizer)` returns an exhibit's differences from one device on this rank; it runs on
+    `ranks(name)` ranks, started once for all exhibits. An exhibit whose name begins with "right" equals one
+    device to 1e-12; of any other `caught(name, found)` asserts what shows it. Both hold on every rank.
     """
-    show(name, worst)
-    right = name.startswith("right")
-    if right:
-        assert max(d.value for found in worst.values() for d in found.values()) <= 1e-12
-    return right
+
+    @pytest.fixture(scope="module")
+    def visited() -> dict[str, list[Found]]:
+        found: dict[str, list[Found]] = {}
+        for world in sorted({ranks(name) for name in exhibits}):
+            names = [name for name in exhibits if ranks(name) == world]
+            of_ranks = spawn(_visit_each, world, visit, names, timeout=120, limit=240)
+            found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
+        return found
+
+    @pytest.mark.parametrize("name", list(exhibits))
+    def test_exhibit(name: str, visited: dict[str, list[Found]]) -> None:
+        show(name, worst_of(visited[name]))
+        for found in visited[name]:
+            if name.startswith("right"):
+                assert max(d.value for kinds in found.values() for d in kinds.values()) <= 1e-12
+            else:
+                caught(name, found)
+
+    return visited, test_exhibit

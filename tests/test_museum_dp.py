@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
-import pytest
 import torch
-from museum import UNSEEN, show
+from museum import UNSEEN, Found, show, tour
 from torch import Tensor, nn
 
 from common import comm
@@ -20,7 +20,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow
 from common.lesson.training import Batches, make_model
 from common.models.transformer import cross_entropy_sum
 
@@ -116,43 +116,35 @@ def train(model: nn.Module, recipe: Recipe, batches: Batches, group: Group) -> C
     return step
 
 
-def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
-    """Return the exhibit's differences from one device, for each optimizer."""
-    found = {}
-    recipe = EXHIBITS[name]
-    for optimizer in OPTIMIZERS:
-        model = make_model(OPTIONS, rt.device)
-        finish = clip if "clip" in name else NOTHING
-        batches = Batches(replace(OPTIONS, micro_batches=1), ALONE, rt.device)
-        step = train(model, Recipe(finish=finish), batches, ALONE)
-        reference = follow(model, optimizer, OPTIONS.steps, step)
-        model = make_model(OPTIONS, rt.device)
-        broadcast_model(model, rt.world)
-        step = train(model, recipe, Batches(OPTIONS, rt.world, rt.device), rt.world)
-        parallel = follow(model, optimizer, OPTIONS.steps, step, Mesh(rt.world, dp=rt.world_size))
-        found[optimizer] = compare(reference, parallel)
-    return found
+@cache
+def one_device(clipped: bool, optimizer: str) -> Followed:
+    """Train on one device, once for all exhibits."""
+    model = make_model(OPTIONS, torch.device("cpu"))
+    batches = Batches(replace(OPTIONS, micro_batches=1), ALONE, torch.device("cpu"))
+    step = train(model, Recipe(finish=clip if clipped else NOTHING), batches, ALONE)
+    return follow(model, optimizer, OPTIONS.steps, step)
 
 
-@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
-def test_caught(name: str) -> None:
-    found = spawn(visit, 2, name)[0]
-    show(name, found)
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
+    model = make_model(OPTIONS, rt.device)
+    broadcast_model(model, rt.world)
+    step = train(model, EXHIBITS[name], Batches(OPTIONS, rt.world, rt.device), rt.world)
+    parallel = follow(model, optimizer, OPTIONS.steps, step, Mesh(rt.world, dp=rt.world_size))
+    return compare(one_device("clip" in name, optimizer), parallel)
+
+
+def caught(name: str, found: Found) -> None:
     assert found["sgd"]["gradients"].value > 1e-3
     assert found["sgd"]["weights"].value > 1e-5
     if "hook" not in name:
         assert found["adamw"]["loss"].value < UNSEEN
 
 
-@pytest.mark.parametrize("name", ["right", "right, clipped"])
-def test_right(name: str) -> None:
-    for found in spawn(visit, 2, name):
-        show(name, found)
-        for differences in found.values():
-            assert max(d.value for d in differences.values()) <= 1e-12
+visited, test_exhibit = tour(visit, EXHIBITS, caught)
 
 
-def factor(rt: Runtime, times: float) -> dict[str, dict[str, Difference]]:
+def factor(rt: Runtime, times: float) -> Found:
     """Return, per optimizer, the effect of gradients that are too large by the factor `times`.
 
     This is the classic bug. AdamW hides it, so every comparison must include SGD.

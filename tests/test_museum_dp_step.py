@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from museum import UNSEEN, show
+from museum import UNSEEN, Found, show, tour
 from steps import Version, training_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,7 +42,6 @@ from dp_basic import DataParallel
 from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone, on_ranks
 
 ALONE = Group.alone()
-Found = dict[str, Difference]
 # an epoch of 7 samples on 2 ranks: 3 and 4, where a padded sampler takes 4 and 4
 OPTIONS = StepOptions(samples=7, batch=7, sequence=12, steps=4, micro_batches=2, clip=0.3, warm_up=1)
 
@@ -114,6 +112,7 @@ def clipped(model: nn.Module, dp: DataParallel) -> Iterator[None]:
     nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip)
 
 
+@cache
 def one_device(like: str, optimizer: str) -> Followed:
     model = make_model(OPTIONS, torch.device("cpu"))
 
@@ -127,39 +126,29 @@ def one_device(like: str, optimizer: str) -> Followed:
     return follow(model, optimizer, OPTIONS.steps, step, wrap=wrap)
 
 
-def visit(rt: Runtime, name: str) -> dict[str, Found]:
-    """Return the exhibit's differences from one device, for each optimizer."""
-    exhibit, mesh, found = EXHIBITS[name], Mesh(rt.world, dp=rt.world_size), {}
-    for optimizer in OPTIMIZERS:
-        model = make_model(OPTIONS, rt.device)
-        dp = DataParallel(model, rt.world)
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
+    exhibit, mesh = EXHIBITS[name], Mesh(rt.world, dp=rt.world_size)
+    model = make_model(OPTIONS, rt.device)
+    dp = DataParallel(model, rt.world)
 
-        def finish(model: nn.Module = model, dp: DataParallel = dp) -> None:
-            dp.finish()
-            if exhibit.clip:
-                clip_gradients(model.parameters(), mesh, OPTIONS.clip)
+    def finish() -> None:
+        dp.finish()
+        if exhibit.clip:
+            clip_gradients(model.parameters(), mesh, OPTIONS.clip)
 
-        version = Version(model, partial(clipped, model, dp) if exhibit.clip_each else dp.no_sync, finish)
-        step = training_step(version, exhibit.batches(OPTIONS, rt.world, rt.device), rt.world)
-        followed = follow(model, optimizer, OPTIONS.steps, step, mesh, exhibit.wrap)
-        found[optimizer] = compare(one_device(exhibit.like, optimizer), followed)
-    return found
+    version = Version(model, partial(clipped, model, dp) if exhibit.clip_each else dp.no_sync, finish)
+    step = training_step(version, exhibit.batches(OPTIONS, rt.world, rt.device), rt.world)
+    followed = follow(model, optimizer, OPTIONS.steps, step, mesh, exhibit.wrap)
+    return compare(one_device(exhibit.like, optimizer), followed)
 
 
-@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
-def test_caught(name: str) -> None:
-    found = spawn(visit, 2, name)[0]
-    show(name, found)
+def caught(name: str, found: Found) -> None:
     assert found["sgd"]["weights"].value > 1e-3
     assert found["adamw"]["loss"].value < UNSEEN
 
 
-@pytest.mark.parametrize("name", ["right", "right, clipped", "right, scheduled"])
-def test_right(name: str) -> None:
-    for found in spawn(visit, 2, name):
-        show(name, found)
-        for differences in found.values():
-            assert max(d.value for d in differences.values()) <= 1e-12
+visited, test_exhibit = tour(visit, EXHIBITS, caught)
 
 
 def epochs_of_seeds(seeded_by_rank: bool, ranks: int) -> list[int]:
@@ -184,7 +173,7 @@ def test_a_seed_for_each_rank_loses_samples() -> None:
 SCALING = ScalingOptions(batch=8, sequence=8, steps=5, overflow=2)
 
 
-def scaled(rt: Runtime, group: str) -> tuple[list[float], dict[str, Found]]:
+def scaled(rt: Runtime, group: str) -> tuple[list[float], Found]:
     """Train ZeRO-2 with a scaler that asks all ranks or its own only; return scales and differences."""
     found, deciding = {}, rt.world if group == "all" else ALONE
     for optimizer in OPTIMIZERS:

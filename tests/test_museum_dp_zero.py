@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
 
-import pytest
 import torch
-from museum import UNSEEN, show
+from museum import UNSEEN, Found, tour
 from steps import Version, training_step
 from torch import Tensor
 
@@ -18,8 +19,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import gradient_norm
 from common.launch.runtime import Runtime
-from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.equality import Difference, Followed, compare, follow
 from common.lesson.training import Batches, make_model
 
 from dp_training import DataParallelOptions
@@ -69,45 +69,52 @@ def clipped_step(version: Version, group: Group, norm: Norm | None, mesh: Mesh) 
     return clipped
 
 
-def visit(rt: Runtime, name: str, stage: int) -> dict[str, dict[str, Difference]]:
-    """Return the exhibit's differences from one device, for each optimizer."""
-    mesh, alone, found = Mesh(rt.world, dp=rt.world_size), Group.alone(), {}
-    norms: dict[str, tuple[Norm, Norm]] = {
-        "the norm of a shard": (norm_of_shards, norm_of_shards),
-        "right, clipped": (norm_of_shards, gradient_norm),
-    }
-    norm, norm_of_all = norms.get(name, (None, None))
-    for optimizer in OPTIMIZERS:
-        model = make_model(OPTIONS, rt.device)
-        step = clipped_step(Version(model), alone, norm, mesh)
-        reference = follow(model, optimizer, OPTIONS.steps, step)
-        model = make_model(OPTIONS, rt.device)
-        zero = (Forgets if "forgotten" in name else Zero)(model, model.layers, mesh.group("dp"), stage)
-        if name == "reduced twice":
-            for unit in zero.units:
-                unit.__class__ = KeepsGradients
-        version = Version(model, zero.no_sync if stage == 1 else nullcontext, zero.finish, owner=zero)
-        step = clipped_step(version, rt.world, norm_of_all, mesh)
-        found[optimizer] = compare(reference, follow(zero, optimizer, OPTIONS.steps, step, mesh))
-    return found
+@dataclass
+class Exhibit:
+    """A stage of ZeRO, its class and that of its units, and the norm of all shards if gradients are clipped."""
+
+    stage: int
+    zero: type[Zero] = Zero
+    unit: type[Unit] = Unit
+    norm: Norm | None = None
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("reduced twice", 2), ("the norm of a shard", 1), ("the gather that was forgotten", 2)],
-)
-def test_caught(name: str, stage: int) -> None:
-    found = spawn(visit, 2, name, stage)[0]
-    show(name, found)
+EXHIBITS = {
+    "reduced twice": Exhibit(2, unit=KeepsGradients),
+    "the norm of a shard": Exhibit(1, norm=norm_of_shards),
+    "the gather that was forgotten": Exhibit(2, Forgets),
+    "right, stage 1": Exhibit(1),
+    "right, stage 3": Exhibit(3),
+    "right, clipped, stage 1": Exhibit(1, norm=gradient_norm),
+    "right, clipped, stage 3": Exhibit(3, norm=gradient_norm),
+}
+
+
+@cache
+def one_device(clipped: bool, optimizer: str) -> Followed:
+    """Train on one device, once for all exhibits."""
+    model, alone = make_model(OPTIONS, torch.device("cpu")), Group.alone()
+    step = clipped_step(Version(model), alone, norm_of_shards if clipped else None, Mesh(alone))
+    return follow(model, optimizer, OPTIONS.steps, step)
+
+
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
+    exhibit, mesh = EXHIBITS[name], Mesh(rt.world, dp=rt.world_size)
+    model = make_model(OPTIONS, rt.device)
+    zero = exhibit.zero(model, model.layers, mesh.group("dp"), exhibit.stage)
+    for unit in zero.units:
+        unit.__class__ = exhibit.unit
+    version = Version(model, zero.no_sync if exhibit.stage == 1 else nullcontext, zero.finish, owner=zero)
+    step = clipped_step(version, rt.world, exhibit.norm, mesh)
+    followed = follow(zero, optimizer, OPTIONS.steps, step, mesh)
+    return compare(one_device(exhibit.norm is not None, optimizer), followed)
+
+
+def caught(name: str, found: Found) -> None:
     assert found["sgd"]["gradients"].value > 1e-3
     assert found["sgd"]["weights"].value > 1e-5
     assert found["adamw"]["loss"].value < UNSEEN
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["right", "right, clipped"])
-def test_right(name: str, stage: int) -> None:
-    for found in spawn(visit, 2, name, stage):
-        show(name, found)
-        for differences in found.values():
-            assert max(d.value for d in differences.values()) <= 1e-12
+visited, test_exhibit = tour(visit, EXHIBITS, caught)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from unittest.mock import patch
 
-import pytest
 import torch
-from museum import Found, is_right, visit_all
+from museum import Found, tour
 from steps import Run, Version, training_step
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import placement, sum_gradients
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, compare, follow
+from common.lesson.equality import Difference, Followed, compare, follow
 from common.lesson.training import Batches, make_model
 from common.models import moe as plain_moe
 from common.models.configs import CONFIGS, mixtral
@@ -175,37 +174,34 @@ EXHIBITS = {
 }
 
 
-def visit(rt: Runtime, name: str) -> Found:
-    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
+@cache
+def one_device(name: str, balanced: bool, optimizer: str) -> Followed:
+    """Train on one device, once for all exhibits."""
+    model, alone = make_model(OPTIONS, torch.device("cpu")), Group.alone()
+    with_capacity(name, model, OPTIONS)
+    batches = Batches(replace(OPTIONS, micro_batches=1), alone, torch.device("cpu"))
+    version = Version(model, run=run_of(Balance("switch", model, alone, OPTIONS)) if balanced else None)
+    return follow(model, optimizer, OPTIONS.steps, training_step(version, batches, alone))
+
+
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
     recipe, mesh = EXHIBITS[name], Mesh(rt.world, ep=rt.world_size)
-    o, found, alone = OPTIONS, {}, Group.alone()
-    for optimizer in OPTIMIZERS:
-        one = make_model(o, rt.device)
-        with_capacity(recipe.version, one, o)
-        batches = Batches(replace(o, micro_batches=1), alone, rt.device)
-        right = run_of(Balance("switch", one, alone, o)) if recipe.balance else None
-        reference = follow(one, optimizer, o.steps, training_step(Version(one, run=right), batches, alone))
-        model = make_model(o, rt.device)
-        expert_parallel(model, mesh.group("ep"))
-        with_capacity(recipe.version, model, o)
-        made = run_of(recipe.balance("switch", model, rt.world, o)) if recipe.balance else None
-        finish = partial(recipe.finish, model, mesh)
-        version = Version(model, finish=finish, averages=recipe.averages, run=made)
-        with recipe.broken():
-            step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
-            followed = follow(model, optimizer, o.steps, step, mesh)
-        found[optimizer] = compare(reference, followed)
-    return found
+    o, model = OPTIONS, make_model(OPTIONS, rt.device)
+    expert_parallel(model, mesh.group("ep"))
+    with_capacity(recipe.version, model, o)
+    made = run_of(recipe.balance("switch", model, rt.world, o)) if recipe.balance else None
+    finish = partial(recipe.finish, model, mesh)
+    version = Version(model, finish=finish, averages=recipe.averages, run=made)
+    with recipe.broken():
+        step = training_step(version, Batches(o, rt.world, rt.device), rt.world)
+        followed = follow(model, optimizer, o.steps, step, mesh)
+    return compare(one_device(recipe.version, recipe.balance is not None, optimizer), followed)
 
 
-@pytest.fixture(scope="module")
-def visited() -> dict[str, Found]:
-    return visit_all(visit, EXHIBITS)
+def caught(name: str, found: Found) -> None:
+    assert all(differences["gradients"].value > 1e-3 for differences in found.values())
+    assert found["sgd"]["weights"].value > 1e-5
 
 
-@pytest.mark.parametrize("name", EXHIBITS)
-def test_exhibit(name: str, visited: dict[str, Found]) -> None:
-    worst = visited[name]
-    if not is_right(name, worst):
-        assert all(found["gradients"].value > 1e-3 for found in worst.values())
-        assert worst["sgd"]["weights"].value > 1e-5
+visited, test_exhibit = tour(visit, EXHIBITS, caught)

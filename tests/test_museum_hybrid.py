@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from museum import Found, is_right, visit_all
+from museum import Found, tour
 from torch import nn
 
 from common import comm
@@ -24,12 +24,14 @@ from common.comm.placement import gradient_axes, gradient_norm, placement, sum_g
 from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, compare, unequal_replicas, watch
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, unequal_replicas, watch
+from common.lesson.job import one_device
+from common.lesson.training import make_model
 from common.models.configs import CONFIGS, gpt2, mixtral
 
 from hybrid_layout import HybridOptions
 from hybrid_model import Hybrid
-from hybrid_training import make_job, reference, train
+from hybrid_training import alone, make_job, train
 
 CONFIGS["museum-moe"] = mixtral(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4)
 CONFIGS["museum-tied"] = gpt2(layers=2, width=16, heads=2, sequence=16)
@@ -118,30 +120,31 @@ EXHIBITS: dict[str, tuple[dict[str, Any], Finish, Norm]] = {
 }
 
 
-def visit(rt: Runtime, name: str) -> Found:
-    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
+@functools.cache
+def on_one_device(rt: Runtime, model: str, optimizer: str) -> Followed:
+    """Train on one device, once for all exhibits of a model."""
+    o = HybridOptions(**(MOE if model == MOE["model"] else TIED))
+    job = alone(rt, o, make_model(o, rt.device), OPTIMIZERS[optimizer])
+    return watch(one_device(job), job)
+
+
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
     given, finish, norm = EXHIBITS[name]
-    o, found = HybridOptions(**given), {}
+    o = HybridOptions(**given)
     mesh = o.mesh(rt)
-    for optimizer, make in OPTIMIZERS.items():
-        job = make_job(rt, o, mesh, make, o.steps)
-        with patch.object(Hybrid, "finish", finish), patch("hybrid_model.gradient_norm", norm):
-            followed = watch(train(job), job, mesh)
-        found[optimizer] = compare(reference(rt, o, optimizer), followed)
+    job = make_job(rt, o, mesh, OPTIMIZERS[optimizer], o.steps)
+    with patch.object(Hybrid, "finish", finish), patch("hybrid_model.gradient_norm", norm):
+        followed = watch(train(job), job, mesh)
     mesh.close()
-    return found
+    return compare(on_one_device(rt, o.model, optimizer), followed)
 
 
-@pytest.fixture(scope="module")
-def visited() -> dict[str, Found]:
-    return visit_all(visit, EXHIBITS, 4)
+def caught(name: str, found: Found) -> None:
+    assert all(max(d.value for d in differences.values()) > 1e-6 for differences in found.values())
 
 
-@pytest.mark.parametrize("name", EXHIBITS)
-def test_exhibit(name: str, visited: dict[str, Found]) -> None:
-    worst = visited[name]
-    if not is_right(name, worst):
-        assert all(max(d.value for d in found.values()) > 1e-6 for found in worst.values())
+visited, test_exhibit = tour(visit, EXHIBITS, caught, ranks=lambda name: 4)
 
 
 def in_a_ring(x: torch.Tensor, group: Group, *_: object) -> None:

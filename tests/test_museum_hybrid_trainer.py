@@ -13,18 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-from museum import Found, is_right, visit_all
+from museum import Found, tour
 from torch import Tensor
 
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, Followed, compare, watch
-from common.lesson.training import Batches
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, watch
+from common.lesson.job import one_device
+from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, gpt2
 from common.models.dropout import Dropout
 
+import hybrid_training
 from hybrid_layout import HybridOptions
-from hybrid_training import make_job, reference, train
+from hybrid_training import make_job, train
 
 CONFIGS["museum-run"] = replace(gpt2(layers=2, width=16, heads=2, sequence=8), dropout=0.2)
 OPTIONS = HybridOptions(model="museum-run", batch=4, sequence=8, steps=4)
@@ -65,12 +66,13 @@ EXHIBITS = {
 @functools.cache
 def alone(rt: Runtime, optimizer: str) -> Followed:
     """Return the run on one device, the same for all exhibits."""
-    return reference(rt, OPTIONS, optimizer)
+    job = hybrid_training.alone(rt, OPTIONS, make_model(OPTIONS, rt.device), OPTIMIZERS[optimizer])
+    return watch(one_device(job), job)
 
 
-def visit(rt: Runtime, name: str) -> Found:
-    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
-    exhibit, found = EXHIBITS[name], {}
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
+    exhibit = EXHIBITS[name]
     o = replace(OPTIONS, **exhibit.mesh)
     mesh, forward, take = o.mesh(rt), Dropout.forward, Batches.take
 
@@ -85,21 +87,14 @@ def visit(rt: Runtime, name: str) -> Found:
     def taken(self: Batches, t: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         return take(self, t if t < RESUMED else exhibit.batch(t), lo, hi)
 
-    for optimizer, make in OPTIMIZERS.items():
-        expected, job = alone(rt, optimizer), make_job(rt, o, mesh, make, o.steps)
-        with patch.object(Dropout, "forward", dropped), patch.object(Batches, "take", taken):
-            found[optimizer] = compare(expected, watch(train(job), job, mesh))
-    return found
+    expected, job = alone(rt, optimizer), make_job(rt, o, mesh, OPTIMIZERS[optimizer], o.steps)
+    with patch.object(Dropout, "forward", dropped), patch.object(Batches, "take", taken):
+        return compare(expected, watch(train(job), job, mesh))
 
 
-@pytest.fixture(scope="module")
-def visited() -> dict[str, Found]:
-    return visit_all(visit, EXHIBITS)
+def caught(name: str, found: Found) -> None:
+    assert all(differences["gradients"].value > 1e-3 for differences in found.values())
+    assert found["sgd"]["weights"].value > 1e-5
 
 
-@pytest.mark.parametrize("name", EXHIBITS)
-def test_exhibit(name: str, visited: dict[str, Found]) -> None:
-    worst = visited[name]
-    if not is_right(name, worst):
-        assert all(found["gradients"].value > 1e-3 for found in worst.values())
-        assert worst["sgd"]["weights"].value > 1e-5
+visited, test_exhibit = tour(visit, EXHIBITS, caught)

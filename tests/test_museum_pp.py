@@ -7,13 +7,13 @@ equality with one device in every gradient and weight; `pytest -s tests/test_mus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from museum import UNSEEN, show
+from museum import UNSEEN, Found, tour, worst_of
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -21,8 +21,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.runtime import Runtime
-from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, compare, watch
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, watch
 from common.lesson.job import Job, one_device, total
 from common.lesson.training import make_model
 
@@ -130,56 +129,33 @@ def train(job: Job[PipelineOptions]) -> Iterator[Tensor]:
         yield total([loss_sum / count], job.group)
 
 
-def visit(rt: Runtime, names: list[str]) -> dict[str, dict[str, dict[str, Difference]]]:
-    """Return each exhibit's differences from one device, for each optimizer."""
-    found: dict[str, dict[str, dict[str, Difference]]] = {}
-    alone, o = Mesh(Group.alone()), OPTIONS
-    for optimizer, make in OPTIMIZERS.items():
-        job = Job(rt, o, "right", make_model(o, rt.device), alone, "dp", make, o.steps)
-        reference = watch(one_device(job), job)
-        for name in names:
-            mesh = Mesh(rt.world, pp=2, dp=EXHIBITS[name][1])
-            job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", make, o.steps)
-            followed = watch(train(job), job, mesh)
-            found.setdefault(name, {})[optimizer] = compare(reference, followed)
-    return found
+@cache
+def alone(rt: Runtime, optimizer: str) -> Followed:
+    """Return the run on one device, the same for all exhibits."""
+    o, make = OPTIONS, OPTIMIZERS[optimizer]
+    job = Job(rt, o, "right", make_model(o, rt.device), Mesh(Group.alone()), "dp", make, o.steps)
+    return watch(one_device(job), job)
 
 
-@pytest.fixture(scope="module")
-def visited() -> dict[str, dict[str, dict[str, Difference]]]:
-    """Return the largest differences of each exhibit over all ranks."""
-    worst: dict[str, dict[str, dict[str, Difference]]] = {}
-    for ranks in (2, 4):
-        names = [name for name, (_, replicas, _) in EXHIBITS.items() if 2 * replicas == ranks]
-        for of_rank in spawn(visit, ranks, names):
-            for name, found in of_rank.items():
-                for optimizer, kinds in found.items():
-                    seen = worst.setdefault(name, {}).setdefault(optimizer, dict(kinds))
-                    for kind, d in kinds.items():
-                        seen[kind] = max(seen[kind], d, key=lambda d: d.value)
-    return worst
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
+    o, mesh = OPTIONS, Mesh(rt.world, pp=2, dp=EXHIBITS[name][1])
+    job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", OPTIMIZERS[optimizer], o.steps)
+    return compare(alone(rt, optimizer), watch(train(job), job, mesh))
 
 
-@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
-def test_caught(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
-    found = visited[name]
-    show(name, found)
+def caught(name: str, found: Found) -> None:
     assert found["sgd"]["gradients"].value > 1e-3
     assert found["sgd"]["weights"].value > 1e-6
     assert found["adamw"]["loss"].value < UNSEEN
 
 
-@pytest.mark.parametrize("name", [name for name in EXHIBITS if name.startswith("right")])
-def test_right(name: str, visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
-    found = visited[name]
-    show(name, found)
-    for differences in found.values():
-        assert max(d.value for d in differences.values()) <= 1e-12
+visited, test_exhibit = tour(visit, EXHIBITS, caught, ranks=lambda name: 2 * EXHIBITS[name][1])
 
 
-def test_adamw_hides_what_sgd_shows(visited: dict[str, dict[str, dict[str, Difference]]]) -> None:
+def test_adamw_hides_what_sgd_shows(visited: dict[str, list[Found]]) -> None:
     """With gradients 4 times too large, AdamW's loss is right to 3 digits: a loss curve proves nothing."""
-    found = visited["a loss that is not divided by the micro-batches"]
+    found = worst_of(visited["a loss that is not divided by the micro-batches"])
     assert found["adamw"]["gradient norm"].value == pytest.approx(OPTIONS.micro_batches - 1, rel=3e-2)
     assert found["adamw"]["loss"].value < 1e-3  # at most 9e-5 in 35 texts and seeds
     assert found["sgd"]["loss"].value > 3e-3  # at least 0.03

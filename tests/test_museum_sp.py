@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import pytest
 import torch
-from museum import UNSEEN, show
+from museum import UNSEEN, Found, tour
 from torch import Tensor
 
 from common import comm
@@ -20,8 +20,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.runtime import Runtime
-from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, compare, follow
+from common.lesson.equality import Difference, Followed, compare, follow
 from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 
@@ -131,30 +130,24 @@ def train(model: Transformer, recipe: Recipe, group: Group, mesh: Mesh | None) -
     return step
 
 
-def visit(rt: Runtime, name: str) -> dict[str, dict[str, Difference]]:
-    """Return the exhibit's differences from one device, for each optimizer."""
-    found = {}
-    for optimizer in OPTIMIZERS:
-        model = make_model(OPTIONS, rt.device)
-        reference = follow(model, optimizer, OPTIONS.steps, train(model, Recipe(), ALONE, None))
-        model, mesh = make_model(OPTIONS, rt.device), Mesh(rt.world, sp=rt.world_size)
-        step = train(model, EXHIBITS[name], mesh.group("sp"), mesh)
-        found[optimizer] = compare(reference, follow(model, optimizer, OPTIONS.steps, step, mesh))
-    return found
+@cache
+def one_device(optimizer: str) -> Followed:
+    """Train on one device, once for all exhibits."""
+    model = make_model(OPTIONS, torch.device("cpu"))
+    return follow(model, optimizer, OPTIONS.steps, train(model, Recipe(), ALONE, None))
 
 
-@pytest.mark.parametrize("name", [name for name in EXHIBITS if not name.startswith("right")])
-def test_caught(name: str) -> None:
-    found = spawn(visit, 2, name)[0]
-    show(name, found)
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
+    model, mesh = make_model(OPTIONS, rt.device), Mesh(rt.world, sp=rt.world_size)
+    step = train(model, EXHIBITS[name], mesh.group("sp"), mesh)
+    return compare(one_device(optimizer), follow(model, optimizer, OPTIONS.steps, step, mesh))
+
+
+def caught(name: str, found: Found) -> None:
     assert found["sgd"]["gradients"].value > 1e-3
     assert found["sgd"]["weights"].value > 1e-6
     assert found["adamw"]["loss"].value < UNSEEN
 
 
-@pytest.mark.parametrize("name", [name for name in EXHIBITS if name.startswith("right")])
-def test_right(name: str) -> None:
-    for found in spawn(visit, 2, name):
-        show(name, found)
-        for differences in found.values():
-            assert max(d.value for d in differences.values()) <= 1e-12
+visited, test_exhibit = tour(visit, EXHIBITS, caught)

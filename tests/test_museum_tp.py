@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.nn.functional as F
-from museum import Found, is_right, visit_all
+from museum import Found, tour
 from steps import Version, training_step
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from common.comm import Group, collectives
 from common.comm.mesh import Mesh
 from common.comm.placement import gradient_norm, sum_gradients
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, compare, follow
+from common.lesson.equality import Difference, Followed, compare, follow
 from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, llama
 from common.models.transformer import Transformer
@@ -35,6 +34,7 @@ from tp_megatron import MegatronOptions, SharedRows, tensor_parallel
 CONFIGS["museum-llama"] = llama(layers=2, width=32, heads=4, kv_heads=1, mlp_width=44, sequence=16)
 OPTIONS = MegatronOptions(model="gpt2-tiny", batch=3, sequence=8, steps=3)
 MAX_NORM = 0.05
+ALONE = Mesh(Group.alone())
 Finish = Callable[[Transformer, Mesh], None]
 
 
@@ -122,36 +122,33 @@ EXHIBITS = {
 }
 
 
-def visit(rt: Runtime, name: str) -> Found:
-    """Return an exhibit's differences from one device, for each optimizer, on this rank."""
+@cache
+def one_device(model_name: str, clipped: bool, optimizer: str) -> Followed:
+    """Train on one device, once for all exhibits."""
+    o = replace(OPTIONS, model=model_name)
+    model = make_model(o, torch.device("cpu"))
+    version = Version(model, finish=partial(clip_by_the_norm, model, ALONE) if clipped else lambda: None)
+    step = training_step(version, Batches(o, ALONE.world, torch.device("cpu")), ALONE.world)
+    return follow(model, optimizer, o.steps, step)
+
+
+def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
+    """Return an exhibit's differences from one device on this rank."""
     recipe, mesh = EXHIBITS[name], Mesh(rt.world, tp=rt.world_size)
-    alone = Mesh(Group.alone())
     current["group"] = mesh.group("tp")
-    o, found = replace(OPTIONS, model=recipe.model), {}
-    batches = Batches(o, alone.world, rt.device)
-    for optimizer in OPTIMIZERS:
-        one = make_model(o, rt.device)
-        finish = partial(clip_by_the_norm, one, alone) if recipe.clipped else lambda: None
-        reference = follow(
-            one, optimizer, o.steps, training_step(Version(one, finish=finish), batches, alone.world)
-        )
-        model = make_model(o, rt.device)
-        tensor_parallel(model, mesh.group("tp"), recipe.sequence_parallel)
-        version = Version(model, finish=partial(recipe.finish, model, mesh), loss=model.loss)
-        with recipe.broken():
-            followed = follow(model, optimizer, o.steps, training_step(version, batches, alone.world), mesh)
-        found[optimizer] = compare(reference, followed)
-        assert abs(reference.losses[0] - followed.losses[0]) < 1e-12
-    return found
+    reference, o = one_device(recipe.model, recipe.clipped, optimizer), replace(OPTIONS, model=recipe.model)
+    model = make_model(o, rt.device)
+    tensor_parallel(model, mesh.group("tp"), recipe.sequence_parallel)
+    version = Version(model, finish=partial(recipe.finish, model, mesh), loss=model.loss)
+    step = training_step(version, Batches(o, ALONE.world, rt.device), ALONE.world)
+    with recipe.broken():
+        followed = follow(model, optimizer, o.steps, step, mesh)
+    assert abs(reference.losses[0] - followed.losses[0]) < 1e-12
+    return compare(reference, followed)
 
 
-@pytest.fixture(scope="module")
-def visited() -> dict[str, Found]:
-    return visit_all(visit, EXHIBITS)
+def caught(name: str, found: Found) -> None:
+    assert all(differences["weights"].value > 1e-4 for differences in found.values())
 
 
-@pytest.mark.parametrize("name", EXHIBITS)
-def test_exhibit(name: str, visited: dict[str, Found]) -> None:
-    worst = visited[name]
-    if not is_right(name, worst):
-        assert all(found["weights"].value > 1e-4 for found in worst.values())
+visited, test_exhibit = tour(visit, EXHIBITS, caught)
