@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from beside_one_device import alone, here, on_ranks
+from beside_one_device import Case, alone, equal_to_one_device, here
 from mpi.launch import refused
 from steps import Version, training_step
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare
+from common.lesson.comparison import Lesson
+from common.lesson.equality import OPTIMIZERS, Followed, compare
 from common.lesson.training import make_model
 
 from dp_accumulation import (
@@ -28,7 +29,6 @@ from dp_accumulation import (
     LOWEST,
     RECIPES,
     EpochBatches,
-    Recipe,
     StepOptions,
     clip_gradients,
     epoch_of,
@@ -51,26 +51,15 @@ def one_device(name: str, optimizer: str, o: StepOptions) -> Followed:
     return alone(here(), o, LESSON, name, optimizer)[0]
 
 
-def against_one_device(rt: Runtime, o: StepOptions, names: tuple[str, ...]) -> dict[str, float]:
-    """Return the largest difference of each version and optimizer; check the bytes."""
-    worst = {}
-    for optimizer in OPTIMIZERS:
-        references: dict[Recipe, Followed] = {}
-        for name in names:
-            added = replace(RECIPES[name], sync_each=False, checkpoint=False, library=False)
-            if added not in references:
-                references[added] = one_device(name, optimizer, o)
-            found = compare(references[added], on_ranks(rt, o, LESSON, name, optimizer)[0])
-            worst[f"{name}, {optimizer}"] = max(found[kind].value for kind in KINDS)
-    return worst
+def lesson_of(case: Case) -> Lesson:
+    return LESSON
 
 
 # 9 samples on 4 ranks in 3 micro-batches: parts of 2, 2, 2 and 3; on 8 most micro-batches are empty
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_equal_to_one_device(world: int) -> None:
-    names = tuple(RECIPES) if world in (2, 4) else ("sync", "all")
-    for worst in spawn(against_one_device, world, OPTIONS, names):
-        assert all(value <= 1e-12 for value in worst.values()), worst
+    names = RECIPES if world in (2, 4) else ("sync", "all")
+    equal_to_one_device(world, lesson_of, {name: Case(name, OPTIONS) for name in names})
 
 
 def test_padding_leaves_the_tokens() -> None:
@@ -85,8 +74,7 @@ def test_padding_leaves_the_tokens() -> None:
 
 def test_another_model() -> None:
     o = replace(OPTIONS, model="llama-tiny", steps=3)
-    for worst in spawn(against_one_device, 2, o, ("all",)):
-        assert all(value <= 1e-12 for value in worst.values()), worst
+    equal_to_one_device(2, lesson_of, {"all, llama": Case("all", o)})
 
 
 def test_clipping_and_the_schedule_change_something() -> None:

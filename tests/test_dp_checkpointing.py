@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from beside_one_device import alone, on_ranks
+from beside_one_device import Case, equal_to_one_device
 from mpi.launch import refused
 from small_models import SHAPES, ours, tokens
 from torch import nn
 
-from common.launch.runtime import Runtime
-from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, compare
+from common.lesson.comparison import Lesson
 from common.models.transformer import Transformer, config, cross_entropy_sum
 from common.utils.memory import LiveBytes, saved_bytes
 
@@ -32,20 +30,13 @@ from dp_checkpointing import (
 OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, micro_batches=2)
 
 
-def against_one_device(rt: Runtime, o: CheckpointOptions) -> dict[str, float]:
-    worst = {}
-    for optimizer in OPTIMIZERS:
-        reference, _ = alone(rt, o, LESSON, "none", optimizer)
-        for name in o.versions:
-            found = compare(reference, on_ranks(rt, o, LESSON, name, optimizer)[0])
-            worst[f"{name}, {optimizer}"] = max(found[kind].value for kind in KINDS)
-    return worst
+def lesson_of(case: Case) -> Lesson:
+    return LESSON
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_equal_to_one_device(world: int) -> None:
-    for worst in spawn(against_one_device, world, OPTIONS):
-        assert all(value <= 1e-12 for value in worst.values()), worst
+    equal_to_one_device(world, lesson_of, {name: Case(name, OPTIONS) for name in OPTIONS.versions})
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))

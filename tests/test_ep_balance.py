@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside_one_device import alone, on_ranks
+from beside_one_device import Case, alone, here, on_ranks
 from mpi.launch import refusal
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -50,14 +50,24 @@ SMALL = BalanceOptions(
     model="ep-balance", batch=8, sequence=10, steps=3, coefficient=0.3, rate=0.05, curve_steps=0
 )
 
-Case = tuple[str, dict[str, Any]]
-CASES: list[Case] = [
-    ("switch", {"micro_batches": 3}),
-    ("gshard", {"micro_batches": 2}),
-    ("bias", {"micro_batches": 2}),
-    ("switch", {"micro_batches": 1, "model": "ep-balance-sigmoid"}),
-    ("bias", {"micro_batches": 3, "model": "ep-balance-sigmoid"}),
-]
+
+def case(version: str, **more: Any) -> Case:
+    return Case(version, replace(SMALL, **more))
+
+
+CASES = {
+    "switch": case("switch", micro_batches=3),
+    "gshard": case("gshard", micro_batches=2),
+    "bias": case("bias", micro_batches=2),
+    "switch, sigmoid": case("switch", micro_batches=1, model="ep-balance-sigmoid"),
+    "bias, sigmoid": case("bias", micro_batches=3, model="ep-balance-sigmoid"),
+    "gshard, 9 samples": case("gshard", micro_batches=2, batch=9),
+    "bias, 9 samples": case("bias", micro_batches=2, batch=9),
+}
+NAMES = {
+    2: ["switch", "gshard", "bias", "switch, sigmoid", "bias, sigmoid"],
+    3: ["gshard, 9 samples", "bias, 9 samples"],
+}
 
 
 def biases(model: torch.nn.Module) -> list[Tensor]:
@@ -68,31 +78,29 @@ def lesson_of(name: str) -> Lesson:
     return replace(ep_moe.lesson({name: train}, BalancedBytes()), one_device=train_plain)
 
 
-def against_one_device(rt: Runtime, cases: list[Case]) -> list[tuple[float, float]]:
+def against_one_device(rt: Runtime, cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
     """Return the largest differences under SGD and of the biases; check the bytes against the formula."""
-    results = []
-    for name, more in cases:
-        o = replace(SMALL, **more)
-        reference, plain = alone(rt, o, lesson_of(name), name, "sgd")
-        followed, job = on_ranks(rt, o, lesson_of(name), name, "sgd")
+    results = {}
+    for name, case in cases.items():
+        o, version = case.options, case.version
+        reference, plain = alone(rt, o, lesson_of(version), version, "sgd")
+        followed, job = on_ranks(rt, o, lesson_of(version), version, "sgd")
         found = compare(reference, followed)
         pairs = list(zip(biases(plain.model), biases(job.model), strict=True))
-        assert len(pairs) == 2 * (name == "bias" or o.model.endswith("sigmoid"))
-        if name == "bias":
+        assert len(pairs) == 2 * (version == "bias" or o.model.endswith("sigmoid"))
+        if version == "bias":
             assert all(a.abs().max() > 0 for a, _ in pairs)
         apart = max([(a - b).abs().max().item() for a, b in pairs], default=0.0)
-        results.append((max(found[kind].value for kind in KINDS), apart))
+        results[name] = (max(found[kind].value for kind in KINDS), apart)
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", NAMES)
 def test_equal_to_one_device(world: int) -> None:
-    cases = {2: CASES, 3: CASES[1:3]}[world]
-    cases = [(name, {**more, "batch": 9} if world == 3 else more) for name, more in cases]
-    for found in spawn(against_one_device, world, cases):
-        for case, (difference, apart) in zip(cases, found, strict=True):
-            assert difference <= 1e-12, case
-            assert apart == 0, case
+    for found in spawn(against_one_device, world, {name: CASES[name] for name in NAMES[world]}):
+        for name, (difference, apart) in found.items():
+            assert difference <= 1e-12, name
+            assert apart == 0, name
 
 
 def test_the_loss_is_that_of_transformers() -> None:
@@ -108,10 +116,6 @@ def test_the_loss_is_that_of_transformers() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(theirs, logits_BSE)[0])
     even = Routing(logits_BSE, torch.full((3, 5, 4), 0.25), experts_BSK, torch.ones(3, 5, K))
     assert balance_loss([even], load(experts_BSK, 4)).item() / 15 == pytest.approx(1)
-
-
-def one_rank() -> Runtime:
-    return Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
 
 def test_first_choices_are_the_routers_best() -> None:
@@ -144,7 +148,7 @@ def test_it_balances() -> None:
     o = replace(SMALL, curve_steps=32, coefficient=0.1, rate=0.03, batch=8, dtype="float32", micro_batches=1)
     last = {}
     for name in ("none", "switch", "bias"):
-        loads, losses = history(one_rank(), o, name)
+        loads, losses = history(here(), o, name)
         assert loads[0].sum(1).tolist() == [160, 160]
         assert losses[-1] < losses[0]
         # tokens of so small a model are alike and change their expert together: a bias balances over steps
@@ -207,7 +211,7 @@ def test_the_loss_is_added_once() -> None:
     o = replace(SMALL, micro_batches=2)
     model = make_model(o, torch.device("cpu"))
     mesh, sgd = Mesh(Group.alone()), OPTIMIZERS["sgd"]
-    found = next(train_plain(Job(one_rank(), o, "switch", model, mesh, "ep", sgd)))
+    found = next(train_plain(Job(here(), o, "switch", model, mesh, "ep", sgd)))
     plain = make_model(o, torch.device("cpu"))
     seen = observed(plain)
     ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), mesh.world, torch.device("cpu")).parts(

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from beside_one_device import assert_equal, here
 from torch.nn import functional as F
 
 from common.comm import Group
@@ -14,7 +15,7 @@ from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, compare, watch
+from common.lesson.equality import OPTIMIZERS, Followed, watch
 from common.lesson.job import Job
 from common.lesson.training import make_model
 from common.models.configs import CONFIGS, config, switch
@@ -43,18 +44,17 @@ def test_routers_by_hand() -> None:
     assert z_loss_sum(torch.zeros(2, 3, 4)).item() == pytest.approx(6 * torch.tensor(4.0).log().item() ** 2)
 
 
-def compared_training(rt: Runtime, name: str) -> float:
-    """Return the largest difference of training on all ranks from one device."""
-    runs = []
-    for mesh in (Mesh(Group.alone()), Mesh(rt.world, dp=rt.world_size)):
-        job = Job(rt, SMALL, name, make_model(SMALL, rt.device), mesh, "dp", OPTIMIZERS["sgd"], SMALL.steps)
-        runs.append(watch(train(job, []), job, mesh))
-    return max(d.value for d in compare(*runs).values())
+def trained(rt: Runtime, case: tuple[str, RouterOptions], optimizer: str) -> Followed:
+    """Train on all ranks of `rt`."""
+    (name, o), mesh, make = Mesh(rt.world, dp=rt.world_size), OPTIMIZERS[optimizer]
+    job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", make, o.steps)
+    return watch(train(job, []), job, mesh)
 
 
-@pytest.mark.parametrize("name", ep_switch_router.VERSIONS)
-def test_training_equals_one_device(name: str) -> None:
-    assert max(spawn(compared_training, 2, name)) <= 1e-12
+def test_training_equals_one_device() -> None:
+    cases = {name: (name, SMALL) for name in ep_switch_router.VERSIONS}
+    references = {(name, "sgd"): trained(here(), case, "sgd") for name, case in cases.items()}
+    assert_equal(2, trained, cases, references)
 
 
 def test_the_gates_are_the_models() -> None:
@@ -116,9 +116,7 @@ def test_weights_are_those_of_one_device() -> None:
 def test_jitter_by_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ep_switch_router, "jittered", lambda x, *more: jittered(x, 0.9, rank_seed[0], 0))
     rank_seed = [0]
-    world = Group.alone("world")
-    rt = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, world)
-    plain = ep_switch_router.route
+    rt, plain = here(), ep_switch_router.route
 
     def route(*given):
         rank_seed[0] += 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import pytest
 import torch
+from beside_one_device import assert_equal
 from mpi.launch import refused
 from steps import Version, training_step
 from torch import Tensor
@@ -22,7 +24,7 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
-from common.lesson.equality import OPTIMIZERS, TOLERANCE, Difference, Followed, compare, follow, watch
+from common.lesson.equality import OPTIMIZERS, TOLERANCE, Followed, follow, watch
 from common.lesson.job import Job
 from common.lesson.training import Batches, make_model
 from common.models import configs
@@ -96,53 +98,46 @@ BYTES = {"allgather": allgather_bytes, "ulysses": ulysses_bytes, "ring": ring_by
 LESSONS = {attention: Lesson("sp", {}, step_bytes(formula)) for attention, formula in BYTES.items()}
 
 
-Case = tuple[str, str, str, str]  # model, optimizer, attention, kernel
+Case = tuple[str, str, str]  # model, attention, kernel
 
 
-def train(rt: Runtime, cases: list[tuple[Case, Followed]]) -> list[dict[str, Difference]]:
-    """Return each case's differences from its reference; check the ledger's bytes."""
-    found, mesh = [], Mesh(rt.world, sp=rt.world_size)
-    group = mesh.group("sp")
-    for (name, optimizer, attention, kernel), reference in cases:
-        o = options(name, micro_batches=2 if rt.world_size < 4 else 1)
-        model = without_dropped_weights(make_model(o, rt.device))
-        sequence_parallel(model, group, attention, kernel)
-        split = partial(split_sequence, group=group, order=ORDERS[attention])
-        finish = partial(sum_gradients, list(model.parameters()), mesh)
-        step = training_step(Version(model, finish=finish, split=split), batches(o, rt.device), group)
-        with Ledger() as ledger:
-            parallel = follow(model, optimizer, o.steps, step, mesh)
-        assert ledger.bytes() == LESSONS[attention].bytes_of_run(attention, model, group, o), attention
-        found.append(compare(reference, parallel))
-    return found
+def train(rt: Runtime, case: Case, optimizer: str) -> Followed:
+    """Train on a split sequence; check the ledger's bytes."""
+    (name, attention, kernel), mesh = case, Mesh(rt.world, sp=rt.world_size)
+    o, group = options(name, micro_batches=2 if rt.world_size < 4 else 1), mesh.group("sp")
+    model = without_dropped_weights(make_model(o, rt.device))
+    sequence_parallel(model, group, attention, kernel)
+    split = partial(split_sequence, group=group, order=ORDERS[attention])
+    finish = partial(sum_gradients, list(model.parameters()), mesh)
+    step = training_step(Version(model, finish=finish, split=split), batches(o, rt.device), group)
+    with Ledger() as ledger:
+        parallel = follow(model, optimizer, o.steps, step, mesh)
+    assert ledger.bytes() == LESSONS[attention].bytes_of_run(attention, model, group, o), attention
+    return parallel
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_equal_to_one_device(world: int) -> None:
+    cases: dict[str, Case] = {}
+    references = {}
+
+    def add(model: str, optimizer: str, kernel: str, attentions: Iterable[str]) -> None:
+        for attention in attentions:
+            name = f"{model}, {attention}, {kernel}"
+            cases[name] = (model, attention, kernel)
+            references[name, optimizer] = one_device(model, optimizer)
+
     heads = 6 if world == 3 else 8
-    cases = [
-        ((f"sp-{model}-{heads}", optimizer, attention, kernel), one_device(f"sp-{model}-{heads}", optimizer))
-        for model, optimizer, kernel in (
-            ("gpt2", "sgd", "library"),
-            ("llama", "adamw", "library"),
-            ("llama", "sgd", "hand"),
-        )
-        for attention in ATTENTIONS
-        if (kernel == "library" and (world < 8 or model == "gpt2" or attention == "zigzag"))
-        or (kernel == "hand" and attention == "zigzag")
-    ]
+    add(f"sp-gpt2-{heads}", "sgd", "library", ATTENTIONS)
+    add(f"sp-llama-{heads}", "adamw", "library", ATTENTIONS if world < 8 else ["zigzag"])
+    add(f"sp-llama-{heads}", "sgd", "hand", ["zigzag"])
     if world == 4:
-        cases += [
-            (("sp-dropout", "adamw", a, "library"), one_device("sp-dropout", "adamw")) for a in ATTENTIONS
-        ]
-    for of_rank in spawn(train, world, cases):
-        for (case, _), differences in zip(cases, of_rank, strict=True):
-            for kind, difference in differences.items():
-                assert difference.value <= 1e-12, (world, case, kind, difference)
+        add("sp-dropout", "adamw", "library", ATTENTIONS)
+    assert_equal(world, train, cases, references)
 
 
-def train_beside_replicas(rt: Runtime, model: str, reference: Followed) -> dict[str, Difference]:
-    """Train two replicas of two shards: samples split along dp, tokens along sp; return the differences."""
+def train_beside_replicas(rt: Runtime, model: str, optimizer: str) -> Followed:
+    """Train two replicas of two shards: samples split along dp, tokens along sp."""
     o, mesh = options(model), Mesh(rt.world, dp=2, sp=2)
     made, group = make_model(o, rt.device), mesh.group("sp")
     sequence_parallel(made, group, "zigzag")
@@ -150,28 +145,24 @@ def train_beside_replicas(rt: Runtime, model: str, reference: Followed) -> dict[
     finish = partial(sum_gradients, list(made.parameters()), mesh)
     samples = Padded(o, mesh.group("dp"), rt.device)
     step = training_step(Version(made, finish=finish, split=split), samples, mesh.group("dp", "sp"))
-    return compare(reference, follow(made, "sgd", o.steps, step, mesh))
+    return follow(made, optimizer, o.steps, step, mesh)
 
 
 def test_beside_data_parallelism() -> None:
-    for differences in spawn(train_beside_replicas, 4, "sp-llama-8", one_device("sp-llama-8", "sgd")):
-        assert max(d.value for d in differences.values()) <= 1e-12, differences
+    model = "sp-llama-8"
+    assert_equal(4, train_beside_replicas, {model: model}, {(model, "sgd"): one_device(model, "sgd")})
 
 
-def train_hybrid(
-    rt: Runtime, inner: int, model: str, references: dict[str, Followed]
-) -> list[dict[str, Difference]]:
-    """Train both orders of the hybrid, under SGD and AdamW; check the bytes, return the differences."""
+def train_hybrid(rt: Runtime, case: tuple[str, int, str], optimizer: str) -> Followed:
+    """Train a version of the hybrid; check the bytes."""
+    (name, inner, model), mesh = case, Mesh(rt.world, sp=rt.world_size)
     o = sp_hybrid.HybridOptions(**vars(replace(options(model), versions=sp_hybrid.VERSIONS)), inner=inner)
-    mesh, found = Mesh(rt.world, sp=rt.world_size), []
-    for (optimizer, reference), name in zip(references.items(), sp_hybrid.VERSIONS, strict=True):
-        whole = make_model(o, rt.device)
-        job = Job(rt, o, name, whole, mesh, "sp", OPTIMIZERS[optimizer], o.steps, Padded)
-        with Ledger() as ledger:
-            parallel = watch(sp_hybrid.train(job), job, mesh)
-        assert ledger.bytes() == sp_hybrid.LESSON.bytes_of_run(name, whole, rt.world, o)
-        found.append(compare(reference, parallel))
-    return found
+    whole = make_model(o, rt.device)
+    job = Job(rt, o, name, whole, mesh, "sp", OPTIMIZERS[optimizer], o.steps, Padded)
+    with Ledger() as ledger:
+        parallel = watch(sp_hybrid.train(job), job, mesh)
+    assert ledger.bytes() == sp_hybrid.LESSON.bytes_of_run(name, whole, rt.world, o)
+    return parallel
 
 
 @pytest.mark.parametrize(
@@ -184,10 +175,10 @@ def train_hybrid(
     ],
 )
 def test_hybrid(inner: int, across: int, model: str) -> None:
-    references = {optimizer: one_device(model, optimizer) for optimizer in OPTIMIZERS}
-    for of_rank in spawn(train_hybrid, inner * across, inner, model, references):
-        for differences in of_rank:
-            assert max(d.value for d in differences.values()) <= 1e-12, differences
+    cases = {name: (name, inner, model) for name in sp_hybrid.VERSIONS}
+    pairs = zip(sp_hybrid.VERSIONS, OPTIMIZERS, strict=True)  # one order under SGD, the other under AdamW
+    references = {(name, optimizer): one_device(model, optimizer) for name, optimizer in pairs}
+    assert_equal(inner * across, train_hybrid, cases, references)
 
 
 def pieces(rt: Runtime, kv_heads: int) -> list[tuple[list[float], float]]:

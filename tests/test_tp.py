@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from beside_one_device import on_ranks
-from steps import Version, training_step
+from beside_one_device import Case, equal_to_one_device
 from torch import nn
 
 from common.comm import Group, sizes_of
@@ -16,8 +16,8 @@ from common.comm.placement import Shard, placement
 from common.errors import RankError, UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, follow
-from common.lesson.training import Batches, make_model
+from common.lesson.comparison import Lesson
+from common.lesson.training import make_model
 from common.models.configs import CONFIGS, gpt2, llama
 from common.models.transformer import cross_entropy_sum
 from common.utils.memory import peak_allocated
@@ -59,59 +59,61 @@ OPTIONS = {
     "overlap": tp_overlap.OverlapOptions,
     "dtensor": tp_dtensor.DTensorOptions,
 }
-CASES = [
-    ("column", "gathered", "tp-gpt2", {}),
-    ("column", "gathered", "tp-llama", {}),
-    ("row", "scattered", "tp-gpt2", {}),
-    ("row", "column-row", "tp-llama", {}),
-    ("vocabulary", "gathered", "tp-gpt2", {}),
-    ("vocabulary", "parallel", "tp-llama", {}),
-    ("megatron", "plain", "tp-gpt2", {}),
-    ("megatron", "plain", "tp-llama", {"micro_batches": 2}),
-    ("megatron", "plain", "tp-untied", {"dropout": 0.3}),
-    ("megatron", "sequence-parallel", "tp-gpt2", {"sequence": 13, "micro_batches": 3}),
-    ("megatron", "sequence-parallel", "tp-llama", {}),
-    ("megatron", "sequence-parallel", "tp-gpt2", {"dropout": 0.3, "sequence": 11, "micro_batches": 2}),
-    ("overlap", "pieces", "tp-gpt2", {"sequence": 48, "pieces": 3}),
+
+
+def case(lesson: str, version: str, model: str, **more: Any) -> Case:
+    options = OPTIONS[lesson](model=model, batch=4, steps=2, **{"sequence": 12, **more})
+    return Case(version, options)
+
+
+CASES = {
+    "column, gpt2": case("column", "gathered", "tp-gpt2"),
+    "column, llama": case("column", "gathered", "tp-llama"),
+    "row, gpt2": case("row", "scattered", "tp-gpt2"),
+    "column-row, llama": case("row", "column-row", "tp-llama"),
+    "vocabulary, gpt2": case("vocabulary", "gathered", "tp-gpt2"),
+    "vocabulary, llama": case("vocabulary", "parallel", "tp-llama"),
+    "megatron, gpt2": case("megatron", "plain", "tp-gpt2"),
+    "megatron, llama": case("megatron", "plain", "tp-llama", micro_batches=2),
+    "megatron, untied, dropout": case("megatron", "plain", "tp-untied", dropout=0.3),
+    "sequence, gpt2": case("megatron", "sequence-parallel", "tp-gpt2", sequence=13, micro_batches=3),
+    "sequence, llama": case("megatron", "sequence-parallel", "tp-llama"),
+    "sequence, dropout": case(
+        "megatron", "sequence-parallel", "tp-gpt2", dropout=0.3, sequence=11, micro_batches=2
+    ),
+    "overlap, gpt2": case("overlap", "pieces", "tp-gpt2", sequence=48, pieces=3),
+}
+# all on 2 ranks; with more ranks than cores, what depends on their number
+ON_3 = [
+    "megatron, llama",
+    "megatron, untied, dropout",
+    "sequence, gpt2",
+    "sequence, llama",
+    "sequence, dropout",
+    "overlap, gpt2",
 ]
+NAMES = {
+    1: ["megatron, gpt2", "sequence, gpt2", "overlap, gpt2"],
+    2: list(CASES),
+    3: ON_3,
+    4: ["megatron, llama", "sequence, gpt2", "sequence, dropout"],
+    8: ["megatron, llama"],
+}
 
 
-def against_one_device(rt: Runtime, cases: list[tuple[str, str, str, dict]]) -> list[dict[str, float]]:
-    """Return the largest differences under SGD and AdamW in each case; check the bytes by formula."""
-    results = []
-    alone = Group.alone()
-    references: dict[str, Followed] = {}
-    for lesson, version, model_name, more in cases:
-        o = OPTIONS[lesson](model=model_name, batch=4, steps=2, **{"sequence": 12, **more})
-        module = LESSONS[lesson]
-        for optimizer in OPTIMIZERS:
-            key = f"{model_name} {more} {optimizer}"
-            if key not in references:
-                model = make_model(o, rt.device)
-                step = training_step(
-                    Version(model), Batches(replace(o, micro_batches=1), alone, rt.device), alone
-                )
-                references[key] = follow(model, optimizer, o.steps, step)
-            followed, _ = on_ranks(rt, o, module.LESSON, version, optimizer)
-            found = compare(references[key], followed)
-            results.append({kind: found[kind].value for kind in KINDS})
-    return results
+def lesson_of(case: Case) -> Lesson:
+    (name,) = (name for name, kind in OPTIONS.items() if type(case.options) is kind)
+    return LESSONS[name].LESSON
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", NAMES)
 def test_equal_to_one_device(world: int) -> None:
-    # all on 2 ranks; with more ranks than cores, what depends on their number
-    some = [CASES[7], CASES[9], CASES[11]]
-    cases = {1: CASES[6::3], 2: CASES, 3: CASES[7:], 4: some, 8: some[:1]}[world]
-    for found in spawn(against_one_device, world, cases, timeout=120):
-        for case, differences in zip([c for c in cases for _ in OPTIMIZERS], found, strict=True):
-            assert max(differences.values()) <= 1e-12, (case, differences)
+    equal_to_one_device(world, lesson_of, {name: CASES[name] for name in NAMES[world]})
 
 
 def test_dtensor_is_equal_and_sends_the_same() -> None:
-    cases = [("dtensor", "dtensor", "tp-even", {}), ("dtensor", "dtensor", "tp-even-llama", {})]
-    for found in spawn(against_one_device, 2, cases, timeout=120):
-        assert max(max(differences.values()) for differences in found) <= 1e-12
+    cases = {model: case("dtensor", "dtensor", model) for model in ("tp-even", "tp-even-llama")}
+    equal_to_one_device(2, lesson_of, cases)
 
 
 def place(total: int, group: Group) -> slice:
