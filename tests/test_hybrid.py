@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from beside_one_device import here
 from torch import nn
+from training_runs import on_one_device
 
 from common.comm import Group
 from common.comm.mesh import Mesh
@@ -41,7 +43,7 @@ from hybrid_layout import HybridOptions, Layout
 from hybrid_model import Hybrid
 from hybrid_proof import prove_rows
 from hybrid_rows import of_meshes, table, ways
-from hybrid_training import HybridJob, make_hybrid, make_job, reference, train
+from hybrid_training import HybridJob, make_hybrid, make_job, train
 
 # sizes that divide by next to nothing
 CONFIGS["odd-mixtral"] = mixtral(
@@ -78,14 +80,16 @@ def ran(
     return watch(job.count(loop(job)), job, mesh), job
 
 
-def odd(rt: Runtime) -> list[tuple[dict[str, float], bool, list[str]]]:
+def odd(
+    rt: Runtime, cases: list[tuple[HybridOptions, dict[str, Followed]]]
+) -> list[tuple[dict[str, float], bool, list[str]]]:
     """Return, per case: the largest differences, True if the bytes agree, and the replicas that differ."""
     found = []
-    for o in ODD:
+    for o, references in cases:
         mesh = o.mesh(rt)
-        for optimizer in OPTIMIZERS:
+        for optimizer, reference in references.items():
             followed, job = ran(rt, o, mesh, optimizer)
-            worst = worst_of_world(compare(reference(rt, o, optimizer), followed), mesh)
+            worst = worst_of_world(compare(reference, followed), mesh)
             assert job.owner
             apart = unequal_replicas(job.owner.named_parameters(), mesh)
             found.append(({kind: d.value for kind, d in worst.items()}, job.agree, apart))
@@ -94,7 +98,8 @@ def odd(rt: Runtime) -> list[tuple[dict[str, float], bool, list[str]]]:
 
 
 def test_sizes_that_do_not_divide() -> None:
-    ranks = spawn(odd, 4, timeout=120)
+    cases = [(o, {optimizer: on_one_device(here(), o, optimizer) for optimizer in OPTIMIZERS}) for o in ODD]
+    ranks = spawn(odd, 4, cases, timeout=120)
     for i, (worst, _, apart) in enumerate(ranks[0]):
         assert max(worst.values()) <= 1e-12, (ODD[i // 2], worst)
         assert apart == []
@@ -244,8 +249,8 @@ def in_16_bits(rt: Runtime) -> list[dict[str, float]]:
         o = options(model="llama-tiny", steps=1, dtype="float32", precision="bfloat16", **given)
         mesh = o.mesh(rt)
         followed, _ = ran(rt, o, mesh, "sgd")
-        worst = compare(reference(rt, o, "sgd"), followed)
-        apart = compare(reference(rt, replace(o, precision="full"), "sgd"), followed)
+        worst = compare(on_one_device(rt, o, "sgd"), followed)
+        apart = compare(on_one_device(rt, replace(o, precision="full"), "sgd"), followed)
         found.append({kind: worst[kind].value for kind in ("loss", "gradients", "gradient norm")})
         found[-1]["rounded"] = apart["gradients"].value
     return found

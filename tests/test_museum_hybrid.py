@@ -16,6 +16,7 @@ import pytest
 import torch
 from museum import Found, tour
 from torch import nn
+from training_runs import on_one_device
 
 from common import comm
 from common.comm import Group
@@ -25,13 +26,11 @@ from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, unequal_replicas, watch
-from common.lesson.job import one_device
-from common.lesson.training import make_model
 from common.models.configs import CONFIGS, gpt2, mixtral
 
 from hybrid_layout import HybridOptions
 from hybrid_model import Hybrid
-from hybrid_training import alone, make_job, train
+from hybrid_training import make_job, train
 
 CONFIGS["museum-moe"] = mixtral(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4)
 CONFIGS["museum-tied"] = gpt2(layers=2, width=16, heads=2, sequence=16)
@@ -121,11 +120,9 @@ EXHIBITS: dict[str, tuple[dict[str, Any], Finish, Norm]] = {
 
 
 @functools.cache
-def on_one_device(rt: Runtime, model: str, optimizer: str) -> Followed:
+def plain(rt: Runtime, model: str, optimizer: str) -> Followed:
     """Train on one device, once for all exhibits of a model."""
-    o = HybridOptions(**(MOE if model == MOE["model"] else TIED))
-    job = alone(rt, o, make_model(o, rt.device), OPTIMIZERS[optimizer])
-    return watch(one_device(job), job)
+    return on_one_device(rt, HybridOptions(**(MOE if model == MOE["model"] else TIED)), optimizer)
 
 
 def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
@@ -137,7 +134,7 @@ def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
     with patch.object(Hybrid, "finish", finish), patch("hybrid_model.gradient_norm", norm):
         followed = watch(train(job), job, mesh)
     mesh.close()
-    return compare(on_one_device(rt, o.model, optimizer), followed)
+    return compare(plain(rt, o.model, optimizer), followed)
 
 
 def caught(name: str, found: Found) -> None:

@@ -15,15 +15,14 @@ from unittest.mock import patch
 
 from museum import Found, tour
 from torch import Tensor
+from training_runs import on_one_device
 
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, watch
-from common.lesson.job import one_device
-from common.lesson.training import Batches, make_model
+from common.lesson.training import Batches
 from common.models.configs import CONFIGS, gpt2
 from common.models.dropout import Dropout
 
-import hybrid_training
 from hybrid_layout import HybridOptions
 from hybrid_training import make_job, train
 
@@ -66,8 +65,7 @@ EXHIBITS = {
 @functools.cache
 def alone(rt: Runtime, optimizer: str) -> Followed:
     """Return the run on one device, the same for all exhibits."""
-    job = hybrid_training.alone(rt, OPTIONS, make_model(OPTIONS, rt.device), OPTIMIZERS[optimizer])
-    return watch(one_device(job), job)
+    return on_one_device(rt, OPTIONS, optimizer)
 
 
 def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:

@@ -1,4 +1,4 @@
-"""Runs of the trainer for its tests: tiny models, the results of each step, and stops in the middle."""
+"""Runs of chapter 06 for its tests: on one device, and of the trainer with tiny models and stops in the middle."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from unittest.mock import patch
 from torch import Tensor
 
 from common.launch.runtime import Runtime
+from common.lesson.equality import OPTIMIZERS, Followed, watch
+from common.lesson.job import one_device
+from common.lesson.training import make_model
 from common.models.configs import CONFIGS, gpt2, llama, mixtral
 
 from hybrid_export import gather_to_rank_0
+from hybrid_layout import HybridOptions
 from hybrid_log import Log
 from hybrid_options import TrainOptions
 from hybrid_signals import STOP
 from hybrid_trainer import Trainer, start
+from hybrid_training import alone
 
 CONFIGS["nano-llama"] = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, sequence=16)
 CONFIGS["nano-mixtral"] = mixtral(
@@ -40,6 +45,12 @@ class Ran:
     texts: dict[int, str] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     errors: str = ""
+
+
+def on_one_device(rt: Runtime, o: HybridOptions, optimizer: str) -> Followed:
+    """Train the plain model on one device; the layout of `o` does not count."""
+    job = alone(rt, o, make_model(o, rt.device), OPTIMIZERS[optimizer])
+    return watch(one_device(job), job)
 
 
 def options(**given: Any) -> TrainOptions:
