@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+from mpi.launch import mpirun, need_binary, need_module, refused_by, run, run_worker
 
 from common.benchmarks.measures import problem
 from common.data.text import load_text, mlp_batch, rank_slice
@@ -115,12 +115,23 @@ def simulate(ranks, sizes, batch, steps, micro_batches, optimizer, compress_keep
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": model.weights()}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
-def results(request, tmp_path_factory):
-    """Run one mpirun per number of ranks; return (ranks, result of each case)."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Run one mpirun for all numbers of ranks; return {ranks: the worker's results}."""
     need_module("dp_mpi")
-    folder = tmp_path_factory.mktemp("dp_mpi")
-    return request.param, run_worker(request.param, "dp_mpi_worker.py", folder, json.dumps(CASES))
+    return run_worker(4, "dp_mpi_worker.py", tmp_path_factory.mktemp("dp_mpi"), json.dumps(CASES))
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids="{0} ranks".format)
+def results(request, found):
+    """Return (ranks, the worker's results)."""
+    return request.param, found[str(request.param)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Return the reference of each batch and optimizer."""
+    return {key: reference(*key) for key in {(case["batch"], case["optimizer"]) for case in CASES}}
 
 
 def relative(a, b):
@@ -129,8 +140,7 @@ def relative(a, b):
     return np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1)
 
 
-def test_equals_autograd_on_the_whole_batch_or_the_simulation_of_what_is_sent(results):
-    whole = {key: reference(*key) for key in {(case["batch"], case["optimizer"]) for case in CASES}}
+def test_equals_autograd_on_the_whole_batch_or_the_simulation_of_what_is_sent(results, whole):
     for case, ours in zip(CASES, results[1], strict=True):
         if case.get("compress_keep", 1) < 1:
             expected = simulate(results[0], **case)
@@ -241,11 +251,7 @@ def test_benchmark_writes_what_it_timed(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
-    done = run([str(need_binary("dp_mpi")), *arguments])
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"dp_mpi: {message}")
-    assert done.stderr.count("\n") == 1
+    assert refused_by("dp_mpi", *arguments).startswith(message)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")

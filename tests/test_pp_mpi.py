@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+from mpi.launch import mpirun, need_binary, need_module, refused_by, run_worker
 
 from common.benchmarks.measures import problem
 from common.data.text import rank_slice
@@ -302,9 +302,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("RIGHT").write_text(RIGHT)
-    done = run([str(need_binary("pp_mpi")), *arguments])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"pp_mpi: {message}\n"
+    assert refused_by("pp_mpi", *arguments) == message
 
 
 def test_without_python_a_list_is_asked_for() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+from mpi.launch import mpirun, need_binary, need_module, refused_by, run_worker
 
 from common.models.transformer import Layer, TransformerConfig, initialise
 
@@ -24,12 +24,17 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{0} ranks".format)
-def results(request, tmp_path_factory):
-    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Run one mpirun for all numbers of ranks; return {ranks: the worker's results}."""
     need_module("tp_mpi")
-    folder = tmp_path_factory.mktemp("tp_mpi")
-    return request.param, run_worker(request.param, "tp_mpi_worker.py", folder, json.dumps(CASES))
+    return run_worker(4, "tp_mpi_worker.py", tmp_path_factory.mktemp("tp_mpi"), json.dumps(CASES))
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids="{0} ranks".format)
+def results(request, found):
+    """Return (ranks, the worker's results)."""
+    return request.param, found[str(request.param)]
 
 
 def reference(shape, tokens, steps, optimizer, dtype, **_):
@@ -67,22 +72,27 @@ def reference(shape, tokens, steps, optimizer, dtype, **_):
     }
 
 
+@pytest.fixture(scope="module")
+def expected():
+    """Return the reference of every case."""
+    return [reference(**case) for case in CASES]
+
+
 def relative(expected, found, scale=None):
     expected, found = np.asarray(expected), np.asarray(found)
     assert expected.shape == found.shape
     return abs(found - expected).max() / (scale or abs(expected).max())
 
 
-def test_training_is_that_of_the_plain_layer_under_autograd(results):
-    for case, ours in zip(CASES, results[1]["cases"], strict=True):
-        expected = reference(**case)
+def test_training_is_that_of_the_plain_layer_under_autograd(results, expected):
+    for case, plain, ours in zip(CASES, expected, results[1]["cases"], strict=True):
         tolerance = 1e-12 if case["dtype"] == "float64" else 1e-5
         for what in ("losses", "norms", "dx"):
-            assert relative(expected[what], ours[what]) < tolerance, (case, what)
+            assert relative(plain[what], ours[what]) < tolerance, (case, what)
         for what in ("gradients", "weights"):
-            assert expected[what].keys() == ours[what].keys()
-            largest = max(abs(v).max() for v in expected[what].values())
-            for name, values in expected[what].items():
+            assert plain[what].keys() == ours[what].keys()
+            largest = max(abs(v).max() for v in plain[what].values())
+            for name, values in plain[what].items():
                 # zero up to rounding, as the gradient of k's bias: on the scale of the layer
                 zero = abs(values).max() < 1e-13 * largest
                 assert relative(values, ours[what][name], largest if zero else None) < tolerance, (case, name)
@@ -165,9 +175,7 @@ def test_binary_proves_itself_and_writes_records(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
-    done = run([str(need_binary("tp_mpi")), *arguments])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"tp_mpi: {message}\n"
+    assert refused_by("tp_mpi", *arguments) == message
 
 
 def test_more_ranks_than_heads():

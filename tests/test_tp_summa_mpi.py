@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from mpi.launch import mpirun, need_binary, need_module, run, run_worker
+from mpi.launch import mpirun, need_binary, need_module, refused_by, run_worker
 
 # uneven on all grids; even on all; less rows, inner or columns than ranks in a line; one number
 SHAPES = [(13, 7, 11), (24, 12, 36), (2, 5, 9), (9, 2, 2), (1, 1, 1)]
@@ -22,13 +22,18 @@ def cases(ranks):
     return [[shape, grid, *how] for shape, grid, how in itertools.product(SHAPES, GRIDS[ranks], HOW)]
 
 
-@pytest.fixture(scope="module", params=GRIDS, ids="{0} ranks".format)
-def results(request, tmp_path_factory):
-    """Run one mpirun per number of ranks; return (ranks, the worker's results)."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Run one mpirun for all numbers of ranks; return {ranks: the worker's results}."""
     need_module("tp_summa_mpi")
-    folder = tmp_path_factory.mktemp("tp_summa_mpi")
-    given = json.dumps(cases(request.param))
-    return request.param, run_worker(request.param, "tp_summa_mpi_worker.py", folder, given)
+    given = json.dumps({ranks: cases(ranks) for ranks in GRIDS})
+    return run_worker(max(GRIDS), "tp_summa_mpi_worker.py", tmp_path_factory.mktemp("tp_summa_mpi"), given)
+
+
+@pytest.fixture(params=GRIDS, ids="{0} ranks".format)
+def results(request, found):
+    """Return (ranks, the worker's results)."""
+    return request.param, found[str(request.param)]
 
 
 def test_blocks_put_together_are_numpys(results):
@@ -99,6 +104,4 @@ def test_bytes_by_hand_and_record(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
-    done = run([str(need_binary("tp_summa_mpi")), *arguments])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"tp_summa_mpi: {message}\n"
+    assert refused_by("tp_summa_mpi", *arguments) == message

@@ -1,11 +1,11 @@
-"""Run the module fived's collectives on every rank; rank 0 writes results as JSON.
+"""Run the module fived's collectives on the first 1 to 4 ranks; rank 0 writes results as JSON.
 
 python cpp_worker.py RESULT, under mpirun.
 """
 
 import numpy as np
 from fived import collectives, mpi
-from mpi.worker import WORLD, write
+from mpi.worker import on_comms, write
 from mpi4py import MPI
 
 SIZES = [0, 1, 5, 1000, 300_001]
@@ -16,7 +16,7 @@ def numbers(n, dtype, rank):
     return ((np.arange(n) * 7 + rank * 13) % 32).astype(dtype)
 
 
-def all_reduces(comm, dtype):
+def all_reduces(ranks, comm, dtype):
     """Return, for each function and length, if the sum is right, and the bytes sent per rank."""
     rows = []
     for name in ("ring_all_reduce", "recursive_doubling_all_reduce"):
@@ -24,11 +24,11 @@ def all_reduces(comm, dtype):
             array = numbers(n, dtype, comm.rank)
             sent = getattr(collectives, name)(comm, array)
             right = np.array_equal(array, sum(numbers(n, dtype, r) for r in range(comm.size)))
-            rows.append([name, n, WORLD.allreduce(right, MPI.LAND), WORLD.allgather(sent)])
+            rows.append([name, n, ranks.allreduce(right, MPI.LAND), ranks.allgather(sent)])
     return rows
 
 
-def scatter_gather(comm):
+def scatter_gather(ranks, comm):
     """Check that reduce-scatter completes this rank's shard, and all-gather the others."""
     n = 1001
     array, total = numbers(n, np.float64, comm.rank), sum(numbers(n, np.float64, r) for r in range(comm.size))
@@ -36,16 +36,16 @@ def scatter_gather(comm):
     collectives.ring_reduce_scatter(comm, array)
     mine = np.array_equal(array[begin:end], total[begin:end])
     collectives.ring_all_gather(comm, array)
-    return WORLD.allreduce(mine and np.array_equal(array, total), MPI.LAND)
+    return ranks.allreduce(mine and np.array_equal(array, total), MPI.LAND)
 
 
-def broadcasts(comm):
+def broadcasts(ranks, comm):
     right = True
     for root in range(comm.size):
         array = numbers(1000, np.float32, comm.rank)
         collectives.tree_broadcast(comm, array, root)
         right &= np.array_equal(array, numbers(1000, np.float32, root))
-    return WORLD.allreduce(right, MPI.LAND)
+    return ranks.allreduce(right, MPI.LAND)
 
 
 def mismatch(comm):
@@ -79,17 +79,19 @@ def waits_without_the_gil(comm):
     return bool(np.all(back == 1))
 
 
+def work(ranks):
+    comm = mpi.Communicator(ranks)
+    half = comm.split(color=comm.rank % 2, key=0, name="half")
+    return {
+        "float32": all_reduces(ranks, comm, np.float32),
+        "float64": all_reduces(ranks, comm, np.float64),
+        "scatter_gather": scatter_gather(ranks, comm),
+        "broadcasts": broadcasts(ranks, comm),
+        "halves": ranks.allgather([half.name, half.rank, half.size]),
+        "mismatch": ranks.allgather(mismatch(comm)),
+        "threads": ranks.allreduce(waits_without_the_gil(comm), MPI.LAND),
+    }
+
+
 if __name__ == "__main__":
-    world = mpi.Communicator(WORLD)
-    half = world.split(color=world.rank % 2, key=0, name="half")
-    write(
-        {
-            "float32": all_reduces(world, np.float32),
-            "float64": all_reduces(world, np.float64),
-            "scatter_gather": scatter_gather(world),
-            "broadcasts": broadcasts(world),
-            "halves": WORLD.allgather([half.name, half.rank, half.size]),
-            "mismatch": WORLD.allgather(mismatch(world)),
-            "threads": WORLD.allreduce(waits_without_the_gil(world), MPI.LAND),
-        }
-    )
+    write(on_comms(work))

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 from mpi.ep_mpi_inputs import all_to_the_first, drawn
 from mpi.said import said_by
-from mpi.worker import WORLD, on_first_ranks, write
+from mpi.worker import on_comms, write
 
 import ep_mpi
 
@@ -65,12 +65,5 @@ def refused(comm):
 
 
 if __name__ == "__main__":
-    comms = [None] + [WORLD.Split(WORLD.rank >= size, WORLD.rank) for size in range(1, WORLD.size + 1)]
     cases = json.loads(sys.argv[2])
-
-    def work(size):
-        """Return the results of all cases and the errors, on rank 0."""
-        found = [train(comms[size], **case) for case in cases], refused(comms[size])
-        return found if comms[size].rank == 0 else None
-
-    write(on_first_ranks(range(1, WORLD.size + 1), work))
+    write(on_comms(lambda comm: ([train(comm, **case) for case in cases], refused(comm))))

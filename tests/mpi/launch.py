@@ -1,4 +1,4 @@
-"""Helpers of tests: run commands and workers under mpirun, and a worker's checks on gloo."""
+"""Helpers of tests: run commands and workers under mpirun, a worker's checks on gloo, and refusals."""
 
 from __future__ import annotations
 
@@ -155,6 +155,15 @@ def on_gloo(worker: str, ranks: int) -> list[dict[str, Any]]:
     """Run the same checks on spawned ranks, on gloo."""
     need_module(worker)
     return spawn(_outcomes, ranks, worker)
+
+
+def refused_by(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return the one line with which a binary refuses its arguments, without its name."""
+    done = run([str(need_binary(name)), *arguments], environment=environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"{name}: ")
+    assert done.stderr.endswith("\n")
+    return done.stderr[len(f"{name}: ") : -1]
 
 
 def ended(main: Callable[..., bool], options: type[Any], *arguments: str) -> int:

@@ -1,4 +1,4 @@
-"""Compute ring attention by sp_mpi on every rank for each case of a list; rank 0 writes results as JSON.
+"""Compute ring attention by sp_mpi on the first 1 to 4 ranks for each of a list of cases; rank 0 writes JSON.
 
 python sp_mpi_worker.py RESULT CASES, under mpirun; a case is a dictionary of `attention`'s arguments.
 """
@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 from mpi.said import said_by
-from mpi.worker import WORLD, write
+from mpi.worker import on_comms, write
 
 import sp_mpi
 
@@ -21,11 +21,11 @@ def drawn(shape, dtype):
     return [draw.standard_normal(size).astype(dtype) for size in sizes]
 
 
-def attention(shape, causal, order, dtype):
+def attention(comm, shape, causal, order, dtype):
     batch, heads, kv_heads, sequence, width = shape
-    mine = sp_mpi.positions(sequence, WORLD.size, WORLD.rank, order)
+    mine = sp_mpi.positions(sequence, comm.size, comm.rank, order)
     q, k, v, dout = (np.ascontiguousarray(x[:, :, mine]) for x in drawn(shape, dtype))
-    ring = sp_mpi.RingAttention(batch, heads, sequence, width, kv_heads, WORLD, causal, order, dtype)
+    ring = sp_mpi.RingAttention(batch, heads, sequence, width, kv_heads, comm, causal, order, dtype)
     found, sent = {}, {}
     for _ in range(2):  # the second call meets used workspaces
         found["out"] = ring.forward(q, k, v)
@@ -34,17 +34,17 @@ def attention(shape, causal, order, dtype):
         found |= zip(("dq", "dk", "dv"), ring.backward(dout), strict=True)
         sent["backward"] = ring.bytes_sent
     return {
-        "positions": WORLD.allgather(mine),
-        "pairs": WORLD.allgather(sp_mpi.pairs(sequence, WORLD.size, WORLD.rank, order, causal)),
-        "bytes": WORLD.allgather([sent["forward"], sent["backward"]]),
-        "formula": WORLD.allgather(formula),
-        "parts": {name: [x.tolist() for x in WORLD.allgather(part)] for name, part in found.items()},
+        "positions": comm.allgather(mine),
+        "pairs": comm.allgather(sp_mpi.pairs(sequence, comm.size, comm.rank, order, causal)),
+        "bytes": comm.allgather([sent["forward"], sent["backward"]]),
+        "formula": comm.allgather(formula),
+        "parts": {name: [x.tolist() for x in comm.allgather(part)] for name, part in found.items()},
     }
 
 
-def refused():
+def refused(comm):
     """Return the module's errors for invalid tensors; every rank raises the same ones."""
-    ring = sp_mpi.RingAttention(1, 2, 8 * WORLD.size, 4, comm=WORLD)
+    ring = sp_mpi.RingAttention(1, 2, 8 * comm.size, 4, comm=comm)
     right = np.ones((1, 2, 8, 4))
     calls = [
         lambda: ring.forward(right, right[:, :, :7].copy(), right),
@@ -55,4 +55,5 @@ def refused():
 
 
 if __name__ == "__main__":
-    write({"cases": [attention(**case) for case in json.loads(sys.argv[2])], "refused": refused()})
+    cases = json.loads(sys.argv[2])
+    write(on_comms(lambda comm: {"cases": [attention(comm, **c) for c in cases], "refused": refused(comm)}))

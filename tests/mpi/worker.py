@@ -31,6 +31,20 @@ def on_first_ranks(sizes: Iterable[int], work: Callable[[int], Any]) -> dict[int
     return found
 
 
+def on_comms(work: Callable[[Any], Any], sizes: Iterable[int] | None = None) -> dict[int, Any]:
+    """Run `work(comm)` on the first 1, 2, ... and all ranks, or on `sizes` of them; return {size: rank 0's result}."""
+    sizes = list(sizes or range(1, WORLD.size + 1))
+    comms = {size: WORLD.Split(WORLD.rank >= size, WORLD.rank) for size in sizes}
+    for size, comm in comms.items():
+        comm.Set_name(f"first {size}")  # errors name it
+
+    def of_rank_0(size: int) -> Any:
+        found = work(comms[size])
+        return found if WORLD.rank == 0 else None
+
+    return {size: ranks[0] for size, ranks in on_first_ranks(sizes, of_rank_0).items()}
+
+
 def on_groups(work: Callable[[Any], Any]) -> dict[int, list[Any]]:
     """Run `work` on process groups of 1 (None), 2, ... and all ranks; return {size: results by rank}."""
     import torch.distributed as dist
