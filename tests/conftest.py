@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; ranks and their baseline alike
 # mpirun reads this where the set-up wrote it; a program that starts alone does not, and sleeps for a second
@@ -9,6 +10,7 @@ os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 
 import grammar
 import pytest
+from mpi.launch import on_mpi
 
 from common.launch import spawn
 from common.lesson.runner import LessonOptions
@@ -41,3 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; the others as they came."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(scope="module")
+def found_on_mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Return what the worker of a test_X_libtorch.py finds under mpirun: {number of ranks: each rank's outcomes}."""
+    return on_mpi(request.path.stem.removeprefix("test_"), tmp_path_factory)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mpi.launch import mpirun, need_binary, on_gloo, on_mpi, run
+from mpi.launch import mpirun, need_binary, on_gloo, refused_by
+from mpi.programs import proved, timed, trained
 from torch import Tensor
 
-from common.benchmarks.measures import problem
 from common.comm import sizes_of
-from common.data.text import lm_batch, load_text, rank_slice
+from common.data.text import rank_slice
 from common.lesson.equality import OPTIMIZERS
 from common.models.configs import TransformerConfig
 from common.models.moe import MoE
 from common.models.transformer import Transformer, config
-
-
-@pytest.fixture(scope="module")
-def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    return on_mpi("ep_libtorch", tmp_path_factory)
 
 
 def check(found: list[dict[str, Any]]) -> None:
@@ -82,21 +75,13 @@ def shape(experts: int, k: int, router: str) -> TransformerConfig:
     return replace(plain, experts=experts, experts_per_token=k, router=router, mlp_width=24)  # type: ignore[arg-type]
 
 
-def trained(c: TransformerConfig, optimizer: str, steps: int) -> tuple[list[float], list[Tensor]]:
+def routed(c: TransformerConfig, optimizer: str, steps: int) -> tuple[list[float], list[Tensor]]:
     """Train the plain model in Python; return its losses, and its routers' choices in the last step."""
-    model, found, choices = Transformer(c, 0, torch.float64), [], []
+    model, choices = Transformer(c, 0, torch.float64), []
     for layer in model.layers:
         assert isinstance(layer.mlp, MoE)
         layer.mlp.observe = lambda routing: choices.append(routing.experts_BSK)
-    chosen = OPTIMIZERS[optimizer](list(model.parameters()))
-    for step in range(steps):
-        tokens, targets = lm_batch(load_text(None).train, 0, step, 7, 12, 0, 7)
-        chosen.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
-        loss.backward()
-        chosen.step()
-        found.append(loss.item())
-    return found, choices[-c.layers :]
+    return trained(model, optimizer, steps, 7, 12), choices[-c.layers :]
 
 
 def step_bytes(c: TransformerConfig, choices: list[Tensor], ranks: int) -> float:
@@ -117,41 +102,23 @@ def step_bytes(c: TransformerConfig, choices: list[Tensor], ranks: int) -> float
     ("ranks", "experts", "k", "router"), [(3, 5, 2, "renormalised"), (2, 3, 1, "softmax")]
 )
 def test_a_mixture_trains_as_in_python(ranks: int, experts: int, k: int, router: str, tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
     of_experts = ["--experts", str(experts), "--experts-per-token", str(k), "--router", router]
-    arguments = ["--batch", "7", "--sequence", "12", "--steps", "2", "--expert-width", "24", "--json", record]
-    done = mpirun(ranks, need_binary("ep_libtorch"), *of_experts, *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"proved: training with the experts over {ranks} rank(s) equals training on one." in done.stdout
+    arguments = ["--batch", "7", "--sequence", "12", "--steps", "2", "--expert-width", "24"]
+    claim = f"training with the experts over {ranks} rank(s) equals training on one."
+    losses, (values,) = proved("ep_libtorch", ranks, claim, tmp_path, *of_experts, *arguments)
     c = shape(experts, k, router)
     plain = Transformer(c)
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
-    for words, optimizer in zip(lines, OPTIMIZERS, strict=True):
-        assert [float(word) for word in words[4:]] == pytest.approx(trained(c, optimizer, 2)[0], abs=1e-9)
-    values = json.loads(record.read_text())
-    assert not problem(values)
-    assert (values["implementation"], values["language"], values["ranks"]) == (
-        "ep_libtorch",
-        "libtorch",
-        ranks,
-    )
+    for optimizer in OPTIMIZERS:
+        assert losses[optimizer] == pytest.approx(routed(c, optimizer, 2)[0], abs=1e-9)
+    assert values["implementation"] == "ep_libtorch"
     assert (values["tokens_per_step"], values["parameters"]) == (84, plain.parameter_count())
-    assert values["equal"] is True
-    assert 0 < values["largest_difference"] < 1e-12
     assert values["flop_per_step"] == pytest.approx(84 * plain.flops_per_token(12))
-    _, choices = trained(c, "adamw", 3)  # one step to warm up
+    _, choices = routed(c, "adamw", 3)  # one step to warm up
     assert values["bytes_counted"] == values["bytes_formula"] == pytest.approx(step_bytes(c, choices, ranks))
 
 
 def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    arguments = ["--benchmark", "--model", "gpt2-tiny", "--steps", "3", "--json", record]
-    done = mpirun(2, need_binary("ep_libtorch"), *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "times as fast as one rank alone" in done.stdout
-    values = json.loads(record.read_text())
-    assert not problem(values)
-    assert (len(values["step_seconds"]), values["equal"]) == (3, None)
+    timed("ep_libtorch", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +132,7 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run([str(need_binary("ep_libtorch")), *arguments])
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ep_libtorch: {message}\n")
+    assert refused_by("ep_libtorch", *arguments) == message
 
 
 def test_more_ranks_than_experts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,21 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mpi.launch import mpirun, need_binary, need_module, on_gloo, on_mpi, run
+from mpi.launch import need_module, on_gloo, refused_by
+from mpi.programs import proved, timed, trained
 
-from common.benchmarks.measures import problem
-from common.data.text import lm_batch, load_text
 from common.lesson.equality import OPTIMIZERS
 from common.models.transformer import Transformer, config
 
 from pp_checker import ScheduleError, check
 from pp_schedules import KINDS, make_schedule
-
-
-@pytest.fixture(scope="module")
-def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    return on_mpi("pp_libtorch", tmp_path_factory)
 
 
 def equal(found: list[dict[str, Any]]) -> None:
@@ -120,38 +112,18 @@ def test_its_checks_find_what_those_of_python_find() -> None:
 # The program
 
 
-def losses(optimizer: str) -> list[float]:
-    """Return the losses of two steps of the plain model in Python."""
-    model, found = Transformer(config("gpt2-deep"), 0, torch.float64), []
-    chosen = OPTIMIZERS[optimizer](list(model.parameters()))
-    for step in range(2):
-        tokens, targets = lm_batch(load_text(None).train, 0, step, 5, 12, 0, 5)
-        chosen.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
-        loss.backward()
-        chosen.step()
-        found.append(loss.item())
-    return found
-
-
 def test_gpt2_trains_as_in_python(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    arguments = ["--batch", "5", "--micro-batches", "3", "--sequence", "12", "--steps", "2", "--json", record]
-    done = mpirun(3, need_binary("pp_libtorch"), *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "proved: training in stages on 3 rank(s) equals training on one." in done.stdout
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
-    for words, optimizer in zip(lines, OPTIMIZERS, strict=True):
-        assert [float(word) for word in words[4:]] == pytest.approx(losses(optimizer), abs=1e-9)
-    records = [json.loads(line) for line in record.read_text().splitlines()]
+    arguments = ["--batch", "5", "--micro-batches", "3", "--sequence", "12", "--steps", "2"]
+    claim = "training in stages on 3 rank(s) equals training on one."
+    losses, records = proved("pp_libtorch", 3, claim, tmp_path, *arguments)
+    for optimizer in OPTIMIZERS:
+        expected = trained(Transformer(config("gpt2-deep"), 0, torch.float64), optimizer, 2, 5, 12)
+        assert losses[optimizer] == pytest.approx(expected, abs=1e-9)
     assert [r["implementation"] for r in records] == [f"pp_libtorch-{name}" for name in KINDS]
     plain = Transformer(config("gpt2-deep"))
     for values in records:
-        assert not problem(values)
-        assert (values["strategy"], values["language"], values["ranks"]) == ("pp", "libtorch", 3)
+        assert values["strategy"] == "pp"
         assert (values["tokens_per_step"], values["parameters"]) == (60, plain.parameter_count())
-        assert values["equal"] is True
-        assert 0 < values["largest_difference"] < 1e-12
         assert values["flop_per_step"] == pytest.approx(60 * plain.flops_per_token(12))
         name = values["implementation"].removeprefix("pp_libtorch-")
         borders = {"interleaved": 5, "zb-v": 4}.get(name, 2)
@@ -160,16 +132,9 @@ def test_gpt2_trains_as_in_python(tmp_path: Path) -> None:
 
 
 def test_benchmark_of_a_list_writes_what_it_timed(tmp_path: Path) -> None:
-    record, file = tmp_path / "record.json", tmp_path / "mine"
+    file = tmp_path / "mine"
     file.write_text(f"{make_schedule('zb-h1', 2, 3)}\n")
-    arguments = ["--benchmark", "--model", "gpt2-tiny", "--steps", "3", "--list", file, "--json", record]
-    done = mpirun(2, need_binary("pp_libtorch"), *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "times as fast as one rank alone" in done.stdout
-    values = json.loads(record.read_text())
-    assert not problem(values)
-    assert (values["implementation"], values["equal"]) == ("pp_libtorch-mine", None)
-    assert len(values["step_seconds"]) == 3
+    assert timed("pp_libtorch", tmp_path, "--list", file)["implementation"] == "pp_libtorch-mine"
 
 
 @pytest.mark.parametrize(
@@ -185,14 +150,11 @@ def test_benchmark_of_a_list_writes_what_it_timed(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run([str(need_binary("pp_libtorch")), *arguments])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith(f"pp_libtorch: {message}")
+    assert refused_by("pp_libtorch", *arguments).startswith(message)
 
 
 def test_python_that_gives_no_list_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tyro.py").write_text("raise SystemExit(3)")
-    done = run([str(need_binary("pp_libtorch"))], environment={"PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("pp_libtorch: Python gave no list: ")
-    assert done.stderr.endswith("; --list FILE takes one from a file\n")
+    said = refused_by("pp_libtorch", environment={"PYTHONPATH": str(tmp_path)})
+    assert said.startswith("Python gave no list: ")
+    assert said.endswith("; --list FILE takes one from a file")

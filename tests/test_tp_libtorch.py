@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mpi.launch import mpirun, need_binary, on_gloo, on_mpi, run
+from mpi.launch import mpirun, need_binary, on_gloo, refused_by
+from mpi.programs import proved, timed, trained
 
-from common.benchmarks.measures import problem
-from common.data.text import lm_batch, load_text
 from common.lesson.equality import OPTIMIZERS
 from common.models.transformer import Transformer, config
-
-
-@pytest.fixture(scope="module")
-def found_on_mpi(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    return on_mpi("tp_libtorch", tmp_path_factory)
 
 
 def check(found: list[dict[str, Any]]) -> None:
@@ -67,51 +59,24 @@ def test_what_does_not_fit_is_said(found_on_mpi: dict[int, Any]) -> None:
 # The program
 
 
-def losses(optimizer: str, heads: int) -> list[float]:
-    """Return the losses of two steps of the plain model in Python."""
-    shape = replace(config("gpt2-tiny"), heads=heads, kv_heads=heads)
-    model, found = Transformer(shape, 0, torch.float64), []
-    chosen = OPTIMIZERS[optimizer](list(model.parameters()))
-    for step in range(2):
-        tokens, targets = lm_batch(load_text(None).train, 0, step, 3, 12, 0, 3)
-        chosen.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
-        loss.backward()
-        chosen.step()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.parametrize(("ranks", "heads"), [(2, 4), (8, 8)])
 def test_gpt2_trains_as_in_python(ranks: int, heads: int, tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    arguments = ["--batch", "3", "--sequence", "12", "--steps", "2", "--heads", str(heads), "--json", record]
-    done = mpirun(ranks, need_binary("tp_libtorch"), *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"proved: training split over {ranks} rank(s) equals training on one." in done.stdout
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss of each step")]
-    for words, optimizer in zip(lines, ("sgd", "adamw"), strict=True):
-        assert [float(word) for word in words[4:]] == pytest.approx(losses(optimizer, heads), abs=1e-9)
-    values = json.loads(record.read_text())
-    assert not problem(values)
-    assert (values["implementation"], values["language"]) == ("tp_libtorch", "libtorch")
-    assert (values["ranks"], values["tokens_per_step"], values["parameters"]) == (ranks, 36, 120576)
+    arguments = ["--batch", "3", "--sequence", "12", "--steps", "2", "--heads", str(heads)]
+    claim = f"training split over {ranks} rank(s) equals training on one."
+    losses, (values,) = proved("tp_libtorch", ranks, claim, tmp_path, *arguments)
+    shape = replace(config("gpt2-tiny"), heads=heads, kv_heads=heads)
+    for optimizer in OPTIMIZERS:
+        expected = trained(Transformer(shape, 0, torch.float64), optimizer, 2, 3, 12)
+        assert losses[optimizer] == pytest.approx(expected, abs=1e-9)
+    assert values["implementation"] == "tp_libtorch"
+    assert (values["tokens_per_step"], values["parameters"]) == (36, 120576)
     numbers = 36 * (64 * (4 * 2 + 2) + 3)
     assert values["bytes_counted"] == values["bytes_formula"] == 2 * (ranks - 1) / ranks * numbers * 8
-    assert values["equal"] is True
-    assert 0 < values["largest_difference"] < 1e-12
     assert values["flop_per_step"] == pytest.approx(36 * Transformer(config("gpt2-tiny")).flops_per_token(12))
 
 
 def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    arguments = ["--benchmark", "--model", "gpt2-tiny", "--steps", "3", "--json", record]
-    done = mpirun(2, need_binary("tp_libtorch"), *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "times as fast as one rank alone" in done.stdout
-    values = json.loads(record.read_text())
-    assert not problem(values)
-    assert (len(values["step_seconds"]), values["equal"]) == (3, None)
+    timed("tp_libtorch", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +90,7 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run([str(need_binary("tp_libtorch")), *arguments])
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"tp_libtorch: {message}\n")
+    assert refused_by("tp_libtorch", *arguments) == message
 
 
 def test_heads_that_do_not_divide() -> None:
