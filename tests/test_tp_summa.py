@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mpi.launch import ROOT, mpirun, run
+from mpi.launch import ROOT, mpirun, python, run
 from torch import Tensor
 
 from common.comm.ledger import Ledger
@@ -297,7 +296,7 @@ def test_lesson_under_mpirun_proves_and_writes_its_records(tmp_path: Path) -> No
         "--json",
         file,
     ]
-    done = mpirun(4, sys.executable, LESSON, *arguments)
+    done = mpirun(4, python(), LESSON, *arguments)
     assert done.returncode == 0, done.stderr
     assert "proved: C, dA and dB equal numpy's within 1e-12, bytes counted = formula" in done.stdout
     assert "29 x 31 x 37, float64, on 1 x 2 ranks in 2 layers" in done.stdout
@@ -336,6 +335,6 @@ def test_defaults_take_what_the_grid_allows() -> None:
 
 
 def test_bad_input_is_one_line() -> None:
-    done = run([sys.executable, str(LESSON), "--grid", "2", "2"])
+    done = run([str(python()), str(LESSON), "--grid", "2", "2"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --grid 2 2 --layers 1 needs 4 ranks, here are 1; --grid 1 1 would fit\n"
