@@ -46,7 +46,7 @@ def test_routers_by_hand() -> None:
 
 def trained(rt: Runtime, case: tuple[str, RouterOptions], optimizer: str) -> Followed:
     """Train on all ranks of `rt`."""
-    (name, o), mesh, make = Mesh(rt.world, dp=rt.world_size), OPTIMIZERS[optimizer]
+    (name, o), mesh, make = case, Mesh(rt.world, dp=rt.world_size), OPTIMIZERS[optimizer]
     job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", make, o.steps)
     return watch(train(job, []), job, mesh)
 
