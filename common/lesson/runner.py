@@ -12,11 +12,11 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -107,12 +107,17 @@ def _is_cut(path: Path) -> bool:
 
 
 def run(
-    main: Callable[[Runtime, O], bool], options_type: type[O], parse: Callable[..., O] = parse
+    main: Callable[[Runtime, O], bool],
+    options_type: type[O],
+    parse: Callable[..., O] = parse,
+    versions: Iterable[str] = (),
 ) -> NoReturn:
-    """Parse the command line, run `main` on every rank, exit."""
+    """Parse the command line, run `main` on every rank, exit. versions: the default of --versions."""
 
     def whole() -> int:
-        return 0 if _start(main, parse(options_type, description=sys.modules[main.__module__].__doc__)) else 1
+        known = {"default": cast(Any, options_type)(versions=tuple(versions))} if versions else {}
+        options = parse(options_type, description=sys.modules[main.__module__].__doc__, **known)
+        return 0 if _start(main, options) else 1
 
     run_program(whole)
 
