@@ -14,11 +14,8 @@ Sizes of pieces differ by at most one (`sizes_of`), so any shape fits any grid; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 from math import isqrt
-
-import torch.distributed as dist
 
 from common.comm import Group, sizes_of
 from common.errors import UsageError
@@ -80,22 +77,13 @@ def make_grid(group: Group, rows: int, columns: int, layers: int = 1, timeout: f
     layer, place = divmod(group.rank, rows * columns)
     r, c = divmod(place, columns)
 
-    def line(name: str, members: list[int]) -> Group:
-        ranks, at = tuple(group.ranks[i] for i in members), members.index(group.rank)
-        if len(ranks) in (1, group.size):
-            return Group(name, at, len(ranks), ranks, group.pg if len(ranks) > 1 else None)
-        limit = None if timeout is None else timedelta(seconds=timeout)
-        # only the members call this, so that several groups of a mesh can make their grids at once
-        pg = dist.new_group(list(ranks), limit, use_local_synchronization=True)
-        return Group(name, at, len(ranks), ranks, pg)
-
     def rank(layer: int, r: int, c: int) -> int:
         return (layer * rows + r) * columns + c
 
     return Grid(
-        line("row", [rank(layer, r, i) for i in range(columns)]),
-        line("column", [rank(layer, i, c) for i in range(rows)]),
-        line("depth", [rank(i, r, c) for i in range(layers)]),
+        group.part("row", [rank(layer, r, i) for i in range(columns)], timeout),
+        group.part("column", [rank(layer, i, c) for i in range(rows)], timeout),
+        group.part("depth", [rank(i, r, c) for i in range(layers)], timeout),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -24,3 +26,16 @@ class Group:
     def alone(cls, axis: str = "one") -> Group:
         """Return a group of one rank, in which every collective returns at once."""
         return cls(axis, 0, 1, (0,))
+
+    def part(self, axis: str, members: Sequence[int], timeout: float | None = None) -> Group:
+        """Return the group of these members, which are places in this group, in their order. This rank is a member.
+
+        timeout: of a new process group, in seconds.
+        """
+        ranks, at = tuple(self.ranks[i] for i in members), members.index(self.rank)
+        if len(ranks) in (1, self.size):
+            return Group(axis, at, len(ranks), ranks, self.pg if len(ranks) > 1 else None)
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        # only the members call this, so that several groups can make their parts at once
+        pg = dist.new_group(list(ranks), limit, use_local_synchronization=True)
+        return Group(axis, at, len(ranks), ranks, pg)
