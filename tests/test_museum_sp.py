@@ -25,10 +25,10 @@ from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 
 from sp_block import KERNELS
-from sp_options import SequenceOptions
 from sp_ring_attention import Passing, RingAttention
 from sp_sequence_parallel import ORDERS, sequence_parallel
 from sp_split import split_sequence
+from sp_training import SequenceOptions
 
 ALONE = Group.alone()
 OPTIONS = SequenceOptions(model="llama-tiny", batch=2, micro_batches=1, sequence=24, steps=3)

@@ -33,14 +33,14 @@ from common.models.transformer import attend
 import sp_hybrid
 import sp_ring_attention
 import sp_sequence_parallel
+from sp_attention_benchmark import AttentionCase
 from sp_block import KERNELS, merge_
 from sp_costs import allgather_bytes, copies, ring_bytes, step_bytes, ulysses_bytes
-from sp_memory import MemoryOptions, activation_bytes, attention_peak, largest, model_peak, saved
-from sp_options import SequenceOptions
-from sp_ring_attention import RingOptions, ring_attention, work
+from sp_memory import MemoryOptions, activation_bytes, attention_peak, model_peak, saved
+from sp_ring_attention import ring_attention, work
 from sp_sequence_parallel import ORDERS, sequence_parallel
 from sp_split import Order, places, split_sequence
-from sp_training import sp_group
+from sp_training import SequenceOptions, sp_group
 
 ALONE = Group.alone()
 # 8 heads divide over 1, 2, 4 and 8 ranks, 6 over 3; 2 and 3 key-value heads over few of them
@@ -156,7 +156,7 @@ def test_beside_data_parallelism() -> None:
 def train_hybrid(rt: Runtime, case: tuple[str, int, str], optimizer: str) -> Followed:
     """Train a version of the hybrid; check the bytes."""
     (name, inner, model), mesh = case, Mesh(rt.world, sp=rt.world_size)
-    o = sp_hybrid.HybridOptions(**vars(replace(options(model), versions=sp_hybrid.VERSIONS)), inner=inner)
+    o = sp_hybrid.HybridOptions(**vars(options(model)), inner=inner)
     whole = make_model(o, rt.device)
     job = Job(rt, o, name, whole, mesh, "sp", OPTIMIZERS[optimizer], o.steps, Padded)
     with Ledger() as ledger:
@@ -223,12 +223,14 @@ def test_work_is_the_mask_and_no_more(order: Order, n: int) -> None:
     seen, counts = torch.zeros(n * s, n * s, dtype=torch.int), []
     for r in range(n):
         items = [(owner, work(order, True, r, owner, s)) for owner in range(n)]
-        counts.append(sum(item.pairs(s) for _, item in items if item))
         for owner, item in items:
             if item:
                 rows, columns = where[r][item.queries], where[owner][item.keys]
                 ones = torch.ones(len(rows), len(columns), dtype=torch.int)
                 seen[rows[:, None], columns] += ones.tril() if item.causal else ones
+        counts.append(seen[where[r]].sum().item())
+        column = Group("sp", r, n, tuple(range(n)))
+        assert AttentionCase(attend, ring_bytes, column, order).pairs(n * s, 1) == counts[r]
     assert torch.equal(seen, torch.ones_like(seen).tril())  # every pair once, none that is masked
     assert sum(counts) == n * s * (n * s + 1) // 2
     if order == "zigzag":
@@ -306,7 +308,7 @@ def peaks(rt: Runtime) -> dict[tuple[object, str, int, int], int]:
         group = Mesh(rt.world, dp=rt.world_size // n, sp=n).group("sp")
         for peak, name in itertools.product((model_peak, attention_peak), ("ring", "zigzag")):
             for s in {1024 // n, 256}:
-                found[peak.__name__, name, n, s] = largest(peak(name, o, s, group, rt), rt)
+                found[peak.__name__, name, n, s] = max(comm.everyones(peak(name, o, s, group, rt), rt.world))
     return found
 
 
@@ -386,7 +388,8 @@ def test_models_that_cannot_be_split() -> None:
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, object], message: str) -> None:
-    assert re.search(message, refused(sp_ring_attention.main, 2, RingOptions(**given)))
+    o = SequenceOptions(**{"versions": tuple(sp_ring_attention.ORDERS), **given})
+    assert re.search(message, refused(sp_ring_attention.main, 2, o))
 
 
 @pytest.mark.parametrize(
@@ -400,4 +403,5 @@ def test_bad_input_is_one_line(given: dict[str, object], message: str) -> None:
     ],
 )
 def test_bad_grids(given: dict[str, object], message: str) -> None:
-    assert re.search(message, refused(sp_hybrid.main, 4, sp_hybrid.HybridOptions(**given)))
+    o = sp_hybrid.HybridOptions(versions=tuple(sp_hybrid.ORDERS), **given)
+    assert re.search(message, refused(sp_hybrid.main, 4, o))

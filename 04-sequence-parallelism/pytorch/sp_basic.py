@@ -26,7 +26,6 @@ K width of a head
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,19 +42,8 @@ from common.models.transformer import cross_entropy_sum
 
 from sp_attention_benchmark import AttentionCase, attention_benchmark
 from sp_costs import allgather_bytes, step_bytes
-from sp_options import SequenceOptions
-from sp_split import longest_sequence, places, split_sequence
-from sp_training import check, replace_attention, sp_group
-
-VERSIONS = ("allgather",)
-
-
-@dataclass
-class BasicOptions(SequenceOptions):
-    """Options: the versions to run."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
+from sp_split import longest_sequence, split_sequence
+from sp_training import SequenceOptions, check, replace_attention, sp_group
 
 
 def gathered_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: bool, group: Group) -> Tensor:
@@ -75,7 +63,7 @@ def gathered_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: b
     return F.scaled_dot_product_attention(q_BHsK, k_BGTK, v_BGTK, attn_mask=seen_sT, enable_gqa=grouped)
 
 
-def train(job: Job[BasicOptions]) -> Iterator[Tensor]:
+def train(job: Job[SequenceOptions]) -> Iterator[Tensor]:
     """Train on this rank's piece of every sequence; yield the loss of each global batch."""
     model, group = job.model, job.group
     replace_attention(model, partial(gathered_attention, group=group), group)
@@ -98,22 +86,15 @@ def train(job: Job[BasicOptions]) -> Iterator[Tensor]:
 LESSON = Lesson("sp", {"allgather": train}, step_bytes(allgather_bytes))
 
 
-def main(rt: Runtime, o: BasicOptions) -> bool:
+def main(rt: Runtime, o: SequenceOptions) -> bool:
     """Prove equality with one device, or with --benchmark time attention alone."""
-    check(rt, VERSIONS, o, ["contiguous"])
+    check(rt, o, {"allgather": "contiguous"})
     if not o.benchmark:
         return prove(rt, o, LESSON)
-    n, s = rt.world_size, o.shape[0] // rt.world_size
-    # query-key pairs that this rank computes, in all heads: a triangle, and a square per rank before it
-    pairs = o.shape[1] * (s * (s + 1) // 2 + rt.rank * s * s)
     group = sp_group(rt)
-    attend, mine = partial(gathered_attention, group=group), partial(places, group=group, order="contiguous")
-    return attention_benchmark(
-        rt,
-        o,
-        {"allgather": AttentionCase(attend, mine, pairs, 2 * (n - 1) * 2)},
-    )
+    case = AttentionCase(partial(gathered_attention, group=group), allgather_bytes, group)
+    return attention_benchmark(rt, o, {"allgather": case})
 
 
 if __name__ == "__main__":
-    run(main, BasicOptions)
+    run(main, SequenceOptions, versions=LESSON.versions)

@@ -19,159 +19,102 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from common.comm import Group, ledger
-from common.errors import UsageError
 from common.launch.command_line import Count, Size
 from common.launch.runtime import Runtime
-from common.lesson import comparison
+from common.lesson.comparison import check
+from common.lesson.languages import check_modules
 from common.lesson.runner import run
 
 from sp_attention_benchmark import AttentionCase, attention_benchmark
-from sp_options import SequenceOptions
-from sp_ring_attention import ring_attention, work
-from sp_split import check_length, places
-from sp_training import sp_group
+from sp_costs import ring_bytes
+from sp_ring_attention import ring_attention
+from sp_split import check_length
+from sp_training import SequenceOptions, sp_group
 
-VERSIONS = ("pytorch", "sp_libtorch", "sp_mpi")
-LANGUAGES = {"sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi"}
+LANGUAGES = {"pytorch": "pytorch", "sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi"}
 
 
 @dataclass
 class LanguageOptions(
     SequenceOptions, without=("model", "batch", "sequence", "micro_batches", "benchmark", "data")
 ):
-    """Options: the languages, and the shape of the attention."""
+    """Options: the shape of the attention."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
     shape: tuple[Size, Size, Size] = (384, 8, 32)
     """Tokens, heads and width of a head."""
     steps: Count = 3
     """Timed rounds."""
 
 
-class Ring(Protocol):
-    """Interface to the attention of another language."""
+def in_libtorch(q: Tensor, k: Tensor, v: Tensor, causal: bool, ranks: Any) -> Tensor:
+    """Return this rank's rows of attention by sp_libtorch on `ranks`; record the bytes of both passes."""
+    import sp_libtorch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-        """Return (o_BHsK, bytes sent)."""
+    def count(_: Tensor | None = None) -> None:
+        # the module reports bytes times the number of ranks
+        sent = sum(n_bytes for _, n_bytes, _ in ranks.take_messages()) // ranks.size
+        ledger.record("send", "sp", int(sent), 0.0)
 
-    def backward(self, do: Tensor) -> tuple[list[Tensor], int]:
-        """Return ([dq, dk, dv], bytes sent) for the last forward pass."""
-
-
-class InLibTorch:
-    """Attention of sp_libtorch on the process group of the world."""
-
-    def __init__(self, rt: Runtime) -> None:
-        import sp_libtorch
-
-        self.module, self.ranks = sp_libtorch, sp_libtorch.Ranks(rt.world.pg)
-
-    def sent(self) -> int:
-        """Return the bytes sent since the last call; the module reports them times the number of ranks."""
-        total = sum(n_bytes for _, n_bytes, _ in self.ranks.take_messages())
-        return int(total // self.ranks.size)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-        """Return (o_BHsK, bytes sent)."""
-        self.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        with torch.enable_grad():
-            self.o = self.module.ring_attention(*self.inputs, True, self.ranks, "zigzag")
-        return self.o.detach(), self.sent()
-
-    def backward(self, do: Tensor) -> tuple[list[Tensor], int]:
-        """Return ([dq, dk, dv], bytes sent)."""
-        return list(torch.autograd.grad(self.o, self.inputs, do)), self.sent()
+    o = cast(Tensor, sp_libtorch.ring_attention(q, k, v, causal, ranks, "zigzag"))
+    count()
+    q.register_hook(count)  # dq is there when the backward pass has sent all its messages
+    return o
 
 
-class InMPI:
-    """Attention of sp_mpi on mpi4py's communicator."""
-
-    def __init__(self, rt: Runtime, o: LanguageOptions) -> None:
-        from mpi4py import MPI
-
-        import sp_mpi
-
-        (S, H, K), comm = o.shape, MPI.COMM_WORLD if rt.world_size > 1 else None
-        self.ring = sp_mpi.RingAttention(1, H, S, K, comm=comm, dtype=o.dtype)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-        """Return (o_BHsK, bytes sent)."""
-        self.inputs = [
-            x.detach().contiguous().numpy() for x in (q, k, v)
-        ]  # the module keeps references, not copies
-        return torch.from_numpy(self.ring.forward(*self.inputs)), self.ring.bytes_sent
-
-    def backward(self, do: Tensor) -> tuple[list[Tensor], int]:
-        """Return ([dq, dk, dv], bytes sent)."""
-        found = [torch.from_numpy(x) for x in self.ring.backward(do.contiguous().numpy())]
-        return found, self.ring.bytes_sent
-
-
-class Counted(torch.autograd.Function):
-    """Another language's attention in torch's graph; records its bytes in the ledger."""
+class InMPI(torch.autograd.Function):
+    """Attention of a sp_mpi.RingAttention in torch's graph; records the bytes of both passes."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Any) -> Tensor:
         ctx.ring = ring
-        o, sent = ring.forward(q, k, v)
-        ledger.record("send", "sp", sent, 0.0)
+        # the module keeps references, not copies
+        ctx.inputs = [x.detach().contiguous().numpy() for x in (q, k, v)]
+        o = torch.from_numpy(ring.forward(*ctx.inputs))
+        ledger.record("send", "sp", ring.bytes_sent, 0.0)
         return o
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found, sent = ctx.ring.backward(gradients[0])
-        ledger.record("send", "sp", sent, 0.0)
-        return (*found, None)
+        found = ctx.ring.backward(gradients[0].contiguous().numpy())
+        ledger.record("send", "sp", ctx.ring.bytes_sent, 0.0)
+        return (*map(torch.from_numpy, found), None)
 
 
 def attend(name: str, rt: Runtime, o: LanguageOptions, group: Group) -> Callable[..., Tensor]:
     """Return the attention of the language `name`."""
     if name == "pytorch":
         return partial(ring_attention, group=group, order="zigzag", kernel=o.kernel)
-    ring = InLibTorch(rt) if name == "sp_libtorch" else InMPI(rt, o)
-    return lambda q, k, v, causal: cast(Tensor, Counted.apply(q, k, v, ring))
+    if name == "sp_libtorch":
+        import sp_libtorch
 
+        return partial(in_libtorch, ranks=sp_libtorch.Ranks(rt.world.pg))
+    from mpi4py import MPI
 
-def prepare(rt: Runtime, o: LanguageOptions) -> None:
-    """Raise UsageError for options that cannot run; limit torch to one thread."""
-    comparison.check(rt, VERSIONS, o)
-    check_length(o.shape[0], "zigzag", rt.world_size)
-    how = f"mpirun -np {rt.world_size} python sp_languages.py"
-    if rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
-        raise UsageError(f"sp_mpi needs MPI between its {rt.world_size} ranks; start them with {how}")
-    if rt.device.type != "cpu":
-        raise UsageError("sp_mpi computes on CPUs: give --device cpu")
-    try:
-        import sp_libtorch  # noqa: F401
-        import sp_mpi  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
-    torch.set_num_threads(1)
+    import sp_mpi
+
+    S, H, K = o.shape
+    ring = sp_mpi.RingAttention(1, H, S, K, comm=MPI.COMM_WORLD if group.size > 1 else None, dtype=o.dtype)
+    return lambda q, k, v, causal: cast(Tensor, InMPI.apply(q, k, v, ring))
 
 
 def main(rt: Runtime, o: LanguageOptions) -> bool:
     """Compare all versions with one device, and time them in turn."""
-    prepare(rt, o)
+    check(rt, tuple(LANGUAGES), o)
+    check_length(o.shape[0], "zigzag", rt.world_size)
+    check_modules(rt, "sp_languages.py", ("sp_mpi", "sp_libtorch"))
     group = sp_group(rt)
-    n, s = group.size, o.shape[0] // group.size
-    items = [work("zigzag", True, group.rank, owner, s) for owner in range(n)]
-    pairs = o.shape[1] * sum(item.pairs(s) for item in items if item)
-    mine = partial(places, group=group, order="zigzag")
     cases = {
-        name: AttentionCase(
-            attend(name, rt, o, group), mine, pairs, 3 * (n - 1) * 2, None, LANGUAGES.get(name)
-        )
+        name: AttentionCase(attend(name, rt, o, group), ring_bytes, group, "zigzag", language=LANGUAGES[name])
         for name in o.versions
     }
     return attention_benchmark(rt, o, cases)
 
 
 if __name__ == "__main__":
-    run(main, LanguageOptions)
+    run(main, LanguageOptions, versions=LANGUAGES)

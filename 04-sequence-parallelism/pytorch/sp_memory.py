@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import cast
 
 import torch
 from rich.table import Table
@@ -44,21 +44,17 @@ from common.models.transformer import cross_entropy_sum
 from common.utils.memory import peak_allocated, saved_bytes
 from common.utils.visualizer import figure, memory_lines
 
-from sp_options import SequenceOptions
 from sp_sequence_parallel import ORDERS, Attention, attends, sequence_parallel
 from sp_split import check_length, longest_sequence, split_sequence
-
-VERSIONS = get_args(Attention)
+from sp_training import SequenceOptions
 
 
 @dataclass
 class MemoryOptions(SequenceOptions, without=("steps", "micro_batches", "benchmark", "json")):
-    """Options: the versions to run, and the shape of the attention whose peak is measured."""
+    """Options: the shape of the attention whose peak is measured."""
 
     sequence: Size = 64
     """Tokens of a sample, all ranks together; half that number is measured as well."""
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
     shape: tuple[Size, Size, Size] = (1024, 16, 64)
     """Tokens, heads and width of a head of the attention whose peak is measured."""
     long_model: str = "llama-tiny"
@@ -79,24 +75,24 @@ def activation_bytes(name: str, o: SequenceOptions, group: Group) -> int:
 
 
 def loss_of(
-    name: Attention, o: SequenceOptions, group: Group, rt: Runtime
+    name: str, o: SequenceOptions, group: Group, rt: Runtime
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Return a model, and a function that computes its loss on this rank's piece of the whole batch."""
     model = make_model(o, rt.device)
-    sequence_parallel(model, group, name, o.kernel)
+    sequence_parallel(model, group, cast(Attention, name), o.kernel)
     ((tokens_BS, targets_BS),) = Batches(o, Group.alone(), rt.device).parts(0)
     piece = split_sequence(tokens_BS, targets_BS, group, ORDERS[name], longest_sequence(model.config))
     tokens_Bs, positions_s, targets_Bs = piece
     return model, lambda: cross_entropy_sum(model(tokens_Bs, positions_s), targets_Bs)[0]
 
 
-def saved(name: Attention, o: SequenceOptions, group: Group, rt: Runtime) -> int:
+def saved(name: str, o: SequenceOptions, group: Group, rt: Runtime) -> int:
     """Return the bytes that autograd keeps of a forward pass on this rank."""
     model, loss = loss_of(name, o, group, rt)
     return saved_bytes(loss, model)
 
 
-def model_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
+def model_peak(name: str, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
     """Return the peak bytes of both passes of the model, `tokens` per rank, without weights and gradients."""
     o = replace(o, model=o.long_model, batch=1, sequence=tokens * group.size)
     model, loss = loss_of(name, o, group, rt)
@@ -105,7 +101,7 @@ def model_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt:
     return peak_allocated(lambda: loss().backward(), rt.device.type)
 
 
-def attention_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
+def attention_peak(name: str, o: MemoryOptions, tokens: int, group: Group, rt: Runtime) -> int:
     """Return the peak bytes of both passes of attention, `tokens` per rank, without q, k, v and do."""
     shape, dtype = (1, o.shape[1], tokens, o.shape[2]), DTYPES[o.dtype]
     q, k, v = (torch.ones(shape, dtype=dtype, device=rt.device, requires_grad=True) for _ in range(3))
@@ -115,13 +111,6 @@ def attention_peak(name: Attention, o: MemoryOptions, tokens: int, group: Group,
         attend(q, k, v, True).backward(do)
 
     return peak_allocated(call, rt.device.type)
-
-
-def largest(value: int, rt: Runtime) -> int:
-    """Return the maximum over the world."""
-    everywhere = torch.tensor(value, device=rt.device)
-    comm.all_reduce(everywhere, rt.world, "max")
-    return int(everywhere.item())
 
 
 Groups = dict[int, Group]
@@ -143,13 +132,13 @@ def kept(rt: Runtime, o: MemoryOptions, groups: Groups, lengths: Sequence[int]) 
     table = make_table(title, "ranks", "tokens", "measured", "formula" if known else "no formula")
     lines: Lines = {}
     exact = True
-    for name, n, length in itertools.product(names(o), groups, lengths):
+    for name, n, length in itertools.product(o.versions, groups, lengths):
         if name == "ulysses" and config(o.model).heads % n:
             continue
         cut = replace(o, sequence=length)
         measured, formula = saved(name, cut, groups[n], rt), activation_bytes(name, cut, groups[n])
         exact &= measured == formula or not known
-        most, most_formula = (largest(x, rt) for x in (measured, formula))
+        most, most_formula = (max(comm.everyones(x, rt.world)) for x in (measured, formula))
         table.add_row(name, str(n), str(length), show_bytes(most), show_bytes(most_formula) if known else "-")
         if name != "ring" and (n > 1 or name == "zigzag"):  # the others keep the same bytes as these
             line = f"{name}, {n} ranks" if n > 1 else "one device"
@@ -158,26 +147,24 @@ def kept(rt: Runtime, o: MemoryOptions, groups: Groups, lengths: Sequence[int]) 
 
 
 def peaks(
-    o: MemoryOptions,
-    groups: Groups,
-    title: str,
-    length: int,
-    heads: int,
-    peak: Callable[..., int],
-    since: int,
+    rt: Runtime, o: MemoryOptions, groups: Groups, what: str, heads: int, peak: Callable[..., int], since: int
 ) -> tuple[Table, bool]:
     """Return (table of peak bytes, True if the rings' peaks scale with the tokens per rank within 5 %).
 
-    peak(name, tokens per rank, group): the peak to measure. since: the smallest number of ranks that is
-    checked.
+    peak: `model_peak` or `attention_peak`. since: the smallest number of ranks that is checked.
     """
-    table = make_table(title, "ranks", f"{length} tokens in all", "times ranks", "as many on each rank")
+    length = o.shape[0]
+    columns = ("ranks", f"{length} tokens in all", "times ranks", "as many on each rank")
+    table = make_table(f"peak of {what}, the most of any rank", *columns)
     first: dict[str, tuple[int, int]] = {}
     flat = True
-    for name, n in itertools.product(names(o), groups):
+    for name, n in itertools.product(o.versions, groups):
         if name == "ulysses" and heads % n:
             continue
-        split, fixed = (peak(name, tokens, groups[n]) for tokens in (length // n, length // max(groups)))
+        split, fixed = (
+            max(comm.everyones(peak(name, o, tokens, groups[n], rt), rt.world))
+            for tokens in (length // n, length // max(groups))
+        )
         table.add_row(name, str(n), show_bytes(split), show_bytes(n * split), show_bytes(fixed))
         if n >= since and name in ("ring", "zigzag"):
             at_first = first.setdefault(name, (n * split, fixed))
@@ -185,18 +172,13 @@ def peaks(
     return table, flat
 
 
-def names(o: MemoryOptions) -> tuple[Attention, ...]:
-    """Return the versions to run."""
-    return cast(tuple[Attention, ...], o.versions)
-
-
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Print the tables; True if saved bytes equal the formula and the rings' peaks scale as 1/n."""
-    comparison.check(rt, VERSIONS, o)
+    comparison.check(rt, tuple(ORDERS), o)
     o = replace(o, micro_batches=1)
     lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)
     longest = longest_sequence(config(o.model))
-    for name in names(o):
+    for name in o.versions:
         for length in lengths:
             check_length(length, ORDERS[name], rt.world_size, longest)
         check_length(o.shape[0], ORDERS[name], rt.world_size, longest_sequence(config(o.long_model)))
@@ -204,25 +186,12 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     meshes = {n: Mesh(rt.world, dp=rt.world_size // n, sp=n, timeout=rt.timeout) for n in sizes}
     groups = {n: mesh.group("sp") for n, mesh in meshes.items()}
     kept_table, lines, exact = kept(rt, o, groups, lengths)
-    heads, head_width = o.shape[1:]
-    model_table, model_falls = peaks(
-        o,
-        groups,
-        f"peak of a forward and backward pass: {o.long_model}, {o.dtype}, a sample, the most of any rank",
-        o.shape[0],
-        config(o.long_model).heads,
-        lambda name, tokens, group: largest(model_peak(name, o, tokens, group, rt), rt),
-        since=1,
-    )
-    attention_table, attention_falls = peaks(
-        o,
-        groups,
-        f"peak of one attention: {heads} heads of {head_width}, {o.dtype}, the most of any rank",
-        o.shape[0],
-        heads,
-        lambda name, tokens, group: largest(attention_peak(name, o, tokens, group, rt), rt),
-        since=2,
-    )
+    _, heads, head_width = o.shape
+    model = f"a forward and backward pass: {o.long_model}, {o.dtype}, a sample"
+    model_heads = config(o.long_model).heads
+    model_table, model_falls = peaks(rt, o, groups, model, model_heads, model_peak, since=1)
+    one = f"one attention: {heads} heads of {head_width}, {o.dtype}"
+    attention_table, attention_falls = peaks(rt, o, groups, one, heads, attention_peak, since=2)
     if o.plot and rt.rank == 0:
         with figure(o.plot, width=7.4, height=4.2) as (axes,):
             title = "kept on a rank for the backward pass"
@@ -237,4 +206,4 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, MemoryOptions)
+    run(main, MemoryOptions, versions=ORDERS)

@@ -50,21 +50,11 @@ from common.models.transformer import cross_entropy_sum
 from sp_attention_benchmark import AttentionCase, attention_benchmark
 from sp_block import Block, Kernel, block, merge_
 from sp_costs import ring_bytes, step_bytes
-from sp_options import SequenceOptions
-from sp_split import Order, longest_sequence, places, split_sequence
-from sp_training import check, replace_attention, sp_group
+from sp_split import Order, longest_sequence, split_sequence
+from sp_training import SequenceOptions, check, replace_attention, sp_group
 
 ORDERS: dict[str, Order] = {"ring": "contiguous", "zigzag": "zigzag"}
-VERSIONS = tuple(ORDERS)
 ALL = slice(None)
-
-
-@dataclass
-class RingOptions(SequenceOptions):
-    """Options: the versions to run."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +64,6 @@ class Work:
     queries: slice
     keys: slice
     causal: bool = False
-
-    def pairs(self, s: int) -> int:
-        """Return the number of query-key pairs, for `s` tokens per rank."""
-        queries, keys = (len(range(s)[part]) for part in (self.queries, self.keys))
-        return s * (s + 1) // 2 if self.causal else queries * keys
 
 
 def work(order: Order, causal: bool, rank: int, owner: int, s: int) -> Work | None:
@@ -186,7 +171,7 @@ def ring_attention(
     return cast(Tensor, RingAttention.apply(q_BHsK, k_BGsK, v_BGsK, causal, group, order, chosen))
 
 
-def train(job: Job[RingOptions]) -> Iterator[Tensor]:
+def train(job: Job[SequenceOptions]) -> Iterator[Tensor]:
     """Train on this rank's tokens of every sequence; yield the loss of each global batch."""
     model, group, order = job.model, job.group, ORDERS[job.version]
     attend = partial(ring_attention, group=group, order=order, kernel=job.options.kernel)
@@ -217,25 +202,21 @@ def messages(qkv: list[Tensor], group: Group) -> None:
         Passing(kv, spare, group, tag=0).wait()
 
 
-LESSON = Lesson("sp", dict.fromkeys(VERSIONS, train), step_bytes(ring_bytes))
+LESSON = Lesson("sp", dict.fromkeys(ORDERS, train), step_bytes(ring_bytes))
 
 
-def main(rt: Runtime, o: RingOptions) -> bool:
+def main(rt: Runtime, o: SequenceOptions) -> bool:
     """Prove equality with one device, or with --benchmark time attention alone."""
-    check(rt, VERSIONS, o, [ORDERS[name] for name in o.versions if name in ORDERS])
+    check(rt, o, ORDERS)
     if not o.benchmark:
         return prove(rt, o, LESSON)
     group, cases = sp_group(rt), {}
-    n, s = group.size, o.shape[0] // group.size
     for name in o.versions:
-        items = [work(ORDERS[name], True, group.rank, owner, s) for owner in range(n)]
-        pairs = o.shape[1] * sum(item.pairs(s) for item in items if item)
-        mine = partial(places, group=group, order=ORDERS[name])
         attend = partial(ring_attention, group=group, order=ORDERS[name], kernel=o.kernel)
-        sends, alone = 3 * (n - 1) * 2, partial(messages, group=group)
-        cases[name] = AttentionCase(attend, mine, pairs, sends, alone)
+        alone = partial(messages, group=group)
+        cases[name] = AttentionCase(attend, ring_bytes, group, ORDERS[name], messages=alone)
     return attention_benchmark(rt, o, cases)
 
 
 if __name__ == "__main__":
-    run(main, RingOptions)
+    run(main, SequenceOptions, versions=LESSON.versions)

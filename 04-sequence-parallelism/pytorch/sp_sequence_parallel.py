@@ -37,7 +37,7 @@ from sp_ulysses import ulysses_attention
 __all__ = ["ORDERS", "sequence_parallel", "split_sequence"]
 
 Attention = Literal["allgather", "ulysses", "ring", "zigzag"]
-ORDERS: dict[Attention, Order] = {
+ORDERS: dict[str, Order] = {
     "allgather": "contiguous",
     "ulysses": "contiguous",
     "ring": "contiguous",
@@ -45,7 +45,7 @@ ORDERS: dict[Attention, Order] = {
 }
 
 
-def attends(group: Group, kernel: Kernel) -> dict[Attention, Attend]:
+def attends(group: Group, kernel: Kernel) -> dict[str, Attend]:
     """Return each attention over the ranks of the group, by name."""
     return {
         "allgather": partial(gathered_attention, group=group),

@@ -27,6 +27,7 @@ from common.errors import UsageError
 from common.models.configs import TransformerConfig
 
 Order = Literal["contiguous", "zigzag"]
+ALONE = Group.alone()
 
 
 def chunks(order: Order, rank: int, size: int) -> tuple[int, ...]:
@@ -53,11 +54,15 @@ def check_length(length: int, order: Order, size: int, longest: int | None = Non
         )
 
 
-def places(length: int, group: Group, order: Order) -> Tensor:
-    """Return rising indices of this rank's tokens among `length`. Raises UsageError as `check_length`."""
-    check_length(length, order, group.size)
+def places(length: int, group: Group, order: Order, inner: Group = ALONE) -> Tensor:
+    """Return rising indices of this rank's tokens among `length`. Raises UsageError as `check_length`.
+
+    inner: ranks that cut the tokens of a rank of `group` again, in contiguous order.
+    """
+    check_length(length, order, group.size, inner=inner.size)
     mine = chunks(order, group.rank, group.size)
-    return torch.arange(length).view(group.size * len(mine), -1)[list(mine)].flatten()
+    of_group = torch.arange(length).view(group.size * len(mine), -1)[list(mine)]
+    return of_group.view(inner.size, -1)[inner.rank]
 
 
 def longest_sequence(config: TransformerConfig) -> int | None:
@@ -71,13 +76,14 @@ def split_sequence(
     group: Group,
     order: Order = "contiguous",
     longest: int | None = None,
+    inner: Group = ALONE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (tokens_Bs, positions_s, targets_Bs), for `model(tokens_Bs, positions_s)`.
 
     longest: learned positions of the model, `longest_sequence(config)`; the model sees only s tokens and
-    cannot check the length itself. Raises UsageError for a longer sequence, and for one that n (2n for
-    zigzag) does not divide.
+    cannot check the length itself. inner: as for `places`. Raises UsageError for a longer sequence, and for one
+    that n (2n for zigzag) does not divide.
     """
-    check_length(tokens_BS.shape[1], order, group.size, longest)
-    positions_s = places(tokens_BS.shape[1], group, order).to(tokens_BS.device)
+    check_length(tokens_BS.shape[1], order, group.size, longest, inner.size)
+    positions_s = places(tokens_BS.shape[1], group, order, inner).to(tokens_BS.device)
     return tokens_BS[:, positions_s], positions_s, targets_BS[:, positions_s]

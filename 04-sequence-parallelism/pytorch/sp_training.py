@@ -1,4 +1,4 @@
-"""Shared code of chapter 04's lessons: the model with another attention, and checks of the options.
+"""Shared code of chapter 04's lessons: options and their checks, the model with another attention.
 
 Only attention needs messages: embeddings, norms, projections, MLP, head and loss work on one token at a time,
 with weights that every rank has. Their outputs are therefore complete, and the gradient of each weight is one
@@ -9,7 +9,8 @@ rank's share: the rule of common/comm/placement.py sums it over "sp", as it does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
@@ -17,16 +18,30 @@ from torch import Tensor, nn
 from common.comm import Group
 from common.comm.mesh import Mesh
 from common.errors import UsageError
+from common.launch.command_line import Size
 from common.launch.runtime import Runtime
 from common.lesson import comparison
-from common.models.configs import config
+from common.lesson.training import TrainingOptions
 from common.models.transformer import Layer, Transformer
 
-from sp_block import block
-from sp_options import SequenceOptions
+from sp_block import Kernel, block
 from sp_split import Order, check_length, longest_sequence
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q_BHsK, k_BGsK, v_BGsK, causal -> [B, H, s, K]
+
+
+@dataclass
+class SequenceOptions(TrainingOptions, without=("scaling",)):
+    """Model and batch of the lessons of chapter 04."""
+
+    batch: Size = 3
+    """Samples of the global batch; every rank has a piece of each."""
+    sequence: Size = 48
+    """Tokens of a sample, all ranks together."""
+    kernel: Kernel = "library"
+    """Kernel for a block of attention: `hand`, written in sp_block.py, or `library`, torch's for CPUs."""
+    shape: tuple[Size, Size, Size] = (8192, 8, 64)
+    """Tokens, heads and width of a head of the attention that --benchmark times alone."""
 
 
 def replace_attention(model: Transformer, attend: Attend, group: Group) -> None:
@@ -72,12 +87,17 @@ def sp_group(rt: Runtime) -> Group:
     return Mesh(rt.world, sp=rt.world_size).group("sp")
 
 
-def check(rt: Runtime, known: tuple[str, ...], o: SequenceOptions, orders: Iterable[Order]) -> None:
-    """Raise UsageError for options that cannot run, before any rank waits for another."""
-    comparison.check(rt, known, o)
-    for order in sorted(orders, reverse=True):  # zigzag, which needs more, first
-        if o.benchmark:
-            check_length(o.shape[0], order, rt.world_size)
-        else:
-            check_length(o.sequence, order, rt.world_size, longest_sequence(config(o.model)))
+def check(rt: Runtime, o: SequenceOptions, orders: Mapping[str, Order], inner: int = 1) -> None:
+    """Raise UsageError for options that cannot run, before any rank waits for another.
+
+    orders: by version. inner: number of ranks that swap tokens for heads.
+    """
+    comparison.check(rt, tuple(orders), o)
+    c = o.model_config()
+    check_heads(o.shape[1] if o.benchmark else c.heads, inner)
+    length, longest = (o.shape[0], None) if o.benchmark else (o.sequence, longest_sequence(c))
+    for order in sorted(
+        (orders[name] for name in o.versions), reverse=True
+    ):  # zigzag, which needs more, first
+        check_length(length, order, rt.world_size // inner, longest, inner)
     block(o.kernel, rt.device)

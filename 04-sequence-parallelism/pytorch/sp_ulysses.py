@@ -27,38 +27,22 @@ B batch  S sequence  s = S / n, a rank's tokens  H query heads  h = H / n  G key
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 
-from rich.table import Table
 from torch import Tensor
 
 from common.comm import Group, collectives
-from common.comm.ledger import show_bytes
 from common.comm.placement import sum_gradients
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson, prove
 from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.models.configs import config
 from common.models.transformer import attend, cross_entropy_sum
 
 from sp_attention_benchmark import AttentionCase, attention_benchmark
-from sp_costs import allgather_bytes, copies, ring_bytes, step_bytes, ulysses_bytes
-from sp_options import SequenceOptions
-from sp_split import longest_sequence, places, split_sequence
-from sp_training import check, check_heads, replace_attention, sp_group
-
-VERSIONS = ("ulysses",)
-
-
-@dataclass
-class UlyssesOptions(SequenceOptions):
-    """Options: the versions to run."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
+from sp_costs import bytes_table, copies, step_bytes, ulysses_bytes
+from sp_split import ALONE, longest_sequence, split_sequence
+from sp_training import SequenceOptions, check, check_heads, replace_attention, sp_group
 
 
 def to_heads(x_BHsK: Tensor, group: Group) -> Tensor:
@@ -96,7 +80,7 @@ def ulysses_attention(q_BHsK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, causal: bo
     return to_tokens(attend(*exchanged(q_BHsK, k_BGsK, v_BGsK, group), causal), group)
 
 
-def train(job: Job[UlyssesOptions]) -> Iterator[Tensor]:
+def train(job: Job[SequenceOptions]) -> Iterator[Tensor]:
     """Train on this rank's piece of every sequence; yield the loss of each global batch."""
     model, group = job.model, job.group
     replace_attention(model, partial(ulysses_attention, group=group), group)
@@ -116,38 +100,19 @@ def train(job: Job[UlyssesOptions]) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-def bytes_table(o: SequenceOptions) -> Table:
-    """Return a table of the bytes of each strategy for a layer's attention, by formula, for 2 to 16 ranks."""
-    c = config(o.model)
-    formulas = {"allgather": allgather_bytes, "ring, zigzag": ring_bytes}
-    title = (
-        f"bytes a rank sends for a layer's attention: {o.model}, {o.batch} x {o.sequence} tokens, {o.dtype}"
-    )
-    table = Table(title=title, title_justify="left")
-    for column in ("ranks", *formulas, "ulysses"):
-        table.add_column(column, justify="right")
-    for n in (n for n in (2, 4, 8, 16) if o.sequence % n == 0):
-        ours = show_bytes(ulysses_bytes(o, n)) if c.heads % n == 0 else f"no: {c.heads} heads"
-        table.add_row(str(n), *(show_bytes(f(o, n)) for f in formulas.values()), ours)
-    return table
-
-
 LESSON = Lesson("sp", {"ulysses": train}, step_bytes(ulysses_bytes))
 
 
-def main(rt: Runtime, o: UlyssesOptions) -> bool:
+def main(rt: Runtime, o: SequenceOptions) -> bool:
     """Prove equality with one device, or with --benchmark time attention alone."""
-    check(rt, VERSIONS, o, ["contiguous"])
-    check_heads(o.shape[1] if o.benchmark else config(o.model).heads, rt.world_size)
+    check(rt, o, {"ulysses": "contiguous"}, inner=rt.world_size)
     if not o.benchmark:
         console(rt).print(bytes_table(o))
         return prove(rt, o, LESSON)
-    (S, H, _), n = o.shape, rt.world_size
-    pairs, sends = H // n * S * (S + 1) // 2, Fraction(2 * (n - 1) * 4, n)
     group = sp_group(rt)
-    attend, mine = partial(ulysses_attention, group=group), partial(places, group=group, order="contiguous")
-    return attention_benchmark(rt, o, {"ulysses": AttentionCase(attend, mine, pairs, sends)})
+    case = AttentionCase(partial(ulysses_attention, group=group), ulysses_bytes, ALONE, row=group)
+    return attention_benchmark(rt, o, {"ulysses": case})
 
 
 if __name__ == "__main__":
-    run(main, UlyssesOptions)
+    run(main, SequenceOptions, versions=LESSON.versions)

@@ -14,7 +14,7 @@ from common import comm
 from common.launch.runtime import Runtime, runtime
 from common.models.transformer import attend
 
-from sp_hybrid import grid, hybrid_attention, hybrid_places
+from sp_hybrid import grid, hybrid_attention
 from sp_sequence_parallel import ORDERS, attends
 from sp_split import places
 from sp_training import sp_group
@@ -34,7 +34,7 @@ def differences(rt: Runtime) -> dict[str, float]:
     for order in ("contiguous", "zigzag"):
         cases["hybrid, " + order] = (
             partial(hybrid_attention, on=on, order=order),
-            hybrid_places(32, on, order),
+            places(32, on.column, order, on.row),
         )
     found = {}
     for name, (call, mine) in cases.items():
