@@ -32,17 +32,9 @@ import ep_overlap
 import ep_tensor_parallel
 from ep_costs import RoutedBytes
 from ep_imbalance import ImbalanceOptions
-from ep_moe import (
-    ExpertExchange,
-    MoEOptions,
-    expert_parallel,
-    share_experts,
-    transposed,
-    with_capacity,
-)
+from ep_moe import ExpertExchange, expert_parallel, share_experts, transposed, with_capacity
 from ep_overlap import OverlapOptions
-from ep_tensor_parallel import TensorOptions
-from ep_training import drain, load, observed
+from ep_training import MoEOptions, drain, load, observed
 from sp_sequence_parallel import sequence_parallel, split_sequence
 
 # 9 experts divide over 3 ranks alone
@@ -205,7 +197,7 @@ def test_bad_input_is_one_line(given: dict[str, Any], says: str) -> None:
     world = Group("world", 0, 3, (0, 1, 2))
     rt = Runtime(0, 3, 0, 3, "none", torch.device("cpu"), "gloo", 60.0, world)
     with pytest.raises(UsageError, match=says) as error:
-        ep_moe.main(rt, MoEOptions(**{"batch": 12, **given}))
+        ep_moe.main(rt, MoEOptions(**{"batch": 12, "versions": ep_moe.VERSIONS, **given}))
     assert "\n" not in str(error.value)
 
 
@@ -220,7 +212,7 @@ def test_slices_refuse_in_one_line(given: dict[str, Any], says: str) -> None:
     world = Group("world", 0, 3, (0, 1, 2))
     rt = Runtime(0, 3, 0, 3, "none", torch.device("cpu"), "gloo", 60.0, world)
     with pytest.raises(UsageError, match=says):
-        ep_tensor_parallel.main(rt, TensorOptions(**{"batch": 12, **given}))
+        ep_tensor_parallel.main(rt, MoEOptions(**{"batch": 12, "versions": ("tensor",), **given}))
 
 
 def split_dense(rt: Runtime) -> None:
@@ -235,7 +227,7 @@ def test_a_dense_model_is_refused() -> None:
 
 
 def slices(rt: Runtime) -> bool:
-    o = TensorOptions(model="ep-mixtral", batch=12, sequence=6, steps=2, versions=("tensor",))
+    o = MoEOptions(model="ep-mixtral", batch=12, sequence=6, steps=2, versions=("tensor",))
     return ep_tensor_parallel.main(rt, replace(o, micro_batches=4 - rt.world_size))
 
 
@@ -294,7 +286,9 @@ def test_uneven_load_is_timed_and_equal(world: int) -> None:
 
 
 def lesson(rt: Runtime) -> bool:
-    return ep_moe.main(rt, MoEOptions(model="ep-mixtral", batch=5, sequence=6, steps=1))
+    return ep_moe.main(
+        rt, MoEOptions(model="ep-mixtral", batch=5, sequence=6, steps=1, versions=ep_moe.VERSIONS)
+    )
 
 
 def test_the_lesson_proves() -> None:

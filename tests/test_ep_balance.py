@@ -28,17 +28,10 @@ from common.models.transformer import Transformer, cross_entropy_sum
 import ep_layer
 import ep_load_balance
 import ep_moe
+from ep_costs import BalancedBytes
 from ep_layer import LayerOptions, make_layer
-from ep_load_balance import (
-    Balance,
-    BalancedBytes,
-    BalanceOptions,
-    balance_loss,
-    history,
-    imbalance,
-    train,
-    train_plain,
-)
+from ep_load_balance import Balance, BalanceOptions, balance_loss, train, train_plain
+from ep_loads import history, imbalance
 from ep_moe import ExpertExchange
 from ep_training import drain, load, observed
 
@@ -145,10 +138,10 @@ def test_a_bias_moves_the_choice_and_no_weight() -> None:
 
 
 def test_it_balances() -> None:
-    o = replace(SMALL, curve_steps=32, coefficient=0.1, rate=0.03, batch=8, dtype="float32", micro_batches=1)
+    o = replace(SMALL, coefficient=0.1, rate=0.03, batch=8, dtype="float32", micro_batches=1)
     last = {}
     for name in ("none", "switch", "bias"):
-        loads, losses = history(here(), o, name)
+        loads, losses = history(here(), o, name, train, 32)
         assert loads[0].sum(1).tolist() == [160, 160]
         assert losses[-1] < losses[0]
         # tokens of so small a model are alike and change their expert together: a bias balances over steps

@@ -21,6 +21,7 @@ from common.lesson.training import make_model
 from common.models.configs import CONFIGS, config, switch
 from common.models.transformer import make_mlp
 
+import ep_loads
 import ep_switch_router
 from ep_switch_router import RouterOptions, expert_choice, jittered, top_k, train, with_capacity, z_loss_sum
 
@@ -98,14 +99,14 @@ def test_loads_are_those_of_one_device(world: int) -> None:
 
 def weights_of_a_rank(rt: Runtime) -> bool:
     """Run the lesson with weights scaled differently on each rank; return its verdict."""
-    plain = ep_switch_router.statistics
+    plain = ep_loads.statistics
 
     def statistics(*gates: torch.Tensor) -> torch.Tensor:
         numbers = plain(*gates)
         numbers[-1] *= 1 + 1e-9 * rt.rank
         return numbers
 
-    with patch.object(ep_switch_router, "statistics", statistics):
+    with patch.object(ep_loads, "statistics", statistics):
         return lesson(rt)
 
 

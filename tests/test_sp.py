@@ -175,8 +175,8 @@ def train_hybrid(rt: Runtime, case: tuple[str, int, str], optimizer: str) -> Fol
     ],
 )
 def test_hybrid(inner: int, across: int, model: str) -> None:
-    cases = {name: (name, inner, model) for name in sp_hybrid.VERSIONS}
-    pairs = zip(sp_hybrid.VERSIONS, OPTIMIZERS, strict=True)  # one order under SGD, the other under AdamW
+    cases = {name: (name, inner, model) for name in sp_hybrid.ORDERS}
+    pairs = zip(sp_hybrid.ORDERS, OPTIMIZERS, strict=True)  # one order under SGD, the other under AdamW
     references = {(name, optimizer): one_device(model, optimizer) for name, optimizer in pairs}
     assert_equal(inner * across, train_hybrid, cases, references)
 

@@ -1,4 +1,4 @@
-"""Bytes that the lessons of chapter 05 send, by formula; nothing here starts a rank.
+"""Bytes that the lessons of chapter 05 send, by formula, and the table of the rows that they exchanged.
 
 D width  E experts, e of this rank  C capacity  n ranks
 """
@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from torch import nn
+from rich.table import Table
+from torch import Tensor, nn
 
+from common import comm
 from common.comm import Group, sizes_of
+from common.comm.ledger import show_bytes
 from common.data.text import rank_slice
+from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES
 
 
@@ -66,3 +70,53 @@ class RoutedBytes:
         of_steps = self.steps_bytes(name, model, group, o)
         of_steps = of_steps * o.steps if len(of_steps) == 1 else of_steps
         return sum(of_steps, o.steps * Fraction(2 * (group.size - 1) * 8, group.size))
+
+
+class SlicedBytes(RoutedBytes):
+    """Bytes by formula of ep_tensor_parallel.py."""
+
+    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: Any) -> list[Fraction]:
+        """Return the bytes this rank sends in each step; with slices one number for all steps."""
+        if name == "experts":
+            return super().steps_bytes(name, model, group, o)
+        c, n, size = o.model_config(), group.size, DTYPES[o.dtype].itemsize
+        always = self.always(model, group, o)
+        return [always + c.layers * 4 * (n - 1) * o.batch * o.sequence // n * c.width * size]
+
+
+class BytesInPieces(RoutedBytes):
+    """Bytes by formula of ep_overlap.py."""
+
+    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: Any) -> list[Fraction]:
+        """Return the bytes this rank sends in each step: with `pieces`, P counts per expert instead of 1."""
+        c, others = o.model_config(), o.model_config().experts
+        others -= sizes_of(c.experts, group.size)[group.rank]
+        more = o.micro_batches * c.layers * 8 * others * (o.pieces - 1) if name == "pieces" else 0
+        return [sent + more for sent in super().steps_bytes(name, model, group, o)]
+
+
+class BalancedBytes(RoutedBytes):
+    """Bytes by formula of ep_load_balance.py, and the load of each step, [L, E], of each version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: dict[str, list[Tensor]] = {}
+
+    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: Any) -> list[Fraction]:
+        """Return the bytes without balance plus those of the counts: 2 E integers per layer, all-reduced."""
+        c = o.model_config()
+        counts = Fraction(2 * (group.size - 1) * c.layers * 2 * c.experts * 8, group.size)
+        return [sent + counts for sent in super().steps_bytes(name, model, group, o)]
+
+
+def rows_table(rt: Runtime, o: Any, sent: RoutedBytes) -> Table:
+    """Return a table of the rows sent from rank to rank in the first layer, in the last forward pass."""
+    table = Table(title="rows of the last pass, first layer: from rank (down) to rank", title_justify="left")
+    for column in ("version", "from", *map(str, range(rt.world_size)), "bytes"):
+        table.add_column(column, justify="left" if column == "version" else "right")
+    for name, exchanges in sent.exchanges.items():
+        for rank, send in enumerate(comm.everyones(exchanges[0].send, rt.world)):
+            away = sum(send) - send[rank]
+            size = show_bytes(away * o.model_config().width * DTYPES[o.dtype].itemsize)
+            table.add_row(name if rank == 0 else "", str(rank), *map(str, send), size)
+    return table

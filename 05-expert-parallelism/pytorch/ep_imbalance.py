@@ -24,53 +24,37 @@ R rows of a rank  D width  E experts  n ranks
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 from common import comm
-from common.comm import Group, sizes_of
+from common.comm import sizes_of
 from common.comm.ledger import Ledger, show_bytes
 from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.launch.command_line import Count, Size, Width
+from common.launch.command_line import Size
 from common.launch.runtime import Runtime
 from common.lesson.equality import TOLERANCE
 from common.lesson.measure import in_turn
 from common.lesson.runner import DTYPES, console, run
-from common.models.moe import Experts
 
-from ep_moe import ExpertExchange, check_split, share_experts
-from ep_training import ExpertOptions, largest_difference
+from ep_layer import LayerOptions, forward_and_backward, make_layer, named
+from ep_moe import ExpertExchange, share_experts
+from ep_training import check_split, largest_difference
 
 
 @dataclass
-class ImbalanceOptions(
-    ExpertOptions,
-    without=(
-        "batch",
-        "sequence",
-        "micro_batches",
-        "versions",
-        "benchmark",
-        "scaling",
-        "data",
-        "json",
-        "plot",
-    ),
-):
+class ImbalanceOptions(LayerOptions, without=("tokens", "json")):
     """Options: the shape of the timed layer."""
 
-    steps: Count = 5
-    """Timed rounds."""
+    model: str = "mixtral-tiny"
+    """Name of a model with experts in common/models/configs.py."""
     rows: Size = 2048
     """Rows per rank: its tokens times the experts per token."""
-    width: Width = 512
-    """Width D of a token; an expert's width relative to D is that of --model."""
 
 
 def counts_for(share: float, rows: int, E: int, n: int) -> Tensor:
@@ -80,81 +64,48 @@ def counts_for(share: float, rows: int, E: int, n: int) -> Tensor:
     return torch.tensor(sizes_of(first, mine) + (sizes_of(rows - first, others) if others else []))
 
 
-def make_experts(o: ImbalanceOptions, device: torch.device) -> Experts:
-    """Return the experts of a layer, the same on all ranks."""
-    c = o.model_config()
-    wide = replace(c, width=o.width, mlp_width=o.width * c.mlp_width // c.width, heads=1, kv_heads=1)
-    experts = Experts(wide).to(device, DTYPES[o.dtype])
-    generator = torch.Generator().manual_seed(o.seed)
-    for p in experts.parameters():
-        p.data = (0.02 * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
-    return experts
-
-
-def layer(exchange: ExpertExchange, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """Run a forward and backward pass; return the result."""
-    y_RD = exchange(rows_RD, counts_E)
-    y_RD.backward(rows_RD.detach())
-    return y_RD.detach()
-
-
-def difference(
-    rt: Runtime, o: ImbalanceOptions, experts: Experts, rows_RD: Tensor, counts_E: Tensor, y_RD: Tensor
-) -> float:
-    """Return the largest relative difference of result and gradients from those of one device.
-
-    The reference applies all experts to this rank's rows and sums the gradients of the experts over ranks.
-    """
-    whole, x_RD = make_experts(o, rows_RD.device), rows_RD.detach().clone().requires_grad_()
-    expected = {"y": whole(x_RD, counts_E)}
-    expected["y"].backward(x_RD.detach())
-    found = {"y": y_RD, "dx": cast(Tensor, rows_RD.grad)}
-    expected |= {"y": expected["y"].detach(), "dx": cast(Tensor, x_RD.grad)}
-    for (name, p), mine in zip(whole.named_parameters(), experts.parameters(), strict=True):
-        expected[name], found[name] = (cast(Tensor, x.grad) for x in (p, mine))
-        comm.all_reduce(expected[name], rt.world)
-    return largest_difference(expected, found, rt)
-
-
 def main(rt: Runtime, o: ImbalanceOptions) -> bool:
     """Time a layer by the share of the busiest rank; prove results and bytes for each share."""
-    c, n = o.model_config(), rt.world_size
-    check_split(c.experts, n)
-    if o.rows < 8 * n * c.experts or o.width % 2:
+    E, n, dtype = o.model_config().experts, rt.world_size, DTYPES[o.dtype]
+    check_split(E, n)
+    if o.rows < 8 * n * E or o.width % 2:
         raise UsageError(
             f"--rows {o.rows} --width {o.width}: the width must be even, and "
-            f"the rows, for their shares to mean something, at least {8 * n * c.experts}"
+            f"the rows, for their shares to mean something, at least {8 * n * E}"
         )
-    group: Group = Mesh(rt.world, ep=n).group("ep")
-    experts = make_experts(o, rt.device)
+    group = Mesh(rt.world, ep=n).group("ep")
+    whole, experts = (make_layer(o, rt.device).experts for _ in range(2))
     share_experts(experts, group)
     generator = torch.Generator().manual_seed(o.seed + 1 + rt.rank)
     rows_RD = torch.randn(o.rows, o.width, generator=generator, dtype=torch.float64)
-    rows_RD = rows_RD.to(rt.device, DTYPES[o.dtype]).requires_grad_()
-    least = sizes_of(c.experts, n)[0] / c.experts
+    rows_RD = rows_RD.to(rt.device, dtype).requires_grad_()
+    least = sizes_of(E, n)[0] / E
     cases: dict[str, Callable[[], object]] = {}
     busiest, right, sent = {}, True, {}
     for step in range(5):
         share = least + (1 - least) * step / 4
-        name, counts_E = f"{share:.0%}", counts_for(share, o.rows, c.experts, n).to(rt.device)
+        name, counts_E = f"{share:.0%}", counts_for(share, o.rows, E, n).to(rt.device)
         if name in cases:
             continue  # on one rank all shares are the same
-        exchange = ExpertExchange(experts, group, c.experts)
-        cases[name] = partial(layer, exchange, rows_RD, counts_E)
-        experts.zero_grad()
-        rows_RD.grad = None
+        exchange = ExpertExchange(experts, group, E)
+        split = partial(exchange, counts_E=counts_E)
+        cases[name] = partial(forward_and_backward, split, rows_RD)
+        for module in (whole, experts):
+            module.zero_grad()
         with Ledger() as ledger:
-            y_RD = layer(exchange, rows_RD, counts_E)
-        travelled = 2 * (exchange.rows_sent[0] + exchange.rows_received[0]) * o.width * y_RD.element_size()
-        travelled += 8 * (c.experts - exchange.sizes[group.rank])
+            found = named(experts, *forward_and_backward(split, rows_RD))
+        # the reference: all experts on this rank's rows, their gradients summed over the ranks
+        expected = named(whole, *forward_and_backward(partial(whole, counts_E=counts_E), rows_RD))
+        for parameter, _ in whole.named_parameters():
+            comm.all_reduce(expected[parameter], rt.world)
+        travelled = 2 * (exchange.rows_sent[0] + exchange.rows_received[0]) * o.width * dtype.itemsize
+        travelled += 8 * (E - exchange.sizes[group.rank])
         right &= all(comm.everyones(ledger.bytes() == travelled, rt.world))
-        right &= difference(rt, o, experts, rows_RD, counts_E, y_RD) <= TOLERANCE[DTYPES[o.dtype]]
+        right &= largest_difference(expected, found, rt) <= TOLERANCE[dtype]
         busiest[name] = max(int(x.sum()) for x in counts_E.split(exchange.sizes)) / o.rows
         sent[name] = ledger.bytes()
     measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
-    title = (
-        f"a layer of {c.experts} experts on {n} ranks: {n} x {o.rows} rows of {o.width} numbers, {o.dtype}"
-    )
+    title = f"a layer of {E} experts on {n} ranks: {n} x {o.rows} rows of {o.width} numbers, {o.dtype}"
     table = Table("share of the busiest rank", title=title, title_justify="left")
     for column in ("bytes sent by rank 0", "ms (median)", "slowdown measured", "by formula"):
         table.add_column(column, justify="right")

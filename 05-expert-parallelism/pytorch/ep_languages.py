@@ -19,7 +19,6 @@ B batch  S sequence  D width  E experts  n ranks
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common import comm, random
+from common import comm
 from common.comm import sizes_of
 from common.comm.mesh import Mesh
 from common.comm.placement import Shard, place, sum_gradients
@@ -46,8 +45,8 @@ from common.lesson.training import TrainingOptions
 from common.models.moe import MoE
 from common.models.transformer import Transformer
 
-from ep_moe import check_split, expert_parallel
-from ep_training import ExpertOptions, load
+from ep_moe import expert_parallel
+from ep_training import ExpertOptions, check_split, load, mixtures
 
 LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi"}
 
@@ -56,20 +55,12 @@ LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi
 class LanguageOptions(ExpertOptions, without=("micro_batches", "scaling", "data")):
     """Shape of the mixture and of x."""
 
-    versions: tuple[str, ...] = tuple(LANGUAGES)
-    """Versions to run."""
 
-
-def plain_model(o: TrainingOptions) -> Transformer:
-    """Return one layer of the model, without a capacity."""
-    return Transformer(replace(o.model_config(), layers=1, capacity_factor=None), o.seed, DTYPES[o.dtype])
-
-
-def mixture(model: Transformer) -> MoE:
-    """Return the mixture of the model's first layer: its experts and their router."""
-    moe = model.layers[0].mlp
-    assert isinstance(moe, MoE)
-    return moe
+def plain(o: TrainingOptions) -> tuple[Transformer, MoE]:
+    """Return one layer of the model, without a capacity, and its mixture: experts and their router."""
+    c = replace(o.model_config(), layers=1, capacity_factor=None)
+    model = Transformer(c, o.seed, DTYPES[o.dtype])
+    return model, mixtures(model)[0]
 
 
 class Lesson:
@@ -77,19 +68,14 @@ class Lesson:
 
     def __init__(self, rt: Runtime, o: TrainingOptions) -> None:
         self.rt, self.o, self.mesh = rt, o, Mesh(rt.world, ep=rt.world_size)
-        self.group, self.plain = self.mesh.group("ep"), mixture(plain_model(o))
-        shape = (o.batch, o.sequence, o.model_config().width)
-        made = (
-            random.normals(o.seed, random.stream_of(name), math.prod(shape)).reshape(shape) for name in "xy"
-        )
-        self.x_BSD, self.y_BSD = (torch.from_numpy(values).to(DTYPES[o.dtype]) for values in made)
+        self.group, (_, self.plain) = self.mesh.group("ep"), plain(o)
+        self.x_BSD, self.y_BSD = languages.samples(o)
         self.slices = [rank_slice(o.batch, rank, rt.world_size) for rank in range(rt.world_size)]
         self.choices: list[Tensor] = []  # of every sample, in each step of the last reference
 
     def make(self, name: str, optimizer: str) -> Part:
         """Return the mixture in a language; "one device" is the plain one, which records its choices."""
-        c, o, model = self.o.model_config(), self.o, plain_model(self.o)
-        moe = mixture(model)
+        c, o, (model, moe) = self.o.model_config(), self.o, plain(self.o)
         named = dict(moe.named_parameters())
         if name == "one device":
             self.choices = []
@@ -123,11 +109,6 @@ class Lesson:
         tokens = self.o.batch * self.o.sequence
         away_BSD = part.forward(self.x_BSD[lo:hi]) - self.y_BSD[lo:hi]
         return away_BSD.square().sum().item() / 2 / tokens, part.backward(away_BSD / tokens)
-
-    def whole_step(self, part: Part) -> None:
-        """Run a forward pass, a backward pass and an update."""
-        self.step(part)
-        part.update()
 
     def train(self, name: str, optimizer: str, start: Start = unmoved) -> tuple[Followed, Fraction, Fraction]:
         """Train `o.steps` steps; return (gathered results, mean bytes per rank, bytes by formula)."""
@@ -163,6 +144,10 @@ class Lesson:
     def benchmark(self, o: TrainingOptions) -> list[BenchmarkRecord]:
         """Time forward, backward and AdamW of every version in turn: `o.steps` rounds after a warm-up."""
 
+        def whole_step(part: Part) -> None:
+            self.step(part)
+            part.update()
+
         self.step(self.make("one device", "adamw"), alone=True)
         formula, sent = float(self.formula(self.choices[0])), {}
         cases: dict[str, Callable[[], object]] = {}
@@ -170,7 +155,7 @@ class Lesson:
             part = self.make(name, "adamw")
             self.step(part)  # count bytes with the first weights, because training changes the choices
             sent[name] = float(self.mean(part.sent()))
-            cases[name] = partial(self.whole_step, part)
+            cases[name] = partial(whole_step, part)
         measured = in_turn(cases, o.steps, self.rt.world)
         tokens, numbers = o.batch * o.sequence, sum(p.numel() for p in self.plain.parameters())
         return [
@@ -196,8 +181,8 @@ class Lesson:
         ]
 
 
-def prepare(rt: Runtime, o: LanguageOptions) -> None:
-    """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
+def main(rt: Runtime, o: LanguageOptions) -> bool:
+    """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, tuple(LANGUAGES), o)
     c, n = o.model_config(), rt.world_size
     check_split(c.experts, n)
@@ -208,11 +193,6 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
     if c.router == "sigmoid" or c.shared_experts or c.bias != (c.mlp == "gelu"):
         raise UsageError(f"--model {o.model}: the languages share mixtral's mixture and switch's")
     languages.check_modules(rt, "ep_languages.py", [name for name in o.versions if name != "pytorch"])
-
-
-def main(rt: Runtime, o: LanguageOptions) -> bool:
-    """Prove equality of the versions with one device, or with --benchmark time them."""
-    prepare(rt, o)
     lesson = Lesson(rt, o)
     if o.benchmark:
         report(rt, o, lesson.benchmark(o))
@@ -222,4 +202,4 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, LanguageOptions)
+    run(main, LanguageOptions, versions=LANGUAGES)

@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, sizes_of
@@ -43,8 +43,8 @@ from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memor
 from common.lesson.runner import DTYPES, console, run, write_records
 from common.models.moe import MoE, Router, Routing
 
-from ep_moe import ExpertExchange, check_split, share_experts
-from ep_training import ExpertOptions, largest_difference
+from ep_moe import ExpertExchange, share_experts
+from ep_training import ExpertOptions, check_split, largest_difference
 
 
 @dataclass
@@ -91,37 +91,19 @@ def make_layer(o: LayerOptions, device: torch.device) -> MoE:
     return layer
 
 
-def forward_and_backward(layer: Callable[[Tensor], Tensor], x_1SD: Tensor) -> tuple[Tensor, Tensor]:
+def forward_and_backward(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the result y for x, the gradient of half the sum of squares of y with respect to x)."""
-    x_1SD.grad = None
-    y_1SD = layer(x_1SD)
-    y_1SD.backward(y_1SD.detach())
-    assert x_1SD.grad is not None
-    return y_1SD.detach(), x_1SD.grad
+    x.grad = None
+    y = layer(x)
+    y.backward(y.detach())
+    assert x.grad is not None
+    return y.detach(), x.grad
 
 
-def named(layer: MoE, y_1SD: Tensor, dx_1SD: Tensor) -> dict[str, Tensor]:
+def named(layer: nn.Module, y: Tensor, dx: Tensor) -> dict[str, Tensor]:
     """Return a layer's results and gradients by name."""
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return {"y": y_1SD, "dx": dx_1SD, **gradients}
-
-
-def route_alone(layer: MoE, x_1SD: Tensor) -> None:
-    """Run the router alone, forward and backward."""
-    weights_1SK = layer.router(x_1SD).weights_BSK
-    weights_1SK.backward(torch.ones_like(weights_1SK))
-
-
-def check_even(o: LayerOptions, n: int) -> None:
-    """Raise UsageError where the load would not be even."""
-    E = o.model_config().experts
-    check_split(E, n)
-    if o.width % 2 or o.tokens % (n * E):
-        near = max(1, round(o.tokens / (n * E))) * n * E
-        raise UsageError(
-            f"--tokens {o.tokens} --width {o.width}: the width must be even, "
-            f"and the tokens a multiple of {n} rank(s) times {E} experts, so that the load is even: {near} would do"
-        )
+    return {"y": y, "dx": dx, **gradients}
 
 
 def layer_bytes(o: LayerOptions, group: Group) -> int:
@@ -135,20 +117,25 @@ def layer_bytes(o: LayerOptions, group: Group) -> int:
 
 def main(rt: Runtime, o: LayerOptions) -> bool:
     """Time an even layer on one rank, on all, and in parts; prove that results and gradients are equal."""
-    n, dtype = rt.world_size, DTYPES[o.dtype]
-    check_even(o, n)
+    n, E, dtype, out = rt.world_size, o.model_config().experts, DTYPES[o.dtype], console(rt)
+    check_split(E, n)
+    if o.width % 2 or o.tokens % (n * E):
+        near = max(1, round(o.tokens / (n * E))) * n * E
+        raise UsageError(
+            f"--tokens {o.tokens} --width {o.width}: the width must be even, "
+            f"and the tokens a multiple of {n} rank(s) times {E} experts, so that the load is even: {near} would do"
+        )
     mesh = Mesh(rt.world, ep=n)
     group = mesh.group("ep")
     generator = torch.Generator().manual_seed(o.seed + 1)
-    whole_1TD = torch.randn(1, o.tokens, o.width, generator=generator, dtype=torch.float64).to(
-        rt.device, dtype
-    )
+    whole_1TD = torch.randn(1, o.tokens, o.width, generator=generator, dtype=torch.float64)
+    whole_1TD = whole_1TD.to(rt.device, dtype)
     mine_1tD = whole_1TD.chunk(n, 1)[rt.rank].clone().requires_grad_()
     whole_1TD.requires_grad_()
     alone, split, unchanged = (make_layer(o, rt.device) for _ in range(3))
     unchanged.compute = lambda rows_RD, counts_E: rows_RD
     share_experts(split.experts, group)
-    split.compute = ExpertExchange(split.experts, group, o.model_config().experts)
+    split.compute = ExpertExchange(split.experts, group, E)
 
     with Ledger() as ledger:
         found = forward_and_backward(split, mine_1tD)
@@ -158,33 +145,36 @@ def main(rt: Runtime, o: LayerOptions) -> bool:
     counted = all(comm.everyones(ledger.bytes() == layer_bytes(o, group), rt.world))
     right = counted and apart <= TOLERANCE[dtype]
 
-    def on_one(work: Callable[[], object]) -> Callable[[], object]:
-        return work if rt.rank == 0 else lambda: None
-
-    measured = in_turn(
-        {
-            "one rank": on_one(partial(forward_and_backward, alone, whole_1TD)),
-            "all ranks": partial(forward_and_backward, split, mine_1tD),
-            "one rank without experts": on_one(partial(forward_and_backward, unchanged, whole_1TD)),
-            "one rank, router alone": on_one(partial(route_alone, alone, whole_1TD)),
-        },
-        o.steps,
-        rt.world,
-        device=rt.device.type,
+    calls: dict[str, Callable[[], object]] = {
+        "one rank": partial(forward_and_backward, alone, whole_1TD),
+        "all ranks": partial(forward_and_backward, split, mine_1tD),
+        "one rank without experts": partial(forward_and_backward, unchanged, whole_1TD),
+        "one rank, router alone": partial(
+            forward_and_backward, lambda x: alone.router(x).weights_BSK, whole_1TD
+        ),
+    }
+    cases = {
+        name: call if rt.rank == 0 or name == "all ranks" else lambda: None for name, call in calls.items()
+    }
+    measured = in_turn(cases, o.steps, rt.world, device=rt.device.type)
+    out.print(times_table(o, measured))
+    rounds = list(zip(*(m.seconds for m in measured.values()), strict=True))
+    gained = statistics.median(one / everyone for one, everyone, _, _ in rounds)
+    sorting = statistics.median((without - router) / one for one, _, without, router in rounds)
+    out.print(
+        f"{n} rank(s): {gained:.2f} times as fast as one; sorting takes {sorting:.1%} of one rank's time"
     )
-    show(rt, o, measured)
     made = records(rt, o, measured, alone, right, apart)
     if rt.rank == 0:
         write_records(o.json, [r.as_json() for r in made])
-    out = console(rt)
     proved = f"proved: equal to one device within {TOLERANCE[dtype]:.0e}, bytes counted = formula"
     out.print(proved if right else f"results or bytes DIFFER: {apart:.1e}")
     return right
 
 
-def show(rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured]) -> None:
-    """Print the times, the speed-up and the cost of sorting: medians of the rounds' ratios."""
-    E, n, out = o.model_config().experts, rt.world_size, console(rt)
+def times_table(o: LayerOptions, measured: Mapping[str, Measured]) -> Table:
+    """Return a table of the times."""
+    E = o.model_config().experts
     title = f"a layer of {E} experts, {o.tokens} tokens of {o.width} numbers, {o.dtype}, even load"
     table = Table("forward and backward", title=title, title_justify="left")
     for column in ("ms (median)", "spread", "ms blocked"):
@@ -192,13 +182,7 @@ def show(rt: Runtime, o: LayerOptions, measured: Mapping[str, Measured]) -> None
     for name, m in measured.items():
         blocked = f"{1e3 * statistics.median(m.blocked):.1f}"
         table.add_row(name, f"{m.median * 1e3:.1f}", f"{m.spread:.0%}", blocked)
-    out.print(table)
-    rounds = list(zip(*(m.seconds for m in measured.values()), strict=True))
-    gained = statistics.median(one / everyone for one, everyone, _, _ in rounds)
-    sorting = statistics.median((without - router) / one for one, _, without, router in rounds)
-    out.print(
-        f"{n} rank(s): {gained:.2f} times as fast as one; sorting takes {sorting:.1%} of one rank's time"
-    )
+    return table
 
 
 def records(

@@ -32,42 +32,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import partial
 from typing import Annotated, cast
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group
-from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
-from common.lesson.comparison import check, prove
+from common.lesson.comparison import prove
 from common.lesson.job import Job, total
-from common.lesson.runner import console, run
-from common.lesson.training import make_model
+from common.lesson.runner import run
 from common.models.moe import Routing
 from common.models.transformer import cross_entropy_sum
-from common.utils.visualizer import figure, load_map
 
 import ep_moe
-from ep_costs import RoutedBytes
-from ep_moe import MoEOptions, check_split, expert_parallel, with_capacity
-from ep_training import check_micro_batches, drain, load, mixtures, observed
+from ep_costs import BalancedBytes
+from ep_loads import show_balance
+from ep_moe import expert_parallel, with_capacity
+from ep_training import MoEOptions, check, drain, load, mixtures, observed
 
 VERSIONS = ("none", "switch", "gshard", "bias")
 
 
 @dataclass
 class BalanceOptions(MoEOptions, without=("capacity_factor", "benchmark", "scaling")):
-    """Options: the ways of balancing to run, and their strengths."""
+    """Options: the strengths of the ways of balancing."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
     coefficient: Annotated[float, Within(0, 1000)] = 0.01
     """Coefficient a of the loss; 0.01 as in Switch."""
     rate: Annotated[float, Within(0, 1000)] = 0.01
@@ -174,67 +167,15 @@ def train_plain(job: Job[BalanceOptions]) -> Iterator[Tensor]:
     return balanced_steps(job, Balance(job.version, job.model, job.group, job.options))
 
 
-class BalancedBytes(RoutedBytes):
-    """Bytes by formula, and the load of each step, [L, E], of each version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: dict[str, list[Tensor]] = {}
-
-    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: BalanceOptions) -> list[Fraction]:
-        """Return the bytes without balance plus those of the counts: 2 E integers per layer, all-reduced."""
-        c = o.model_config()
-        counts = Fraction(2 * (group.size - 1) * c.layers * 2 * c.experts * 8, group.size)
-        return [sent + counts for sent in super().steps_bytes(name, model, group, o)]
-
-
-def imbalance(loads_LE: Tensor) -> float:
-    """Return the largest load over the mean, averaged over layers: 1 is even, E is all on one expert."""
-    return (loads_LE.double().amax(1) / loads_LE.double().mean(1)).mean().item()
-
-
-def history(rt: Runtime, o: BalanceOptions, name: str) -> tuple[list[Tensor], list[float]]:
-    """Train with a version; return the load [L, E] and the loss of each of `o.curve_steps` steps."""
-    mesh, sent = Mesh(rt.world, ep=rt.world_size), BalancedBytes()
-    job = Job(
-        rt, o, name, make_model(o, rt.device), mesh, "ep", partial(torch.optim.AdamW, lr=3e-3), o.curve_steps
-    )
-    losses = [loss.item() for loss in train(job, sent)]
-    return sent.loads[name], losses
-
-
-def show(rt: Runtime, o: BalanceOptions) -> None:
-    """Train with each version; show the imbalance at first, middle and last step; --plot draws it."""
-    points = [0, o.curve_steps // 2, o.curve_steps - 1]
-    title = f"{o.model}, {o.curve_steps} steps: most loaded expert / mean, averaged over layers"
-    table = Table("version", title=title, title_justify="left")
-    for column in (*(f"step {t}" for t in points), "experts without a token", "loss, mean of the last 10"):
-        table.add_column(column, justify="right")
-    histories = {name: history(rt, o, name) for name in o.versions}
-    for name, (loads, losses) in histories.items():
-        idle, last = int((loads[-1] == 0).sum()), losses[-10:]
-        uneven = (f"{imbalance(loads[t]):.2f}" for t in points)
-        table.add_row(name, *uneven, str(idle), f"{sum(last) / len(last):.4f}")
-    console(rt).print(table)
-    if o.plot and rt.rank == 0:
-        with figure(o.plot, columns=len(histories), width=2.4 * len(histories), height=4.2) as axes:
-            for ax, (name, (loads, _)) in zip(axes, histories.items(), strict=True):
-                rows = {str(t): loads_LE[-1].tolist() for t, loads_LE in enumerate(loads)}
-                load_map(ax, rows, title=name, most=max(sum(row) for row in rows.values()) / 2)
-                ax.set_yticks(range(0, len(rows), max(1, len(rows) // 6)))
-
-
 def main(rt: Runtime, o: BalanceOptions) -> bool:
     """Prove each version, then show its effect on the load."""
-    check(rt, VERSIONS, o)
-    check_split(o.model_config().experts, rt.world_size)
-    check_micro_batches(rt, o)
+    check(rt, o, VERSIONS)
     lesson = replace(ep_moe.lesson(dict.fromkeys(VERSIONS, train), BalancedBytes()), one_device=train_plain)
     right = prove(rt, replace(o, plot=None), lesson)
     if o.curve_steps:
-        show(rt, o)
+        show_balance(rt, o, train, o.curve_steps)
     return right
 
 
 if __name__ == "__main__":
-    run(main, BalanceOptions)
+    run(main, BalanceOptions, versions=VERSIONS)

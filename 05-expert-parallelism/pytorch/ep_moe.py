@@ -17,56 +17,41 @@ derives both from one fact, that experts are Shard(0) along "ep".
     capacity    an expert takes C = ceil(c k S / E) tokens of a sequence: it gets C rows per sequence, some empty;
                 tokens over the capacity are dropped, and empty rows are computed for nothing
 
-Cost: a rank sends s rows of D numbers to other ranks, and returns the r rows that it got from them, in the
-forward and in the backward pass: 2 (s + r) D numbers per layer; with even load s = r = k t (n-1)/n for a
-rank's t tokens. The numbers of rows add 8 bytes for each expert of another rank. Memory: experts, their
-gradients and states 1/n. The slowest rank sets the pace: ep_load_balance.py. Lepikhin et al., "GShard",
+Cost: in the forward and in the backward pass a rank sends its rows to other ranks, and their rows back: per
+layer 2 D numbers for each row sent or received; with even load, for a rank's t tokens, k t (n-1)/n rows are
+sent, and as many received. The numbers of rows add 8 bytes for each expert of another rank. Memory: experts,
+their gradients and states 1/n. The slowest rank sets the pace: ep_load_balance.py. Lepikhin et al., "GShard",
 arXiv:2006.16668, section 3; dropless: Gale et al., "MegaBlocks", arXiv:2211.15841.
 
     python ep_moe.py --nproc 4      torchrun --nproc_per_node=4 ep_moe.py      mpirun -np 4 python ep_moe.py
     python ep_moe.py --nproc 3 --model switch-tiny     # 8 experts on 3 ranks: 3, 3 and 2
 
-B batch  S sequence  R rows  D width  E experts, e of this rank  C capacity  k experts a token  n ranks
+B batch  S sequence  t tokens of a rank  R rows  D width  E experts, e of this rank  C capacity  k experts a token
+n ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, collectives, sizes_of
-from common.comm.ledger import show_bytes
 from common.comm.placement import shard, sum_gradients
-from common.errors import UsageError
-from common.launch.command_line import Within
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, check, prove, time_in_turn
+from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.job import Job, one_device, total
-from common.lesson.runner import DTYPES, console, run
+from common.lesson.runner import console, run
 from common.models.moe import Experts
 from common.models.transformer import Transformer, cross_entropy_sum, need_transformer
 
-from ep_costs import RoutedBytes
-from ep_training import ExpertOptions, check_micro_batches, mixtures
+from ep_costs import RoutedBytes, rows_table
+from ep_training import MoEOptions, check, check_split, mixtures
 
 VERSIONS = ("dropless", "capacity")
-
-
-@dataclass
-class MoEOptions(ExpertOptions):
-    """Options: the versions to run, and the capacity."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
-    capacity_factor: Annotated[float, Within(1e-6, 1000)] = 1.25
-    """Capacity factor c of the version `capacity`: an expert takes c times an even share of a sequence."""
 
 
 def transposed(x_RD: Tensor, rows_ab: Tensor) -> Tensor:
@@ -94,12 +79,12 @@ class ExpertExchange:
     def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Apply the experts to rows_RD, sorted by expert, counts_E for each; return results in that order."""
         group, e = self.group, self.sizes[self.group.rank]
-        # row i: numbers of rows from rank i for each expert of this rank
+        # by comm: the counts have no gradient. Row i: numbers of rows from rank i for each expert of this rank
         counts_ne = comm.all_to_all(counts_E, group, self.sizes, [e] * group.size).view(group.size, e)
         send = [int(counts.sum()) for counts in counts_E.split(self.sizes)]
         receive = counts_ne.sum(1).tolist()
         self.note(send, receive)
-        x_RD = collectives.all_to_all(rows_RD, group, send, receive)
+        x_RD = collectives.all_to_all(rows_RD, group, send, receive)  # its adjoint sends the gradients back
         y_RD = self.experts(transposed(x_RD, counts_ne), counts_ne.sum(0))
         return collectives.all_to_all(transposed(y_RD, counts_ne.T), group, receive, send)
 
@@ -117,9 +102,9 @@ class ExpertExchange:
 
 def share_experts(experts: Experts, group: Group) -> None:
     """Keep only this rank's experts, in place; the ranks' numbers of experts differ by at most one."""
-    for part in experts.children():
-        for name, parameter in list(part.named_parameters()):
-            setattr(part, name, shard(parameter, group, 0))
+    for module in experts.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, shard(parameter, group, 0))
 
 
 def expert_parallel(model: Transformer, group: Group) -> list[ExpertExchange]:
@@ -137,16 +122,6 @@ def expert_parallel(model: Transformer, group: Group) -> list[ExpertExchange]:
         exchanges.append(ExpertExchange(moe.experts, group, model.config.experts))
         moe.compute = exchanges[-1]
     return exchanges
-
-
-def check_split(experts: int, n: int) -> None:
-    """Raise UsageError where n ranks cannot each hold an expert."""
-    if not experts:
-        raise UsageError("expert parallelism needs a model with experts, such as mixtral-tiny")
-    if n > experts:
-        raise UsageError(
-            f"{n} ranks along ep are more than the {experts} experts; at most {experts} would do"
-        )
 
 
 def with_capacity(name: str, model: nn.Module, o: MoEOptions) -> nn.Module:
@@ -188,29 +163,9 @@ def lesson(loops: Mapping[str, Callable[..., Iterator[Tensor]]], sent: RoutedByt
     return Lesson("ep", versions, sent.step_bytes, run_bytes=sent.run_bytes, one_device=train_plain)
 
 
-def rows_table(rt: Runtime, o: MoEOptions, sent: RoutedBytes) -> Table:
-    """Return a table of the rows sent from rank to rank in the first layer, in the last forward pass."""
-    table = Table(title="rows of the last pass, first layer: from rank (down) to rank", title_justify="left")
-    for column in ("version", "from", *map(str, range(rt.world_size)), "bytes"):
-        table.add_column(column, justify="left" if column == "version" else "right")
-    for name, exchanges in sent.exchanges.items():
-        for rank, send in enumerate(comm.everyones(exchanges[0].send, rt.world)):
-            away = sum(send) - send[rank]
-            size = show_bytes(away * o.model_config().width * DTYPES[o.dtype].itemsize)
-            table.add_row(name if rank == 0 else "", str(rank), *map(str, send), size)
-    return table
-
-
-def refuse(rt: Runtime, o: MoEOptions, versions: tuple[str, ...]) -> None:
-    """Raise UsageError for options that cannot run, before any rank waits for another."""
-    check(rt, versions, o)
-    check_split(o.model_config().experts, rt.world_size)
-    check_micro_batches(rt, o)
-
-
 def main(rt: Runtime, o: MoEOptions) -> bool:
     """Prove the versions, or with --benchmark time them; then show the rows sent from rank to rank."""
-    refuse(rt, o, VERSIONS)
+    check(rt, o, VERSIONS)
     sent = RoutedBytes()
     right = (time_in_turn if o.benchmark else prove)(rt, o, lesson(dict.fromkeys(VERSIONS, train), sent))
     console(rt).print(rows_table(rt, o, sent))
@@ -218,4 +173,4 @@ def main(rt: Runtime, o: MoEOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, MoEOptions)
+    run(main, MoEOptions, versions=VERSIONS)

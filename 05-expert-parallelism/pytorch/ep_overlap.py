@@ -8,8 +8,8 @@
 
 All pieces are sent at once, and the rank waits for the first. From then on its experts are busy if a piece
 arrives in the time that they need for one. The backward pass overlaps in the same way without further code,
-because autograd runs the operations in reverse order: the backward of `arrive` (it sends the gradient back)
-comes before that of the experts on another piece, and the backward of `depart` (it waits for the gradient)
+because autograd runs the operations in reverse order: the backward of `Arrive` (it sends the gradient back)
+comes before that of the experts on another piece, and the backward of `Depart` (it waits for the gradient)
 after it.
 
 Cost: the same bytes of rows, P counts per expert instead of one, P times the messages. With c seconds for an
@@ -27,38 +27,35 @@ R rows  D width  E experts, e of this rank  P pieces  n ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import comm
-from common.comm import Group, Pending, sizes_of
+from common.comm import Group, Pending
 from common.comm.placement import sum_gradients
 from common.launch.command_line import Size
 from common.launch.runtime import Runtime
 from common.lesson.comparison import prove, time_in_turn
 from common.lesson.job import Job, total
 from common.lesson.runner import run
-from common.models.transformer import Transformer, cross_entropy_sum
+from common.models.transformer import cross_entropy_sum
 
 import ep_moe
-from ep_costs import RoutedBytes
-from ep_moe import ExpertExchange, MoEOptions, expert_parallel, refuse, transposed, with_capacity
-from ep_training import mixtures
+from ep_costs import BytesInPieces, RoutedBytes
+from ep_moe import ExpertExchange, expert_parallel, transposed, with_capacity
+from ep_training import MoEOptions, check, mixtures
 
 VERSIONS = ("at-once", "pieces")
 
 
 @dataclass
 class OverlapOptions(MoEOptions):
-    """Options: the versions to run, and the number of pieces."""
+    """Options: the number of pieces."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
     pieces: Size = 2
     """Number of pieces, P, into which each expert's rows are cut."""
 
@@ -78,7 +75,9 @@ class Journey:
         return self.out
 
 
-class _Depart(torch.autograd.Function):
+class Depart(torch.autograd.Function):
+    """Start to send rows; use the result only after `Arrive`. The backward pass waits for the gradient."""
+
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
@@ -90,7 +89,9 @@ class _Depart(torch.autograd.Function):
         return ctx.journey.out, None  # `grads` is ignored: the gradient arrived in the journey's buffer
 
 
-class _Arrive(torch.autograd.Function):
+class Arrive(torch.autograd.Function):
+    """Wait for the rows and return them. The backward pass starts to send the gradient."""
+
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
@@ -101,16 +102,6 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         ctx.journey.leave(grads[0], ctx.journey.receive, ctx.journey.send)
         return grads[0], None
-
-
-def depart(x_RD: Tensor, journey: Journey) -> Tensor:
-    """Start to send rows; use the result only after `arrive`. The backward pass waits for the gradient."""
-    return cast(Tensor, _Depart.apply(x_RD, journey))
-
-
-def arrive(x_RD: Tensor, journey: Journey) -> Tensor:
-    """Wait for the rows and return them. The backward pass starts to send the gradient."""
-    return cast(Tensor, _Arrive.apply(x_RD, journey))
 
 
 class OverlappedExchange(ExpertExchange):
@@ -133,22 +124,14 @@ class OverlappedExchange(ExpertExchange):
         out, back = [], []
         for piece_RD, send, receive in zip(pieces, to_nP.T.tolist(), from_nP.T.tolist(), strict=True):
             journey = Journey(group, send, receive)
-            out.append((depart(piece_RD, journey), journey))
+            out.append((Depart.apply(piece_RD, journey), journey))
         for p, (x_RD, journey) in enumerate(out):
             counts_ne = arriving_neP[..., p]
-            x_RD = transposed(arrive(x_RD, journey), counts_ne)
+            x_RD = transposed(Arrive.apply(x_RD, journey), counts_ne)
             y_RD = transposed(self.experts(x_RD, counts_ne.sum(0)), counts_ne.T)
             home = Journey(group, journey.receive, journey.send)
-            back.append((depart(y_RD, home), home))
-        return transposed(torch.cat([arrive(y_RD, journey) for y_RD, journey in back]), counts_EP.T)
-
-
-def in_pieces(model: Transformer, exchanges: Sequence[ExpertExchange], pieces: int) -> list[ExpertExchange]:
-    """Let every layer exchange its rows in pieces, in place; return the exchange of each layer."""
-    overlapped: list[ExpertExchange] = [OverlappedExchange(whole, pieces) for whole in exchanges]
-    for moe, exchange in zip(mixtures(model), overlapped, strict=True):
-        moe.compute = exchange
-    return overlapped
+            back.append((Depart.apply(y_RD, home), home))
+        return transposed(torch.cat([Arrive.apply(y_RD, journey) for y_RD, journey in back]), counts_EP.T)
 
 
 def train(job: Job[OverlapOptions], sent: RoutedBytes) -> Iterator[Tensor]:
@@ -157,7 +140,9 @@ def train(job: Job[OverlapOptions], sent: RoutedBytes) -> Iterator[Tensor]:
     exchanges = expert_parallel(model, group)
     with_capacity(job.version, model, job.options)
     if job.version == "pieces":
-        exchanges = in_pieces(model, exchanges, job.options.pieces)
+        exchanges = [OverlappedExchange(whole, job.options.pieces) for whole in exchanges]
+        for moe, exchange in zip(mixtures(model), exchanges, strict=True):
+            moe.compute = exchange
     sent.exchanges[job.version] = exchanges
     optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
     for batch in job.batches():  # samples of this rank
@@ -174,23 +159,12 @@ def train(job: Job[OverlapOptions], sent: RoutedBytes) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-class BytesInPieces(RoutedBytes):
-    """Bytes by formula of both versions."""
-
-    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: OverlapOptions) -> list[Fraction]:
-        """Return the bytes this rank sends in each step: with `pieces`, P counts per expert instead of 1."""
-        c, others = o.model_config(), o.model_config().experts
-        others -= sizes_of(c.experts, group.size)[group.rank]
-        more = o.micro_batches * c.layers * 8 * others * (o.pieces - 1) if name == "pieces" else 0
-        return [sent + more for sent in super().steps_bytes(name, model, group, o)]
-
-
 def main(rt: Runtime, o: OverlapOptions) -> bool:
     """Prove both versions, or with --benchmark time them: "blocked" is the time that is not overlapped."""
-    refuse(rt, o, VERSIONS)
+    check(rt, o, VERSIONS)
     lesson = ep_moe.lesson(dict.fromkeys(VERSIONS, train), BytesInPieces())
     return (time_in_turn if o.benchmark else prove)(rt, o, lesson)
 
 
 if __name__ == "__main__":
-    run(main, OverlapOptions)
+    run(main, OverlapOptions, versions=VERSIONS)

@@ -34,31 +34,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from common import comm, random
-from common.comm import Group
-from common.comm.ledger import Ledger
+from common import random
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
 from common.lesson.comparison import check
-from common.lesson.equality import TOLERANCE
 from common.lesson.job import Job, total
-from common.lesson.runner import DTYPES, console, run
+from common.lesson.runner import console, run
 from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.utils.visualizer import figure, load_map
 
+from ep_loads import models_table, prove_loads
 from ep_training import ExpertOptions, drain, mixtures, observed
 
 VERSIONS = ("plain", "z-loss")
@@ -140,26 +135,17 @@ def train(job: Job[RouterOptions], logits_seen: list[Tensor]) -> Iterator[Tensor
 
 def trained(rt: Runtime, o: RouterOptions, name: str) -> tuple[Transformer, float, Tensor]:
     """Train `o.steps` steps; return (the model, its last loss, its routers' logits in the last pass)."""
-
-    def adamw(tensors: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(tensors, lr=3e-3)
-
-    mesh, logits = Mesh(rt.world, dp=rt.world_size), list[Tensor]()
+    mesh, logits, adamw = (
+        Mesh(rt.world, dp=rt.world_size),
+        list[Tensor](),
+        partial(torch.optim.AdamW, lr=3e-3),
+    )
     job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", adamw, o.steps)
     *_, loss = train(job, logits)
     return job.model, loss.item(), logits[0]
 
 
 @torch.no_grad()
-def router_input(model: Transformer, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the input of the last layer's router, x_BSD; the router's matrix, w_ED)."""
-    router, inputs = mixtures(model)[-1].router, []
-    hook = router.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    model(tokens_BS)
-    hook.remove()
-    return inputs[0], router.weight.detach()
-
-
 def routers(o: RouterOptions, E: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return each way of routing by name, a function scores_BSE -> G_BSE."""
 
@@ -178,78 +164,30 @@ def routers(o: RouterOptions, E: int) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def statistics(gates_BSE: Tensor, first_BSE: Tensor) -> Tensor:
-    """Return sums, [E + 3]: tokens per expert, tokens without one, choices that are not the first, weights.
-
-    first_BSE: G_BSE of top-1.
-    """
-    taken_BSE = gates_BSE > 0
-    beside = (~taken_BSE.any(-1)).sum(), (taken_BSE & (first_BSE == 0)).sum(), gates_BSE.sum()
-    return torch.cat([taken_BSE.sum((0, 1)), torch.stack(beside)]).double()
-
-
 def route(model: Transformer, o: RouterOptions, batches: Batches) -> dict[str, Tensor]:
-    """Return each router's statistics on this rank's samples of a batch that training did not use."""
-    tokens_BS = torch.cat([tokens for tokens, _ in batches.parts(o.steps)])
-    x_BSD, w_ED = router_input(model, tokens_BS)
+    """Return each router's G_BSE for this rank's samples of a batch that training did not use.
+
+    All route the input of the last layer's router by that router's matrix.
+    """
+    inputs: list[Tensor] = []
+    router = mixtures(model)[-1].router
+    hook = router.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    model(torch.cat([tokens_BS for tokens_BS, _ in batches.parts(o.steps)]))
+    hook.remove()
+    (x_BSD,), w_ED = inputs, router.weight.detach()
     scores_BSE = (x_BSD @ w_ED.T).softmax(-1)
     shaken_BSE = (jittered(x_BSD, o.jitter, o.seed, batches.samples()[0][0]) @ w_ED.T).softmax(-1)
     gates = {name: f(scores_BSE) for name, f in routers(o, len(w_ED)).items()}
-    gates[f"top-1, jitter {o.jitter:g}"] = top_k(shaken_BSE, 1)
-    return {name: statistics(gates_BSE, gates["top-1"]) for name, gates_BSE in gates.items()}
-
-
-def load_table(found: dict[str, Tensor], tokens: int) -> Table:
-    """Return a table of the load under each router."""
-    table = Table(title=f"{tokens} tokens of real text, routed by the same scores", title_justify="left")
-    loads = ("fewest", "most", "most / mean", "served")
-    for column in ("router", *loads, "not first", "left out", "mean weight"):
-        table.add_column(column, justify="left" if column == "router" else "right")
-    for name, numbers in found.items():
-        *taken, alone, second, weight = numbers.tolist()
-        most, choices = max(taken), sum(taken)
-        shown = (f"{min(taken):g}", f"{most:g}", f"{most * len(taken) / choices:.2f}", f"{choices:g}")
-        table.add_row(name, *shown, f"{second:g}", f"{alone / tokens:.1%}", f"{weight / tokens:.2f}")
-    return table
+    return gates | {f"top-1, jitter {o.jitter:g}": top_k(shaken_BSE, 1)}
 
 
 def main(rt: Runtime, o: RouterOptions) -> bool:
     """Train, route the same tokens by each router, and compare the loads with those of one device."""
     check(rt, VERSIONS, o)
-    out, models, rows = console(rt), {}, []
-    for name in o.versions:
-        models[name], loss, logits = trained(rt, o, name)
-        sizes = logits.logsumexp(-1).square().mean(), logits.abs().max()
-        rows.append((name, f"{loss:.4f}", *(f"{x.item():.3f}" for x in sizes)))
-    table = Table("model", title=f"after {o.steps} steps of {o.model}", title_justify="left")
-    for column in ("loss of the last step", "mean log-sum-exp squared", "largest logit"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-    model, tokens = models[o.versions[0]], o.batch * o.sequence
-    with Ledger() as ledger:
-        found = route(model, o, Batches(o, rt.world, rt.device))
-        for numbers in found.values():
-            comm.all_reduce(numbers, rt.world)
-    expected = route(model, replace(o, micro_batches=1), Batches(o, Group.alone(), rt.device))
-    out.print(load_table(found, tokens))
-    E = o.model_config().experts
-    counts = all(torch.equal(found[name][:-1], expected[name][:-1]) for name in found)
-    weights = all(
-        torch.isclose(found[name][-1], expected[name][-1], rtol=TOLERANCE[DTYPES[o.dtype]]) for name in found
-    )
-    equal = counts and weights
-    formula = Fraction(2 * (rt.world_size - 1) * len(found) * (E + 3) * 8, rt.world_size)
-    if o.plot and rt.rank == 0:
-        loads = {name: numbers[:E].tolist() for name, numbers in found.items()}
-        with figure(o.plot, width=7.4, height=0.9 + 0.36 * len(loads)) as (axes,):
-            load_map(axes, loads, title=f"tokens of each expert, of {tokens}")
-    right = equal and ledger.bytes() == formula
-    said = "proved: loads equal to one device's" if equal else "loads are NOT those of one device"
-    agree = "=" if ledger.bytes() == formula else "is NOT"
-    out.print(f"{said}; bytes counted {agree} formula ({float(formula):g})")
-    return right
+    models = {name: trained(rt, o, name) for name in o.versions}
+    console(rt).print(models_table(o, {name: (loss, logits) for name, (_, loss, logits) in models.items()}))
+    model, *_ = models[o.versions[0]]
+    return prove_loads(rt, o, lambda batches: route(model, o, batches))
 
 
 if __name__ == "__main__":

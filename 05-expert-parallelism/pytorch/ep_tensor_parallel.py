@@ -25,34 +25,20 @@ B batch, b of a rank  S sequence  D width  E experts  k experts a token  n ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from fractions import Fraction
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.comm import Group, collectives
 from common.comm.placement import shard, sum_gradients
-from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import prove, time_in_turn
 from common.lesson.job import Job, total
-from common.lesson.runner import DTYPES, run
-from common.models.transformer import Transformer, TransformerConfig, cross_entropy_sum
+from common.lesson.runner import run
+from common.models.transformer import Transformer, cross_entropy_sum
 
 import ep_moe
-from ep_costs import RoutedBytes
-from ep_moe import MoEOptions, check_split, refuse
-from ep_training import mixtures
-
-VERSIONS = ("experts", "tensor")
-
-
-@dataclass
-class TensorOptions(MoEOptions):
-    """Options: the versions to run."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
+from ep_costs import RoutedBytes, SlicedBytes
+from ep_training import MoEOptions, check, check_equal_samples, check_slices, mixtures
 
 
 def slice_experts(model: Transformer, group: Group) -> None:
@@ -72,20 +58,7 @@ def slice_experts(model: Transformer, group: Group) -> None:
         moe.register_forward_hook(lambda _, given, y_BSD: collectives.reduce_scatter(y_BSD, group, 0))
 
 
-def check_slices(config: TransformerConfig, n: int) -> None:
-    """Raise UsageError where n ranks cannot each hold a slice of every expert."""
-    check_split(config.experts, 1)
-    if config.bias or config.shared_experts:
-        raise UsageError(
-            "slices of experts are shown for experts without biases and shared ones: mixtral-tiny"
-        )
-    if n > config.mlp_width:
-        raise UsageError(
-            f"{n} ranks are more than an expert's width {config.mlp_width}; at most {config.mlp_width} would do"
-        )
-
-
-def train(job: Job[TensorOptions], sent: RoutedBytes) -> Iterator[Tensor]:
+def train(job: Job[MoEOptions], sent: RoutedBytes) -> Iterator[Tensor]:
     """Train with a slice of every expert on each rank; yield the loss of each global batch."""
     model, group = job.model, job.group
     slice_experts(model, group)
@@ -104,36 +77,16 @@ def train(job: Job[TensorOptions], sent: RoutedBytes) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-class SlicedBytes(RoutedBytes):
-    """Bytes by formula of both versions."""
-
-    def steps_bytes(self, name: str, model: nn.Module, group: Group, o: TensorOptions) -> list[Fraction]:
-        """Return the bytes this rank sends in each step; with slices one number for all steps."""
-        if name == "experts":
-            return super().steps_bytes(name, model, group, o)
-        c, n, size = o.model_config(), group.size, DTYPES[o.dtype].itemsize
-        always = self.always(model, group, o)
-        return [always + c.layers * 4 * (n - 1) * o.batch * o.sequence // n * c.width * size]
+VERSIONS: dict[str, Callable[..., Iterator[Tensor]]] = {"experts": ep_moe.train, "tensor": train}
 
 
-def equal_samples(rt: Runtime, o: MoEOptions) -> None:
-    """Raise UsageError if ranks would gather different numbers of samples."""
-    if o.batch % (rt.world_size * o.micro_batches):
-        step = rt.world_size * o.micro_batches
-        raise UsageError(
-            f"--batch {o.batch} does not divide over {rt.world_size} ranks with {o.micro_batches} micro-batches; "
-            f"{max(1, o.batch // step) * step} would do"
-        )
-
-
-def main(rt: Runtime, o: TensorOptions) -> bool:
+def main(rt: Runtime, o: MoEOptions) -> bool:
     """Prove both versions, or with --benchmark time them."""
-    refuse(rt, o, VERSIONS)
+    check(rt, o, VERSIONS)
     check_slices(o.model_config(), rt.world_size)
-    equal_samples(rt, o)
-    versions: dict[str, Callable[..., Iterator[Tensor]]] = {"experts": ep_moe.train, "tensor": train}
-    return (time_in_turn if o.benchmark else prove)(rt, o, ep_moe.lesson(versions, SlicedBytes()))
+    check_equal_samples(rt, o)
+    return (time_in_turn if o.benchmark else prove)(rt, o, ep_moe.lesson(VERSIONS, SlicedBytes()))
 
 
 if __name__ == "__main__":
-    run(main, TensorOptions)
+    run(main, MoEOptions, versions=VERSIONS)

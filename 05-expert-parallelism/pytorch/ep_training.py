@@ -1,9 +1,10 @@
-"""Shared code of the lessons of chapter 05: options, the experts of a model, the choices of its routers."""
+"""Shared code of the lessons of chapter 05: options and checks, the experts of a model, its routers' choices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from common import comm
 from common.comm import sizes_of
 from common.errors import UsageError
-from common.launch.command_line import Size
+from common.launch.command_line import Size, Within
 from common.launch.runtime import Runtime
+from common.lesson import comparison
 from common.lesson.equality import largest
 from common.lesson.training import TrainingOptions
 from common.models.moe import MoE, Routing
@@ -34,6 +36,61 @@ class ExpertOptions(TrainingOptions):
         if not c.experts:
             raise UsageError(f"--model {self.model} has no experts; mixtral-tiny and switch-tiny have 8")
         return c
+
+
+@dataclass
+class MoEOptions(ExpertOptions):
+    """Options: the capacity."""
+
+    capacity_factor: Annotated[float, Within(1e-6, 1000)] = 1.25
+    """Capacity factor c of the version `capacity`: an expert takes c times an even share of a sequence."""
+
+
+def check_split(experts: int, n: int) -> None:
+    """Raise UsageError where n ranks cannot each hold an expert."""
+    if not experts:
+        raise UsageError("expert parallelism needs a model with experts, such as mixtral-tiny")
+    if n > experts:
+        raise UsageError(
+            f"{n} ranks along ep are more than the {experts} experts; at most {experts} would do"
+        )
+
+
+def check(rt: Runtime, o: ExpertOptions, versions: Iterable[str]) -> None:
+    """Raise UsageError for options that cannot run, before any rank waits for another.
+
+    All ranks communicate in each micro-batch, so they must run equally many.
+    """
+    comparison.check(rt, tuple(versions), o)
+    check_split(o.model_config().experts, rt.world_size)
+    if o.batch // rt.world_size < o.micro_batches:
+        raise UsageError(
+            f"--batch {o.batch} gives a rank {o.batch // rt.world_size} samples, too few for {o.micro_batches} "
+            f"micro-batches; give at least --batch {rt.world_size * o.micro_batches}"
+        )
+
+
+def check_slices(config: TransformerConfig, n: int) -> None:
+    """Raise UsageError where n ranks cannot each hold a slice of every expert."""
+    check_split(config.experts, 1)
+    if config.bias or config.shared_experts:
+        raise UsageError(
+            "slices of experts are shown for experts without biases and shared ones: mixtral-tiny"
+        )
+    if n > config.mlp_width:
+        raise UsageError(
+            f"{n} ranks are more than an expert's width {config.mlp_width}; at most {config.mlp_width} would do"
+        )
+
+
+def check_equal_samples(rt: Runtime, o: TrainingOptions) -> None:
+    """Raise UsageError if ranks would gather different numbers of samples."""
+    step = rt.world_size * o.micro_batches
+    if o.batch % step:
+        raise UsageError(
+            f"--batch {o.batch} does not divide over {rt.world_size} ranks with {o.micro_batches} micro-batches; "
+            f"{max(1, o.batch // step) * step} would do"
+        )
 
 
 def mixtures(model: nn.Module) -> list[MoE]:
@@ -62,21 +119,6 @@ def load(experts_BSK: Tensor, E: int) -> Tensor:
     return torch.bincount(experts_BSK.flatten(), minlength=E)
 
 
-def check_micro_batches(rt: Runtime, o: TrainingOptions) -> None:
-    """Raise UsageError if ranks would run different numbers of micro-batches: all communicate in each one."""
-    if o.batch // rt.world_size < o.micro_batches:
-        raise UsageError(
-            f"--batch {o.batch} gives a rank {o.batch // rt.world_size} samples, too few for {o.micro_batches} "
-            f"micro-batches; give at least --batch {rt.world_size * o.micro_batches}"
-        )
-
-
-def part_of_rank(x_EN: Tensor, rt: Runtime) -> Tensor:
-    """Return the rows of this rank's experts."""
-    parts: tuple[Tensor, ...] = x_EN.split(sizes_of(len(x_EN), rt.world_size))
-    return parts[rt.rank]
-
-
 def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], rt: Runtime) -> float:
     """Return the largest relative difference of all ranks' tensors, `found`, to one device's.
 
@@ -84,7 +126,9 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
     finite.
     """
     mine = {
-        name: x if name not in found or x.shape == found[name].shape else part_of_rank(x, rt)
+        name: x
+        if name not in found or x.shape == found[name].shape
+        else x.split(sizes_of(len(x), rt.world_size))[rt.rank]
         for name, x in expected.items()
     }
     return max(comm.everyones(largest(mine, found, "").value, rt.world))

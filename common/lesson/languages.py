@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -19,6 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from common import random
 from common.comm import sizes_of
 from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
@@ -157,6 +159,14 @@ class InNumpy:
         """Return the bytes this rank sent since the last call."""
         counted, self.bytes = self.bytes, 0
         return Fraction(counted)
+
+
+def samples(o: TrainingOptions) -> tuple[Tensor, Tensor]:
+    """Return (x_BSD, its target y_BSD): normal numbers that depend on the seed alone."""
+    shape = (o.batch, o.sequence, o.model_config().width)
+    made = (random.normals(o.seed, random.stream_of(name), math.prod(shape)).reshape(shape) for name in "xy")
+    x, y = (torch.from_numpy(values).to(DTYPES[o.dtype]) for values in made)
+    return x, y
 
 
 def follow(
