@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from mpi.launch import BINARIES, ROOT, mpirun, need_binary, run_worker
 
-MEASURES = "memory|overlap|imbalance|against_torch|plain_loop|by_hand"  # files that prove nothing or take no seed
+MEASURES = "memory|overlap|imbalance|plain_loop|by_hand"  # files that prove nothing or take no seed
 LESSONS = [
     file
     for file in sorted(ROOT.glob("0*/pytorch/*.py"))

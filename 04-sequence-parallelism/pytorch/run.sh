@@ -7,5 +7,4 @@ three_ways 2 "$folder" sp_by_hand
 three_ways "$ranks" "$folder" sp_basic sp_ulysses sp_ring_attention sp_hybrid sp_memory
 binaries sp_mpi sp_libtorch
 with_modules "sp_mpi sp_libtorch" "$ranks" "$folder/sp_languages.py"
-with_modules "sp_mpi" 2 "$folder/sp_mpi_against_torch.py"
 printf '\nall of chapter 04 holds on %s ranks\n' "$ranks"
