@@ -58,14 +58,6 @@ class HybridOptions(SequenceOptions):
     """Ranks per row, which swap tokens for heads; the ranks of a column form a ring."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Groups of this rank in the grid: its row and its column."""
-
-    row: Group
-    column: Group
-
-
 def check_rows(inner: int, ranks: int) -> None:
     """Raise UsageError where rows of `inner` ranks do not divide the ranks."""
     if inner < 1 or ranks % inner:
@@ -73,17 +65,16 @@ def check_rows(inner: int, ranks: int) -> None:
         raise UsageError(f"--inner {inner} does not divide {ranks} ranks; {fits} would")
 
 
-def grid(sp: Group, inner: int, timeout: float | None = None) -> Grid:
-    """Arrange the group in rows of `inner` neighbouring ranks. Every rank of the group must call this.
+def grid(sp: Group, inner: int, timeout: float | None = None) -> tuple[Group, Group]:
+    """Arrange the group in rows of `inner` neighbouring ranks; return this rank's row and its column.
 
-    timeout: of the new process groups, in seconds. Raises UsageError as `check_rows`.
+    Every rank of the group must call this. timeout: of the new process groups, in seconds. Raises UsageError as
+    `check_rows`.
     """
     check_rows(inner, sp.size)
     row, column = divmod(sp.rank, inner)
-    return Grid(
-        sp.part("sp row", range(row * inner, (row + 1) * inner), timeout),
-        sp.part("sp column", range(column, sp.size, inner), timeout),
-    )
+    of_row = sp.part("sp row", range(row * inner, (row + 1) * inner), timeout)
+    return of_row, sp.part("sp column", range(column, sp.size, inner), timeout)
 
 
 def hybrid_attention(
@@ -91,23 +82,24 @@ def hybrid_attention(
     k_BGsK: Tensor,
     v_BGsK: Tensor,
     causal: bool,
-    on: Grid,
+    row: Group,
+    column: Group,
     order: Order = "contiguous",
     kernel: Kernel = "library",
 ) -> Tensor:
-    """Return this rank's rows of attention, [B, H, s, K]; `places(S, on.column, order, on.row)` cuts the sequence."""
-    qkv_BhtK = exchanged(q_BHsK, k_BGsK, v_BGsK, on.row)  # t: the tokens of the row
-    return to_tokens(ring_attention(*qkv_BhtK, causal, on.column, order, kernel), on.row)
+    """Return this rank's rows of attention, [B, H, s, K]; `places(S, column, order, row)` cuts the sequence."""
+    qkv_BhtK = exchanged(q_BHsK, k_BGsK, v_BGsK, row)  # t: the tokens of the row
+    return to_tokens(ring_attention(*qkv_BhtK, causal, column, order, kernel), row)
 
 
 def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
     """Train on this rank's tokens of every sequence; yield the loss of each global batch."""
     model, group, order = job.model, job.group, ORDERS[job.version]
-    on = grid(group, job.options.inner, job.rt.timeout)
-    attend = partial(hybrid_attention, on=on, order=order, kernel=job.options.kernel)
+    row, column = grid(group, job.options.inner, job.rt.timeout)
+    attend = partial(hybrid_attention, row=row, column=column, order=order, kernel=job.options.kernel)
     replace_attention(model, attend, group)
     longest = longest_sequence(model.config)
-    cut = partial(split_sequence, group=on.column, order=order, longest=longest, inner=on.row)
+    cut = partial(split_sequence, group=column, order=order, longest=longest, inner=row)
     optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
     for batch in job.batches():  # whole sequences, the same on all ranks
         pieces = batch.cut(cut)
@@ -138,10 +130,10 @@ def main(rt: Runtime, o: HybridOptions) -> bool:
     check(rt, o, ORDERS, o.inner)
     if not o.benchmark:
         return prove(rt, o, LESSON)
-    on, cases = grid(sp_group(rt), o.inner, rt.timeout), {}
+    (row, column), cases = grid(sp_group(rt), o.inner, rt.timeout), {}
     for name in o.versions:
-        attend = partial(hybrid_attention, on=on, order=ORDERS[name], kernel=o.kernel)
-        cases[name] = AttentionCase(attend, hybrid_bytes, on.column, ORDERS[name], on.row)
+        attend = partial(hybrid_attention, row=row, column=column, order=ORDERS[name], kernel=o.kernel)
+        cases[name] = AttentionCase(attend, hybrid_bytes, column, ORDERS[name], row)
     return attention_benchmark(rt, o, cases)
 
 

@@ -27,14 +27,14 @@ def differences(rt: Runtime) -> dict[str, float]:
     whole = [x.clone().requires_grad_() for x in qkv]
     expected = attend(*whole, True)
     expected.backward(do)
-    on = grid(group, 2)
+    row, column = grid(group, 2)
     cases = {
         name: (call, places(32, group, ORDERS[name])) for name, call in attends(group, "library").items()
     }
     for order in ("contiguous", "zigzag"):
         cases["hybrid, " + order] = (
-            partial(hybrid_attention, on=on, order=order),
-            places(32, on.column, order, on.row),
+            partial(hybrid_attention, row=row, column=column, order=order),
+            places(32, column, order, row),
         )
     found = {}
     for name, (call, mine) in cases.items():
