@@ -31,7 +31,6 @@ from torch import Tensor
 
 from common.comm import Group
 from common.comm.placement import sum_gradients
-from common.errors import UsageError
 from common.launch.command_line import Count
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson, prove
@@ -44,7 +43,7 @@ from sp_block import Kernel
 from sp_costs import grid_bytes, step_bytes
 from sp_ring_attention import ring_attention
 from sp_split import Order, longest_sequence, split_sequence
-from sp_training import SequenceOptions, check, replace_attention, sp_group
+from sp_training import SequenceOptions, check, check_rows, replace_attention, sp_group
 from sp_ulysses import exchanged, to_tokens
 
 ORDERS: dict[str, Order] = {"hybrid": "contiguous", "hybrid-zigzag": "zigzag"}
@@ -56,13 +55,6 @@ class HybridOptions(SequenceOptions):
 
     inner: Count = 2
     """Ranks per row, which swap tokens for heads; the ranks of a column form a ring."""
-
-
-def check_rows(inner: int, ranks: int) -> None:
-    """Raise UsageError where rows of `inner` ranks do not divide the ranks."""
-    if inner < 1 or ranks % inner:
-        fits = ", ".join(str(u) for u in range(1, ranks + 1) if ranks % u == 0)
-        raise UsageError(f"--inner {inner} does not divide {ranks} ranks; {fits} would")
 
 
 def grid(sp: Group, inner: int, timeout: float | None = None) -> tuple[Group, Group]:

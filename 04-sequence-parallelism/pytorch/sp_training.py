@@ -82,6 +82,13 @@ def check_heads(heads: int, ranks: int) -> None:
         raise UsageError(f"{heads} heads do not divide over {ranks} ranks; {fits} ranks would do")
 
 
+def check_rows(inner: int, ranks: int) -> None:
+    """Raise UsageError where rows of `inner` ranks do not divide the ranks."""
+    if inner < 1 or ranks % inner:
+        fits = ", ".join(str(u) for u in range(1, ranks + 1) if ranks % u == 0)
+        raise UsageError(f"--inner {inner} does not divide {ranks} ranks; {fits} would")
+
+
 def sp_group(rt: Runtime) -> Group:
     """Return the group of all ranks of the world, along sp."""
     return Mesh(rt.world, sp=rt.world_size).group("sp")
