@@ -18,6 +18,7 @@ from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
 from common.lesson.equality import compare
 from common.models.configs import CONFIGS, gpt2, llama
+from common.models.transformer import Linear
 
 import pp_1f1b
 import pp_gpipe
@@ -124,7 +125,7 @@ def test_instructions_run_in_the_order_of_the_list_and_hold_what_it_says(world: 
 
 def test_deferred_weight_gradients_are_the_same() -> None:
     torch.manual_seed(0)
-    plain, split = (nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 2)).double() for _ in range(2))
+    plain, split = (nn.Sequential(Linear(3, 5), nn.GELU(), Linear(5, 2)).double() for _ in range(2))
     split.load_state_dict(plain.state_dict())
     x, dy = torch.randn(2, 4, 3).double(), torch.randn(2, 4, 2).double()
     deferred = Deferred()

@@ -88,13 +88,10 @@ class Again(torch.autograd.Function):
 
 def checkpoint_layers(model: Transformer, version: str = "library") -> None:
     """Checkpoint every layer of the model, in place. Names and values of the parameters stay the same."""
-    for layer in model.layers:
-        forward, parameters = layer.forward, tuple(layer.parameters())
-        if version == "by-hand":
-            # forward=... binds this layer's forward, not that of the loop's last layer
-            layer.forward = lambda x, at, forward=forward, own=parameters: Again.apply(forward, x, at, *own)
-        elif version == "library":
-            layer.forward = partial(checkpoint, forward, use_reentrant=False)
+    if version == "by-hand":
+        model.run_layer = lambda layer, x, at: Again.apply(layer, x, at, *layer.parameters())
+    elif version == "library":
+        model.run_layer = partial(checkpoint, use_reentrant=False)
 
 
 def activation_bytes(c: TransformerConfig, batch: int, sequence: int, size: int, checkpointed: bool) -> int:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from common.models.transformer import MatrixProduct
 
 Work = Callable[[], None]
 
@@ -42,15 +43,10 @@ class Deferred:
         return y if bias is None else y + bias
 
     def replace(self, module: nn.Module) -> None:
-        """Make every nn.Linear inside, and everything that has a `product`, compute with `linear`."""
+        """Make every matrix product inside compute with `linear`."""
         for part in module.modules():
-            if type(part) is nn.Linear:
-                part.forward = partial(self._as_linear, part)  # type: ignore[method-assign]
-            elif hasattr(part, "product"):
-                part.product = self.linear  # type: ignore[assignment]
-
-    def _as_linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        return self.linear(x, module.weight, module.bias)
+            if isinstance(part, MatrixProduct):
+                part.product = self.linear
 
 
 class _Product(torch.autograd.Function):

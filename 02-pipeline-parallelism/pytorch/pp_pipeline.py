@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common.comm.mesh import Mesh
@@ -51,16 +51,11 @@ class Pipeline:
         need_transformer(model, "Pipeline", "Executor, as examples/your_own_model.py does")
         cuts = cuts or evenly(len(model.layers), schedule.stages)
         self.model, self.schedule, deferred = model, schedule, Deferred()
+        if checkpointing:
+            model.run_layer = partial(checkpoint, use_reentrant=False)
         self.stages = cut_model(model, schedule.owner, mesh, cuts)
         if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
             deferred.replace(model)
-            if hasattr(model.unembed, "product"):
-                model.unembed.product = deferred.linear
-            else:
-                model.unembed = deferred.linear
-        if checkpointing:
-            for stage in self.stages.values():
-                stage.layers = nn.ModuleList(Checkpointed(layer) for layer in stage.layers)
         width = model.config.width
         parameter = next(iter(model.parameters()))
         self.loss: Loss = lambda logits, targets: model.loss(logits, targets)
@@ -92,15 +87,3 @@ class Pipeline:
     def finish(self) -> None:
         """Sum the gradients of tied weights, after the backward passes."""
         sum_tied_gradients(self.model.parameters())
-
-
-class Checkpointed(nn.Module):
-    """Layer that keeps only its input, and recomputes the rest for its backward pass."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.layer, *inputs, use_reentrant=False)
-        return y

@@ -36,16 +36,16 @@ class Stage(nn.Module):
         embeddings = [model.embed_tokens, model.embed_positions] if self.first else []
         head = [model.norm, model.lm_head or model.embed_tokens] if self.last else []
         self.beside = nn.ModuleList(module for module in (*embeddings, *head) if module is not None)
-        self._model = [model]  # in a list, so that it is no submodule, which would add all stages
+        # methods, since the model itself would be a submodule and add all stages
+        self.embed, self.head, self.run_layer = model.embed, model.head, model.run_layer
 
     def forward(self, x: Tensor, positions_S: Tensor) -> Tensor:
         """Run one micro-batch through these layers."""
-        (model,) = self._model
         if self.first:
-            x = model.embed(x, positions_S)
+            x = self.embed(x, positions_S)
         for layer in self.layers:
-            x = layer(x, positions_S)
-        return model.head(x) if self.last else x
+            x = self.run_layer(layer, x, positions_S)
+        return self.head(x) if self.last else x
 
 
 def cut_model(
@@ -57,7 +57,7 @@ def cut_model(
     """
     mine = [s for s, rank in enumerate(owner) if rank == mesh.at["pp"]]
     stages = {s: Stage(model, cuts[s], len(owner), s) for s in mine}
-    model.layers = nn.ModuleDict({str(i): model.layers[i] for s in mine for i in cuts[s]})  # type: ignore[assignment]
+    model.add_module("layers", nn.ModuleDict({str(i): model.layers[i] for s in mine for i in cuts[s]}))
     first, last = 0 in stages, len(owner) - 1 in stages
     if not first:
         model.embed_positions = None

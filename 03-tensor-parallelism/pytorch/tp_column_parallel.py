@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Group, collectives, sizes_of
@@ -40,7 +39,7 @@ from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.models.transformer import Transformer
+from common.models.transformer import MatrixProduct, Transformer
 from common.utils.ranks import table_of_ranks
 
 from tp_costs import column_bytes
@@ -49,7 +48,7 @@ from tp_training import TensorOptions, lesson, tp_group
 VERSIONS = ("gathered",)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(MatrixProduct):
     """Linear layer split by columns: maps x_BSD to y_BSf, this rank's share f of the output features.
 
     linear: the whole layer, the same on all ranks. This rank keeps its rows of the weight and of the bias;
@@ -71,7 +70,6 @@ class ColumnParallelLinear(nn.Module):
         self.weight = shard(linear.weight, group, 0)
         self.bias = None if linear.bias is None else shard(linear.bias, group, 0)
         self.enter = enter or (lambda x: collectives.copy(x, group))
-        self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         y_BSf = self.product(self.enter(x_BSD), self.weight, self.bias)

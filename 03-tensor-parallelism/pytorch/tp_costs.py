@@ -50,10 +50,10 @@ def vocabulary_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptio
 
 
 def megatron_bytes(name: str, model: nn.Module, group: Group, o: Any) -> Fraction:
-    """Return the bytes of the whole Transformer, `plain` or `sequence-parallel`."""
+    """Return the bytes of the whole Transformer, in each version of tp_megatron, tp_overlap and tp_dtensor."""
     assert isinstance(model, Transformer)
     c, n, size = model.config, group.size, next(model.parameters()).element_size()
-    outside = name == "sequence-parallel"
+    outside = name in ("sequence-parallel", "whole", "pieces")  # the others leave norms and residuals whole
     length = padded(o.sequence, n) if outside else o.sequence
     numbers = o.batch * length * c.width * (4 * c.layers + 2)
     numbers += 3 * o.batch * o.sequence  # the loss

@@ -26,10 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -41,7 +40,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from common.comm import Group
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson
@@ -72,27 +70,24 @@ def dtensor_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
         "mlp.down_proj": RowwiseParallel(),
     }
     for layer in model.layers:
-        parallelize_module(layer, mesh, {k: v for k, v in plan.items() if _has(layer, k)}, src_data_rank=None)
+        inside = dict(layer.named_modules())  # GPT-2 has no gate_proj
+        parallelize_module(layer, mesh, {k: v for k, v in plan.items() if k in inside}, src_data_rank=None)
     ends: dict[str, ParallelStyle] = {"embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     if model.lm_head is not None:
         ends["lm_head"] = ColwiseParallel(use_local_output=False)
     parallelize_module(model, mesh, ends, src_data_rank=None)  # no scatter: all ranks have the model
-
-    def unembed(x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
-        return F.linear(DTensor.from_local(x_BSD, mesh, (Replicate(),)), weight_VD)
 
     def loss(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         total = F.cross_entropy(logits_BSV.flatten(0, -2), targets_BS.flatten(), reduction="sum")
         assert isinstance(total, DTensor)
         return total.to_local(), (targets_BS != -100).sum()
 
+    model.unembed.register_forward_pre_hook(
+        lambda _, given: (DTensor.from_local(given[0], mesh, (Replicate(),)), *given[1:])
+    )
     _parallel_losses.enter_context(loss_parallel())
-    model.unembed, model.loss = unembed, loss
+    model.loss = loss
     return model
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return any(path == name for path, _ in module.named_modules())
 
 
 @dataclass
@@ -122,25 +117,17 @@ def train(job: Job[DTensorOptions]) -> Iterator[Tensor]:
         yield total(losses)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: DTensorOptions) -> Fraction:
-    """Return the bytes a rank sends in a step, the same for both versions."""
-    return megatron_bytes("plain", model, group, o)
-
-
-LESSON = Lesson("tp", {"megatron": tp_megatron.train, "dtensor": train}, step_bytes, unseen=("dtensor",))
+LESSON = Lesson("tp", {"megatron": tp_megatron.train, "dtensor": train}, megatron_bytes, unseen=("dtensor",))
 
 
 def main(rt: Runtime, o: DTensorOptions) -> bool:
     """Prove both versions on one Transformer; with --benchmark only time them."""
-    check_split(o.model_config(), rt.world_size)
-    for what, number in (
-        ("key-value heads", o.model_config().kv_heads),
-        ("columns of the MLP", o.model_config().mlp_width),
-    ):
-        if number % rt.world_size:
+    c, n = o.model_config(), rt.world_size
+    check_split(c, n)
+    for what, number in (("key-value heads", c.kv_heads), ("columns of the MLP", c.mlp_width)):
+        if number % n:
             raise UsageError(
-                f"{number} {what} do not divide over {rt.world_size} ranks, which this plan needs; "
-                f"tp_megatron.py does without"
+                f"{number} {what} do not divide over {n} ranks, which this plan needs; tp_megatron.py does without"
             )
     return lesson(rt, o, LESSON)
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,14 @@ from common.lesson.job import Job, total
 from common.lesson.runner import run
 from common.models.dropout import Dropout
 from common.models.moe import MoE
-from common.models.transformer import Attention, Layer, Transformer, TransformerConfig, need_transformer
+from common.models.transformer import (
+    Attention,
+    FeedForward,
+    Layer,
+    Transformer,
+    TransformerConfig,
+    need_transformer,
+)
 
 from tp_column_parallel import ColumnParallelLinear
 from tp_costs import megatron_bytes
@@ -86,6 +93,10 @@ class Region:
             return collectives.reduce(x, self.group)
         return collectives.reduce_scatter(x, self.group, 1)
 
+    def begin_at(self, part: nn.Module) -> None:
+        """Let x enter the region before the part, once for all of its projections."""
+        part.register_forward_pre_hook(lambda _, given: (self.enter(given[0]), *given[1:]))
+
     def slice(self, positions_S: Tensor) -> Tensor:
         """Return the positions that this rank holds outside of the region."""
         if not self.sequence_parallel:
@@ -117,47 +128,44 @@ class SharedRows(nn.Module):
 
 def split_attention(attention: Attention, config: TransformerConfig, region: Region) -> None:
     """Split the heads over ranks; a rank computes the key-value heads that its query heads read."""
-    group, heads, kv_heads = region.group, config.heads, config.kv_heads
-    projections: list[tuple[str, nn.Module]] = [
-        ("q_proj", ColumnParallelLinear(attention.q_proj, group, enter=_as_it_is)),
-        ("o_proj", _leaving(attention.o_proj, region)),
-    ]
+    group, heads, kv_heads, width = region.group, config.heads, config.kv_heads, config.head_width
     mine = range(group.rank * heads // group.size, (group.rank + 1) * heads // group.size)
-    for name in ("k_proj", "v_proj"):
+    read = [head * kv_heads // heads for head in mine]
+    once = sorted(set(read))
+    # each head once, if all of them are read equally often
+    read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
+    rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
+    for name in ("q_proj", "k_proj", "v_proj"):
         linear = getattr(attention, name)
-        if kv_heads % group.size == 0:
-            projections.append((name, ColumnParallelLinear(linear, group, enter=_as_it_is)))
-        else:
-            read = [head * kv_heads // heads for head in mine]
-            once = sorted(set(read))
-            # each head once, if all of them are read equally often
-            read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
-            width = config.head_width
-            rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
-            projections.append((name, SharedRows(linear, rows, group)))
-    for name, projection in projections:
-        setattr(attention, name, projection)
+        whole = name == "q_proj" or kv_heads % group.size == 0  # no head is on several ranks
+        attention.add_module(name, columns(linear, region) if whole else SharedRows(linear, rows, group))
+    attention.add_module("o_proj", leaving(attention.o_proj, region))
     attention.weights_dropout.first_head = mine.start
+    region.begin_at(attention)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+def columns(linear: nn.Linear, region: Region) -> ColumnParallelLinear:
+    """Return the layer split by columns, whose input has entered the region."""
+    return ColumnParallelLinear(linear, region.group, enter=lambda x: x)
 
 
-def _leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
+def leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
+    """Return the layer split by rows, whose output leaves the region."""
     layer = RowParallelLinear(linear, region.group, leave=region.leave)
     if layer.bias is not None and region.sequence_parallel:
         split_tokens_along(layer.bias, region.group.axis)
     return layer
 
 
-def split_mlp(mlp: Any, region: Region) -> None:
+def split_mlp(mlp: nn.Module, region: Region) -> None:
     """Split up and gate by columns, down by rows. Raises UsageError for a mixture of experts."""
     refuse_experts(len(mlp.router.weight) if isinstance(mlp, MoE) else 0)
-    for name in ("up_proj", "gate_proj"):
-        if hasattr(mlp, name):
-            setattr(mlp, name, ColumnParallelLinear(getattr(mlp, name), region.group, enter=_as_it_is))
-    mlp.down_proj = _leaving(mlp.down_proj, region)
+    assert isinstance(mlp, FeedForward)
+    mlp.add_module("up_proj", columns(mlp.up_proj, region))
+    mlp.add_module("down_proj", leaving(mlp.down_proj, region))
+    if mlp.gate_proj is not None:
+        mlp.add_module("gate_proj", columns(mlp.gate_proj, region))
+    region.begin_at(mlp)
 
 
 def split_layer(layer: Layer, config: TransformerConfig, region: Region, split: SplitMLP = split_mlp) -> None:
@@ -165,19 +173,17 @@ def split_layer(layer: Layer, config: TransformerConfig, region: Region, split: 
     split_attention(layer.attention, config, region)
     split(layer.mlp, region)
     layer.register_forward_pre_hook(lambda _, given: region.note(given[1]))
-    for part in (layer.attention, layer.mlp):  # once for all projections of the region
-        part.register_forward_pre_hook(lambda _, given: (region.enter(given[0]), *given[1:]))
 
 
-class PositionsOutside(nn.Module):
-    """Embedding of learned positions for this rank's slice of the sequence."""
-
-    def __init__(self, embedding: nn.Embedding, region: Region) -> None:
-        super().__init__()
-        self.weight, self.region = embedding.weight, region
-
-    def forward(self, positions_S: Tensor) -> Tensor:
-        return F.embedding(self.region.slice(positions_S), self.weight)
+def stay_outside(model: Transformer, region: Region) -> None:
+    """Give norms, residuals and positions this rank's slice of the sequence, whose gradients are partial."""
+    in_regions = [layer.attention.weights_dropout for layer in model.layers if isinstance(layer, Layer)]
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or module is model.embed_positions:
+            for parameter in module.parameters():
+                split_tokens_along(parameter, region.group.axis)
+        if module is model.embed_positions or (isinstance(module, Dropout) and module not in in_regions):
+            module.register_forward_pre_hook(lambda _, given: (*given[:-1], region.slice(given[-1])))
 
 
 def tensor_parallel(
@@ -199,16 +205,7 @@ def tensor_parallel(
         split_layer(layer, config, region, split)
     split_vocabulary(model, group, region.enter, region.leave)
     if sequence_parallel:
-        if model.embed_positions is not None:
-            outside = PositionsOutside(model.embed_positions, region)
-            model.embed_positions = outside  # type: ignore[assignment]
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm | PositionsOutside):
-                for parameter in module.parameters():
-                    split_tokens_along(parameter, group.axis)
-    for module in model.modules():
-        if isinstance(module, Dropout):
-            module.slice = region.slice
+        stay_outside(model, region)
     return region
 
 

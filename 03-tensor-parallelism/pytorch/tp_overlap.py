@@ -26,16 +26,15 @@ Cost: the bytes of the plain version. Memory: one more piece, in flight.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from common import comm
@@ -45,30 +44,39 @@ from common.errors import UsageError
 from common.launch.command_line import Size, Within
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson
-from common.lesson.equality import TOLERANCE, difference
 from common.lesson.job import Job, total
-from common.lesson.measure import in_turn
-from common.lesson.runner import DTYPES, console, run
-from common.models.transformer import Transformer
+from common.lesson.runner import run
+from common.models.transformer import FeedForward
 
 from tp_costs import megatron_bytes
-from tp_megatron import MegatronOptions, check_split, tensor_parallel
+from tp_megatron import MegatronOptions, Region, check_split, columns, leaving, split_mlp, tensor_parallel
+from tp_overlap_times import sweep
 from tp_training import lesson, tp_group
 
 VERSIONS = ("whole", "pieces")
 LINK = 0.1  # GB/s of the link that the benchmark simulates
 
 
-class Link:
-    """Simulated link: no message of the process group completes sooner than at `speed` bytes per second."""
+class Pieces:
+    """A rank's slice of the sequence, cut into pieces, and a simulated link that carries them.
 
-    def __init__(self, speed: float = math.inf) -> None:
-        self.speed, self.free = speed, 0.0
+    count: number of pieces. speed: no piece of `send` completes sooner than at so many bytes per second.
+    """
 
-    def send(self, start: Callable[[], Pending], size: float) -> Callable[[], None]:
-        """Start a message of which this rank sends `size` bytes; return a function that waits for it."""
-        pending = start()
-        self.free = due = max(self.free, time.perf_counter()) + size / self.speed
+    def __init__(self, group: Group, count: int, speed: float = math.inf) -> None:
+        self.group, self.count, self.speed, self.free = group, count, speed, 0.0
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Return [lo, hi) of each piece; there are at most as many pieces as positions."""
+        ends = list(itertools.accumulate(sizes_of(length, min(self.count, length)), initial=0))
+        return list(itertools.pairwise(ends))
+
+    def send(self, call: Callable[..., Pending], out: Tensor, x: Tensor) -> Callable[[], None]:
+        """Start call(out, x), a gather or a scatter; return a function that waits for it."""
+        whole = max(out.numel(), x.numel()) * x.element_size()
+        pending = call(out, x, self.group, async_op=True)
+        start = max(self.free, time.perf_counter())
+        self.free = due = start + whole * (self.group.size - 1) / self.group.size / self.speed
 
         def wait() -> None:
             pending.wait()
@@ -77,22 +85,21 @@ class Link:
         return wait
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Number of pieces of a rank's slice of the sequence, and the group and link that carry them."""
+def arriving(x_BsD: Tensor, pieces: Pieces) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (lo, hi, all ranks' positions [lo, hi), [n, B, hi - lo, D]); meanwhile the next piece travels."""
 
-    group: Group
-    count: int
-    link: Link
+    def start(lo: int, hi: int) -> tuple[Callable[[], None], Tensor]:
+        piece = x_BsD[:, lo:hi].contiguous()
+        out = piece.new_empty(pieces.group.size, *piece.shape)
+        return pieces.send(comm.all_gather_into, out, piece), out
 
-    def places(self, length: int) -> list[tuple[int, int]]:
-        """Return [lo, hi) of each piece; there are at most as many pieces as positions."""
-        sizes = sizes_of(length, min(self.count, length))
-        return [(sum(sizes[:j]), sum(sizes[: j + 1])) for j in range(len(sizes))]
-
-    def sent(self, x: Tensor) -> float:
-        """Return the bytes that this rank sends where x is the whole tensor of a gather or a scatter."""
-        return x.numel() * x.element_size() * (self.group.size - 1) / self.group.size
+    places = pieces.places(x_BsD.shape[1])
+    wait, piece = start(*places[0])
+    for j, (lo, hi) in enumerate(places):
+        following = start(*places[j + 1]) if j + 1 < len(places) else None
+        wait()
+        yield lo, hi, piece
+        wait, piece = following or (wait, piece)
 
 
 def gather_multiply(x_BsD: Tensor, matrix_DF: Tensor, pieces: Pieces) -> tuple[Tensor, list[Tensor]]:
@@ -100,25 +107,11 @@ def gather_multiply(x_BsD: Tensor, matrix_DF: Tensor, pieces: Pieces) -> tuple[T
 
     Piece j + 1 travels while piece j is multiplied. Sends (n-1)/n of the gathered x.
     """
-    n, (B, s, _) = pieces.group.size, x_BsD.shape
-    y_BnsF = x_BsD.new_empty(B, n, s, matrix_DF.shape[1])
+    y_BnsF = x_BsD.new_empty(x_BsD.shape[0], pieces.group.size, x_BsD.shape[1], matrix_DF.shape[1])
     gathered: list[Tensor] = []
-    waits: list[Callable[[], None]] = []
-
-    def start(lo: int, hi: int) -> None:
-        piece = x_BsD[:, lo:hi].contiguous()
-        out = piece.new_empty(n, *piece.shape)
-        call = partial(comm.all_gather_into, out, piece, pieces.group, async_op=True)
-        waits.append(pieces.link.send(call, pieces.sent(out)))
-        gathered.append(out)
-
-    places = pieces.places(s)
-    start(*places[0])
-    for j, (lo, hi) in enumerate(places):
-        if j + 1 < len(places):
-            start(*places[j + 1])
-        waits[j]()
-        y_BnsF[:, :, lo:hi] = (gathered[j] @ matrix_DF).transpose(0, 1)
+    for lo, hi, piece in arriving(x_BsD, pieces):
+        y_BnsF[:, :, lo:hi] = (piece @ matrix_DF).transpose(0, 1)
+        gathered.append(piece)
     return y_BnsF.flatten(1, 2), gathered
 
 
@@ -135,8 +128,7 @@ def multiply_scatter(x_BSf: Tensor, matrix_fD: Tensor, pieces: Pieces) -> Tensor
     for lo, hi in places:
         parts = x_Bnsf[:, :, lo:hi].transpose(0, 1) @ matrix_fD
         out = parts.new_empty(parts.shape[1:])
-        call = partial(comm.reduce_scatter_into, out, parts, pieces.group, async_op=True)
-        under_way.append((pieces.link.send(call, pieces.sent(parts)), out))
+        under_way.append((pieces.send(comm.reduce_scatter_into, out, parts), out))
     for (wait, out), (lo, hi) in zip(under_way, places, strict=True):
         wait()
         y_BsD[:, lo:hi] = out
@@ -182,37 +174,22 @@ class _LinearScatter(torch.autograd.Function):
         return dx_BSf, _weight_gradient(x_BSf, gathered, ctx.pieces).T, None
 
 
-class OverlappedUp(nn.Module):
-    """First layer of a region: maps x_BsD, a slice of the sequence, to y_BSf."""
-
-    def __init__(self, linear: Any, pieces: Pieces) -> None:
-        super().__init__()
-        self.weight, self.bias, self.pieces = linear.weight, linear.bias, pieces
-
-    def forward(self, x_BsD: Tensor) -> Tensor:
-        y_BSf: Tensor = _GatherLinear.apply(x_BsD, self.weight, self.pieces)
-        return y_BSf if self.bias is None else y_BSf + self.bias
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, multiply: Any, pieces: Pieces
+) -> Tensor:
+    """Multiply in pieces, by _GatherLinear or _LinearScatter."""
+    y: Tensor = multiply.apply(x, weight, pieces)
+    return y if bias is None else y + bias
 
 
-class OverlappedDown(nn.Module):
-    """Last layer of a region: maps x_BSf to y_BsD, a slice of the sequence."""
-
-    def __init__(self, linear: Any, pieces: Pieces) -> None:
-        super().__init__()
-        self.weight, self.bias, self.pieces = linear.weight, linear.bias, pieces
-
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        y_BsD: Tensor = _LinearScatter.apply(x_BSf, self.weight, self.pieces)
-        return y_BsD if self.bias is None else y_BsD + self.bias
-
-
-def overlap(model: Transformer, pieces: Pieces) -> Transformer:
-    """Overlap both ends of every MLP of a sequence-parallel model; attention stays as it is."""
-    for layer in model.layers:
-        mlp: Any = layer.mlp
-        mlp._forward_pre_hooks.clear()  # the region's gather; from now on up_proj gathers
-        mlp.up_proj, mlp.down_proj = OverlappedUp(mlp.up_proj, pieces), OverlappedDown(mlp.down_proj, pieces)
-    return model
+def split_overlapped(mlp: nn.Module, region: Region, pieces: Pieces) -> None:
+    """Split an MLP whose products gather the input of the sequence-parallel region, and scatter its output."""
+    assert isinstance(mlp, FeedForward)
+    up, down = columns(mlp.up_proj, region), leaving(mlp.down_proj, region)
+    up.product = partial(product, multiply=_GatherLinear, pieces=pieces)
+    down.product, down.leave = partial(product, multiply=_LinearScatter, pieces=pieces), lambda y: y
+    mlp.add_module("up_proj", up)
+    mlp.add_module("down_proj", down)
 
 
 @dataclass
@@ -230,9 +207,9 @@ class OverlapOptions(MegatronOptions):
 def train(job: Job[OverlapOptions]) -> Iterator[Tensor]:
     """Train with sequence parallelism, messages whole or in pieces; yield the loss of each batch."""
     model, group = job.model, job.group
-    tensor_parallel(model, group, sequence_parallel=True)
-    if job.version == "pieces":
-        overlap(model, Pieces(group, job.options.pieces, Link()))
+    pieces = Pieces(group, job.options.pieces)
+    split = partial(split_overlapped, pieces=pieces) if job.version == "pieces" else split_mlp
+    tensor_parallel(model, group, sequence_parallel=True, split=split)
     optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
     for batch in job.batches():  # the same on all ranks
         count = batch.count_targets()
@@ -248,69 +225,7 @@ def train(job: Job[OverlapOptions]) -> Iterator[Tensor]:
         yield total(losses)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: OverlapOptions) -> Fraction:
-    """Return the bytes a rank sends in a step, for both versions those of whole messages."""
-    return megatron_bytes("sequence-parallel", model, group, o)
-
-
-LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), step_bytes)
-
-
-def predicted(compute: float, message: float, piece: float, count: int) -> float:
-    """Return T(P), in the unit of the given times. piece: the overhead per piece, o. count: P."""
-    return max(compute, message) + min(compute, message) / count + count * piece
-
-
-def sweep(rt: Runtime, o: OverlapOptions, speed: float, title: str) -> bool:
-    """Show T(P) of an MLP's first layer, forward, by formula and measured; True if 1 and 16 pieces agree."""
-    group, tokens, width = tp_group(rt), 2048 // rt.world_size, 1024
-    generator = torch.Generator().manual_seed(group.rank)
-    x_BsD = torch.randn(1, tokens, width, dtype=DTYPES[o.dtype], generator=generator).to(rt.device)
-    matrix_DF = torch.randn(width, 4 * width // group.size, dtype=DTYPES[o.dtype], generator=generator).to(
-        rt.device
-    )
-    whole_BSD = comm.all_gather(x_BsD, group, 1)
-    counts = (1, 2, 4, 8, 16)
-
-    def product(count: int) -> None:
-        for rows in whole_BSD.chunk(count, 1):
-            rows @ matrix_DF
-
-    def messages(count: int) -> None:
-        pieces = Pieces(group, count, Link(speed))
-        for lo, hi in pieces.places(tokens):
-            piece = x_BsD[:, lo:hi].contiguous()
-            out = piece.new_empty(group.size, *piece.shape)
-            call = partial(comm.all_gather_into, out, piece, group, async_op=True)
-            pieces.link.send(call, pieces.sent(out))()
-
-    cases: dict[str, Callable[[], object]] = {}
-    for count in counts:
-        cases[f"T {count}"] = partial(gather_multiply, x_BsD, matrix_DF, Pieces(group, count, Link(speed)))
-    for count in (1, 16):
-        cases[f"c {count}"] = partial(product, count)
-        cases[f"m {count}"] = partial(messages, count)
-    measured = {
-        name: 1e3 * m.median for name, m in in_turn(cases, o.steps, group, device=rt.device.type).items()
-    }
-    compute, message = measured["c 1"], measured["m 1"]
-    piece = max(0.0, (measured["c 16"] - compute + measured["m 16"] - message) / 15)
-    title += f"\nproduct {compute:.1f} ms, messages {message:.1f} ms, a piece more {piece:.2f} ms"
-    table = Table(title=title, title_justify="left")
-    for column in ("pieces", "predicted ms", "measured ms", "of one piece"):
-        table.add_column(column, justify="right")
-    for count in counts:
-        by_formula, found = predicted(compute, message, piece, count), measured[f"T {count}"]
-        ratio = f"{found / measured['T 1']:.2f}"
-        table.add_row(str(count), f"{by_formula:.1f}", f"{found:.1f}", ratio)
-    best = math.sqrt(min(compute, message) / piece) if piece else math.inf
-    console(rt).print(table)
-    console(rt).print(
-        f"best by formula: P* = {best:.1f}; of those measured: {min(counts, key=lambda c: measured[f'T {c}'])}"
-    )
-    first, _ = gather_multiply(x_BsD, matrix_DF, Pieces(group, 1, Link()))
-    last, _ = gather_multiply(x_BsD, matrix_DF, Pieces(group, 16, Link()))
-    return difference(first, last) <= TOLERANCE[first.dtype]
+LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), megatron_bytes)
 
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
@@ -329,8 +244,11 @@ def main(rt: Runtime, o: OverlapOptions) -> bool:
         return lesson(rt, o, LESSON)
     if rt.world_size > 1:
         torch.set_num_threads(1)
-    right = sweep(rt, o, math.inf, "as messages travel here")
-    return sweep(rt, o, 1e9 * o.link, f"a link of {o.link:g} GB/s that we pretend") and right
+    group, right = tp_group(rt), True
+    links = {math.inf: "as messages travel here", 1e9 * o.link: f"a link of {o.link:g} GB/s that we pretend"}
+    for speed, title in links.items():
+        right &= sweep(rt, o, title, gather_multiply, arriving, partial(Pieces, group, speed=speed))
+    return right
 
 
 if __name__ == "__main__":

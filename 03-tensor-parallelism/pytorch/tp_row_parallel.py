@@ -36,10 +36,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor, nn
 
 from common.comm import Group, collectives, padded
@@ -50,17 +50,17 @@ from common.lesson.comparison import Lesson
 from common.lesson.equality import TOLERANCE, difference
 from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.models.transformer import Transformer
+from common.models.transformer import MatrixProduct, Transformer
 from common.utils.ranks import table_of_ranks
 
 from tp_column_parallel import ColumnParallelLinear
 from tp_costs import row_bytes
-from tp_training import TensorOptions, lesson, tp_group
+from tp_training import TensorOptions, lesson, show, tp_group
 
 VERSIONS = ("scattered", "column-row")
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(MatrixProduct):
     """Linear layer split by rows: maps x_BSf, the features of this rank, to y_BSD, whole on all ranks.
 
     linear: the whole layer, the same on all ranks. This rank keeps its columns of the weight, and the whole
@@ -80,7 +80,6 @@ class RowParallelLinear(nn.Module):
         self.weight = shard(linear.weight, group, 1)
         self.bias = linear.bias
         self.leave = leave or (lambda y: collectives.reduce(y, group))
-        self.product: Callable[..., Tensor] = F.linear
 
     def forward(self, x_BSf: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -113,46 +112,33 @@ def gelu_of_parts(rt: Runtime, group: Group) -> bool:
 
     True if only the order that sums after the GELU is wrong, and all bytes are those of the formulas.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 8, dtype=torch.float64, generator=generator)
-    first, second = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(2))
-    with torch.no_grad():
-        for layer in (first, second):
-            layer.weight.copy_(torch.randn(8, 8, dtype=torch.float64, generator=generator))
+    draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, n = draw(3, 8), group.size
+    first, second = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    first.weight, second.weight = nn.Parameter(draw(8, 8)), nn.Parameter(draw(8, 8))
     right = second(F.gelu(first(x)))
-    n = group.size
-
-    def columns_rows() -> Tensor:
-        y: Tensor = RowParallelLinear(second, group)(F.gelu(ColumnParallelLinear(first, group)(x)))
-        return y
-
-    def rows_columns(early: bool) -> Tensor:
-        part = RowParallelLinear(first, group, False, leave=lambda y: y)(x)
-        # the sum must come before the gelu; without `early` it comes too late
-        h = F.gelu(collectives.reduce(part, group)) if early else collectives.reduce(F.gelu(part), group)
-        y: Tensor = ColumnParallelLinear(second, group, gather_output=True)(h)
-        return y
-
-    sum_bytes = Fraction(2 * (n - 1) * 3 * 8 * 8, n)
-    both = sum_bytes + Fraction((n - 1) * 3 * padded(8, n) * 8, n)
-    cases: dict[str, tuple[Callable[[], Tensor], Fraction]] = {
-        "columns, gelu, rows": (columns_rows, sum_bytes),
-        "rows, sum, gelu, columns": (lambda: rows_columns(True), both),
-        "rows, gelu, sum, columns": (lambda: rows_columns(False), both),
+    columns, rows = ColumnParallelLinear(first, group), RowParallelLinear(second, group)
+    part = RowParallelLinear(first, group, False, leave=lambda y: y)  # a rank's term of the sum
+    after = ColumnParallelLinear(second, group, gather_output=True)
+    orders: dict[str, Callable[[], Tensor]] = {
+        "columns, gelu, rows": lambda: rows(F.gelu(columns(x))),
+        "rows, sum, gelu, columns": lambda: after(F.gelu(collectives.reduce(part(x), group))),
+        "rows, gelu, sum, columns": lambda: after(collectives.reduce(F.gelu(part(x)), group)),  # too late
     }
-    table = Table(title="a GELU between two split layers", title_justify="left")
-    for column in ("order", "bytes sent forward", "largest difference to one device"):
-        table.add_column(column, justify="left" if column == "order" else "right")
-    wrong, agree = {}, True
-    for name, (call, formula) in cases.items():
+    sum_bytes, gather_bytes = (
+        Fraction(2 * (n - 1) * 3 * 8 * 8, n),
+        Fraction((n - 1) * 3 * padded(8, n) * 8, n),
+    )
+    shown, found = [], []
+    for name, call in orders.items():
         with Ledger() as ledger:
             apart = difference(right, call())
-        wrong[name] = apart > TOLERANCE[right.dtype]
-        agree &= ledger.bytes() == formula
-        table.add_row(name, show_bytes(ledger.bytes()), f"{apart:.1e}")
-    console(rt).print(table)
-    expected = [False, False, n > 1]
-    return list(wrong.values()) == expected and agree
+        shown.append((name, show_bytes(ledger.bytes()), f"{apart:.1e}"))
+        found.append((apart > TOLERANCE[right.dtype], ledger.bytes()))
+    columns_shown = ("order", "bytes sent forward", "largest difference to one device")
+    show(rt, "a GELU between two split layers", columns_shown, shown)
+    both = sum_bytes + gather_bytes
+    return found == [(False, sum_bytes), (False, both), (n > 1, both)]
 
 
 def row_parallel(model: Transformer, group: Group, version: str) -> Transformer:

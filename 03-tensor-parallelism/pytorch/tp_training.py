@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from rich.table import Table
 
 from common.comm import Group
 from common.comm.mesh import Mesh
 from common.launch.command_line import Size
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson, check, prove, time_in_turn
+from common.lesson.runner import console
 from common.lesson.training import TrainingOptions
 
 
@@ -33,3 +36,13 @@ def lesson(rt: Runtime, o: TensorOptions, proved: Lesson, first: Callable[[], bo
         return time_in_turn(rt, o, proved)
     right = first()
     return prove(rt, o, proved) and right
+
+
+def show(rt: Runtime, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table on rank 0: its first column to the left, the others to the right."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    console(rt).print(table)

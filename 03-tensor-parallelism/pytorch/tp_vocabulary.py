@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor, nn
 
 from common import comm
@@ -48,21 +47,22 @@ from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.memory import peak_allocated
 
 from tp_costs import vocabulary_bytes
-from tp_training import TensorOptions, lesson, tp_group
+from tp_training import TensorOptions, lesson, show, tp_group
 
 VERSIONS = ("gathered", "parallel")
 Map = Callable[[Tensor], Tensor]
 
 
-class VocabularyParallelEmbedding(nn.Module):
+class VocabularyParallelEmbedding(nn.Embedding):
     """Embedding split by tokens: maps tokens_BS to x_BSD, zeros for other ranks' tokens, then `leave`.
 
     embedding: the whole table, the same on all ranks. leave: by default the sum over ranks.
     """
 
     def __init__(self, embedding: nn.Embedding, group: Group, leave: Map | None = None) -> None:
-        super().__init__()
-        self.vocabulary, self.weight = embedding.num_embeddings, shard(embedding.weight, group, 0)
+        mine = shard(embedding.weight, group, 0)
+        super().__init__(mine.shape[0], mine.shape[1], _weight=mine)
+        self.vocabulary, self.weight = embedding.num_embeddings, mine
         self.begin = sum(sizes_of(embedding.num_embeddings, group.size)[: group.rank])
         self.leave = leave or (lambda x: collectives.reduce(x, group))
 
@@ -126,35 +126,25 @@ def cross_entropy_sum_parallel(
     return torch.where(counted_N, loss_N, 0).sum(), counted_N.sum()
 
 
-class Unembed:
-    """The head's product x W^T on this rank's rows of W, after `enter`."""
-
-    def __init__(self, enter: Map) -> None:
-        self.enter, self.product = enter, F.linear
-
-    def __call__(self, x_BSD: Tensor, weight_vD: Tensor) -> Tensor:
-        return self.product(self.enter(x_BSD), weight_vD)
-
-
 def split_vocabulary(
     model: Transformer, group: Group, enter: Map | None = None, leave: Map | None = None
 ) -> Transformer:
     """Split embedding, head and loss along the vocabulary; `enter` is applied to the head's input."""
     into = enter or (lambda x: collectives.copy(x, group))
-    vocabulary = model.config.vocabulary
-    pieces = VocabularyParallelEmbedding(model.embed_tokens, group, leave)
-    model.embed_tokens = pieces  # type: ignore[assignment]
+    model.embed_tokens = VocabularyParallelEmbedding(model.embed_tokens, group, leave)
     if model.lm_head is not None:
         model.lm_head.weight = shard(model.lm_head.weight, group, 0)
-    model.unembed = Unembed(into)
-    model.loss = partial(cross_entropy_sum_parallel, group=group, vocabulary=vocabulary)
+    model.unembed.register_forward_pre_hook(lambda _, given: (into(given[0]), *given[1:]))
+    model.loss = partial(cross_entropy_sum_parallel, group=group, vocabulary=model.config.vocabulary)
     return model
 
 
 def gather_logits(model: Transformer, group: Group) -> None:
     """Gather the logits' shards and use the plain loss, so that every rank holds all logits."""
-    in_pieces, sizes = model.unembed, sizes_of(model.config.vocabulary, group.size)
-    model.unembed = lambda x, w: collectives.gather(in_pieces(x, w), group, -1, sizes=sizes)
+    sizes = sizes_of(model.config.vocabulary, group.size)
+    model.unembed.register_forward_hook(
+        lambda _, given, logits_BSv: collectives.gather(logits_BSv, group, -1, sizes=sizes)
+    )
     model.loss = cross_entropy_sum
 
 
@@ -189,51 +179,41 @@ def train(job: Job[VocabularyOptions]) -> Iterator[Tensor]:
 LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), vocabulary_bytes)
 
 
-def measure_memory(rt: Runtime, group: Group, tokens: int = 512, vocabulary: int = 8192) -> bool:
+def measure_memory(rt: Runtime, tokens: int = 512, vocabulary: int = 8192) -> bool:
     """Show the loss's peak memory for N tokens in both passes, without the logits' shard, and by formula.
 
     parallel: softmax and gradient, 2 N V/n numbers. gathered: more than 3 N V, the logits, their log-softmax
     and its gradient. The rest is a few numbers per token. True if the peak of `parallel` is within 5 % of its
     formula.
     """
-    generator = torch.Generator().manual_seed(group.rank)
-    mine = sizes_of(vocabulary, group.size)[group.rank]
-    logits_Nv = torch.randn(tokens, mine, generator=generator).to(rt.device).requires_grad_()
-    targets_N = torch.arange(tokens, device=rt.device)
+    group = tp_group(rt)
+    sizes, targets_N = sizes_of(vocabulary, group.size), torch.arange(tokens, device=rt.device)
+    logits_Nv = torch.randn(tokens, sizes[group.rank], device=rt.device, requires_grad=True)
 
-    def gathered() -> None:
-        whole = collectives.gather(logits_Nv, group, -1, sizes=sizes_of(vocabulary, group.size))
-        cross_entropy_sum(whole, targets_N)[0].backward()
-
-    def parallel() -> None:
-        cross_entropy_sum_parallel(logits_Nv, targets_N, group, vocabulary)[0].backward()
-
-    table = Table(
-        title=f"peak of the loss, {tokens} tokens, {vocabulary} logits, float32", title_justify="left"
-    )
-    for column in ("loss", "measured, rank 0", "formula"):
-        table.add_column(column, justify="left" if column == "loss" else "right")
-    peaks = {}
-    for name, call in {"gathered": gathered, "parallel": parallel}.items():
+    def peak(loss: Callable[[], tuple[Tensor, Tensor]]) -> int:
+        loss()[0].backward()  # warm up: some allocations happen only once
         logits_Nv.grad = None
-        call()  # warm up: some allocations happen only once
-        logits_Nv.grad = None
-        peaks[name] = peak_allocated(call, rt.device.type)
-    formula = 2 * tokens * mine * 4
-    table.add_row(
-        "gathered", show_bytes(peaks["gathered"]), f"at least {show_bytes(3 * tokens * vocabulary * 4)}"
+        return peak_allocated(lambda: loss()[0].backward(), rt.device.type)
+
+    gathered = peak(
+        lambda: cross_entropy_sum(collectives.gather(logits_Nv, group, -1, sizes=sizes), targets_N)
     )
-    table.add_row("parallel", show_bytes(peaks["parallel"]), show_bytes(formula))
-    console(rt).print(table)
-    if (small := abs(peaks["parallel"] / formula - 1) <= 0.05) is False:
+    parallel = peak(lambda: cross_entropy_sum_parallel(logits_Nv, targets_N, group, vocabulary))
+    formula = 2 * tokens * sizes[group.rank] * 4
+    rows = [
+        ("gathered", show_bytes(gathered), f"at least {show_bytes(3 * tokens * vocabulary * 4)}"),
+        ("parallel", show_bytes(parallel), show_bytes(formula)),
+    ]
+    title = f"peak of the loss, {tokens} tokens, {vocabulary} logits, float32"
+    show(rt, title, ("loss", "measured, rank 0", "formula"), rows)
+    if (small := abs(parallel / formula - 1) <= 0.05) is False:
         console(rt).print("the loss holds MORE than the formula allows")
     return small
 
 
 def main(rt: Runtime, o: VocabularyOptions) -> bool:
     """Measure the memory of the loss, then prove a Transformer; with --benchmark only time it."""
-    group = tp_group(rt)
-    return lesson(rt, o, LESSON, lambda: measure_memory(rt, group))
+    return lesson(rt, o, LESSON, lambda: measure_memory(rt))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def split(mlp: nn.Module, region: Region) -> None:
     if not isinstance(mlp, MoE):
         return split_mlp(mlp, region)
     group = region.group
+    region.begin_at(mlp)
     for name, part in mlp.experts.named_children():
         assert isinstance(part, Linears)
         inside = name != "down_proj"  # weight_EOI: rows are O, columns are I

@@ -14,8 +14,6 @@ the last fold is as large as the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -52,15 +50,14 @@ class Dropout(nn.Module):
     """Dropout: in training sets a share p of the elements of x to zero and divides the rest by 1 - p.
 
     The model sets `name`; the training step sets `step` and `first_sample`, the number of this rank's first
-    sample in the global batch. A strategy that splits a dimension sets the place of this rank's part:
-    `first_head`, or `slice` of the positions.
+    sample in the global batch. A strategy that splits the heads sets `first_head`, that of this rank's part; one that
+    splits the sequence calls with the positions of this rank's part.
     """
 
     def __init__(self, p: float, seed: int = 0) -> None:
         super().__init__()
         self.p, self.seed, self.name = p, seed, ""
         self.step = self.first_sample = self.first_head = 0
-        self.slice: Callable[[Tensor], Tensor] = lambda positions: positions
 
     @property
     def active(self) -> bool:
@@ -73,7 +70,7 @@ class Dropout(nn.Module):
             return x
         samples = self.first_sample + torch.arange(x.shape[0], device=x.device)
         if x.ndim == 3:
-            places = [samples, self.slice(positions_S), torch.arange(x.shape[2], device=x.device)]
+            places = [samples, positions_S, torch.arange(x.shape[2], device=x.device)]
         else:
             heads = self.first_head + torch.arange(x.shape[1], device=x.device)
             places = [samples, heads, positions_S, positions_S]

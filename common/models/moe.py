@@ -18,7 +18,7 @@ positions; later choices are dropped: they add nothing, and x + mlp(x) is x for 
 dropped. A sequence is the "group" of GShard (arXiv:2006.16668, section 3.2), so the split of the batch does
 not change the dropped choices.
 
-A strategy replaces `moe.compute`, the map from sorted rows to sorted rows, which gets the counts and no
+A strategy replaces `MoE.compute`, the map from sorted rows to sorted rows, which gets the counts and no
 router.
 
     B batch  S sequence  T = B S tokens  D width  F width of an expert  E experts  K chosen  R rows, C capacity

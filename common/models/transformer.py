@@ -4,12 +4,23 @@
     logits_BSV = model(tokens_BS)
     loss_sum, targets = cross_entropy_sum(logits_BSV, targets_BS)
 
-GPT-2 and LLaMA are configurations of the same modules under the same names, so a strategy is written once,
-for `layer.attention` (q_proj, k_proj, v_proj, o_proj), `attention.attend` (the core, between the projections),
-`layer.mlp` (up_proj, down_proj, and gate_proj in SwiGLU; or the experts of moe.py), `unembed` (the head's product)
-and `loss`. The queries, keys and values of GPT-2 are three matrices here, where Hugging Face fuses them, because
-three split by heads and one does not. Linear weights are [out, in]. `huggingface.py` holds the table between these
-names and Hugging Face's; the numbers are equal.
+GPT-2 and LLaMA are configurations of the same modules under the same names, so a strategy is written once. It may
+change the model at these seams, and at no others:
+
+    seam                                  without a strategy     who changes it
+    a module, for one with the same map   Linear, Embedding      tp: q_proj ... down_proj, embed_tokens
+    a module's input, output: torch hooks unchanged              tp: attention, mlp, unembed, positions, dropout
+    MatrixProduct.product                 F.linear               pp: weight gradients later than those of inputs
+    Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks
+    MoE.compute, in moe.py                its experts            ep: experts of other ranks
+    Transformer.run_layer                 layer(x, positions)    checkpointing
+    Transformer.loss                      cross_entropy_sum      tp: of logits split over the vocabulary
+    Dropout.first_head, in dropout.py     0                      tp: the first of this rank's heads
+
+`layer.attention` has q_proj, k_proj, v_proj and o_proj, `layer.mlp` up_proj, down_proj and, in SwiGLU, gate_proj, or
+the experts of moe.py. The queries, keys and values of GPT-2 are three matrices here, where Hugging Face fuses them,
+because three split by heads and one does not. Linear weights are [out, in]. `huggingface.py` holds the table between
+these names and Hugging Face's; the numbers are equal.
 
 Initial values are a function of (seed, parameter name, position): any part of the model has the same values
 on whichever rank builds it. A tied head is not a parameter: it is the embedding, used twice.
@@ -70,18 +81,39 @@ def attend_and_drop(
     return drop(scores_BHST.softmax(-1)) @ v_BHSK
 
 
+class MatrixProduct(nn.Module):
+    """Base of every module of the model that multiplies by a matrix."""
+
+    product: Callable[..., Tensor] = staticmethod(F.linear)
+    """Map of x, weight [out, in] and perhaps bias to x weight^T + bias."""
+
+
+class Linear(nn.Linear, MatrixProduct):
+    """nn.Linear that multiplies by `product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+class Unembed(MatrixProduct):
+    """Head: x_BSD and the head's matrix, which may be the embedding, to logits_BSV."""
+
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        return self.product(x_BSD, weight_VD)
+
+
 class Attention(nn.Module):
-    """Projections around `attend`; strategies replace the projections or `attend`."""
+    """Projections around `attend`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         D, K, bias = config.width, config.head_width, config.bias
         self.causal, self.head_width = config.causal, K
         self.rotary_base = config.rotary_base if config.positions == "rotary" else None
-        self.q_proj = nn.Linear(D, config.heads * K, bias)
-        self.k_proj = nn.Linear(D, config.kv_heads * K, bias)
-        self.v_proj = nn.Linear(D, config.kv_heads * K, bias)
-        self.o_proj = nn.Linear(config.heads * K, D, bias)
+        self.q_proj = Linear(D, config.heads * K, bias)
+        self.k_proj = Linear(D, config.kv_heads * K, bias)
+        self.v_proj = Linear(D, config.kv_heads * K, bias)
+        self.o_proj = Linear(config.heads * K, D, bias)
         self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
         self.weights_dropout, self.dropout = Dropout(config.dropout), Dropout(config.dropout)
 
@@ -105,30 +137,25 @@ class Attention(nn.Module):
         return y_BSD
 
 
-class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with the tanh approximation of GELU, as in GPT-2."""
+class FeedForward(nn.Module):
+    """down(gelu(up(x))) as in GPT-2, with the tanh approximation of GELU, or SwiGLU: down(silu(gate(x)) * up(x)).
+
+    SwiGLU is of Shazeer, "GLU variants improve Transformer", 2020.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.width, config.mlp_width, config.bias)
-        self.down_proj = nn.Linear(config.mlp_width, config.width, config.bias)
+        sizes = config.width, config.mlp_width, config.bias
+        self.gate_proj = Linear(*sizes) if config.mlp == "swiglu" else None
+        self.up_proj = Linear(*sizes)
+        self.down_proj = Linear(config.mlp_width, config.width, config.bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        y_BSD: Tensor = self.down_proj(F.gelu(self.up_proj(x_BSD), approximate="tanh"))
-        return y_BSD
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, "GLU variants improve Transformer", 2020)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.mlp_width, config.bias)
-        self.up_proj = nn.Linear(config.width, config.mlp_width, config.bias)
-        self.down_proj = nn.Linear(config.mlp_width, config.width, config.bias)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        y_BSD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        if self.gate_proj is None:
+            inner_BSF = F.gelu(self.up_proj(x_BSD), approximate="tanh")
+        else:
+            inner_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
+        y_BSD: Tensor = self.down_proj(inner_BSF)
         return y_BSD
 
 
@@ -141,11 +168,10 @@ def make_norm(config: TransformerConfig) -> nn.Module:
 
 def make_mlp(config: TransformerConfig) -> nn.Module:
     """Return a layer's MLP or mixture of experts. Any map of x_BSD to [B, S, D] can take its place."""
-    dense = SwiGLU if config.mlp == "swiglu" else GeluMLP
     if not config.experts:
-        return dense(config)
+        return FeedForward(config)
     width = config.shared_experts * config.mlp_width
-    return MoE(config, dense(replace(config, mlp_width=width)) if width else None)
+    return MoE(config, FeedForward(replace(config, mlp_width=width)) if width else None)
 
 
 class Layer(nn.Module):
@@ -163,6 +189,12 @@ class Layer(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_S)
         x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)), positions_S)
         return x_BSD
+
+
+def run_layer(layer: nn.Module, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
+    """Return the layer's output."""
+    y_BSD: Tensor = layer(x_BSD, positions_S)
+    return y_BSD
 
 
 class Transformer(nn.Module):
@@ -184,7 +216,8 @@ class Transformer(nn.Module):
             self.norm = make_norm(config)
             self.lm_head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
         self.dropout = Dropout(config.dropout)
-        self.unembed: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.unembed = Unembed()
+        self.run_layer: Callable[[nn.Module, Tensor, Tensor], Tensor] = run_layer
         self.loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy_sum
         for name, module in self.named_modules():
             if isinstance(module, Dropout):
@@ -203,7 +236,7 @@ class Transformer(nn.Module):
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         x_BSD = self.embed(tokens_BS, positions_S)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, positions_S)
+            x_BSD = self.run_layer(layer, x_BSD, positions_S)
         return self.head(x_BSD)
 
     def embed(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
