@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,14 +31,50 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import check, report
 from common.lesson.equality import Followed, Start, unmoved
-from common.lesson.languages import Part, check_modules, follow, prove
+from common.lesson.languages import InLibTorch, InNumpy, InTorch, Part, check_modules, follow, prove
 from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
 from common.lesson.runner import DTYPES, run
+from common.models.transformer import Layer, Transformer
 
-from tp_layers import LANGUAGES, LanguageOptions, make, plain_layer
-from tp_megatron import check_split
+from tp_megatron import Region, check_split, split_layer
+from tp_training import TensorOptions, tp_group
 
-VERSIONS = tuple(LANGUAGES)
+LANGUAGES = {"pytorch": "pytorch", "tp_libtorch": "libtorch", "tp_mpi": "cpp-mpi"}
+
+
+@dataclass
+class LanguageOptions(TensorOptions, without=("micro_batches", "scaling", "data")):
+    """Shape of the layer and of x."""
+
+    versions: tuple[str, ...] = tuple(LANGUAGES)
+    """Versions to run."""
+
+
+def plain_layer(o: LanguageOptions) -> Layer:
+    """Return the first layer of the model, on the CPU."""
+    return cast(Layer, Transformer(replace(o.model_config(), layers=1), o.seed, DTYPES[o.dtype]).layers[0])
+
+
+def make(name: str, rt: Runtime, o: LanguageOptions, optimizer: str) -> Part:
+    """Return the layer in the language `name`; "one device" is the plain layer."""
+    layer, c = plain_layer(o), o.model_config()
+    positions_S, named = torch.arange(o.sequence), dict(layer.named_parameters())
+    if name == "tp_mpi":
+        from mpi4py import MPI
+
+        import tp_mpi
+
+        comm = MPI.COMM_WORLD if rt.world_size > 1 else None
+        return InNumpy(tp_mpi.Layer(c.width, c.heads, c.mlp_width, comm, o.seed, o.dtype), named, optimizer)
+    if name == "tp_libtorch":
+        import tp_libtorch
+
+        ranks = tp_libtorch.Ranks(rt.world.pg)
+        mine = tp_libtorch.split(named, ranks)
+        return InLibTorch(ranks, lambda x: tp_libtorch.layer(x, mine, c.heads, ranks), mine, optimizer)
+    if name == "pytorch":
+        split_layer(layer, c, Region(tp_group(rt), sequence_parallel=False))
+    return InTorch(lambda x: layer(x, positions_S), dict(layer.named_parameters()), optimizer)
 
 
 def samples(o: LanguageOptions) -> tuple[Tensor, Tensor]:
@@ -75,16 +113,14 @@ def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
     """Time forward, backward and AdamW of every version in turn: `o.steps` rounds after a warm-up."""
     x_BSD, y_BSD = samples(o)
 
-    def case(name: str) -> Callable[[], object]:
-        part = make(name, rt, o, "adamw")
+    def whole_step(part: Part) -> None:
+        step(part, x_BSD, y_BSD)
+        part.update()
 
-        def whole_step() -> None:
-            step(part, x_BSD, y_BSD)
-            part.update()
-
-        return whole_step
-
-    measured = in_turn({name: case(name) for name in o.versions}, o.steps, rt.world)
+    cases: dict[str, Callable[[], object]] = {
+        name: partial(whole_step, make(name, rt, o, "adamw")) for name in o.versions
+    }
+    measured = in_turn(cases, o.steps, rt.world)
     c, tokens = o.model_config(), o.batch * o.sequence
     numbers = sum(p.numel() for p in plain_layer(o).parameters())
     matrices = 4 * c.width**2 + 2 * c.width * c.mlp_width
@@ -113,7 +149,7 @@ def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
 
 def prepare(rt: Runtime, o: LanguageOptions) -> None:
     """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
-    check(rt, VERSIONS, o)
+    check(rt, tuple(LANGUAGES), o)
     c, n = o.model_config(), rt.world_size
     check_split(c, n)
     if c.mlp != "gelu" or c.mlp_width % n:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-from rich.table import Table
 
 from common.comm import Group
 from common.comm.ledger import show_bytes
@@ -34,7 +33,7 @@ from common.models.transformer import Transformer, TransformerConfig
 from common.utils.memory import saved_bytes
 
 from tp_megatron import MegatronOptions, check_split, tensor_parallel
-from tp_training import tp_group
+from tp_training import show, tp_group
 
 VERSIONS = ("one device", "plain", "sequence-parallel")
 
@@ -51,13 +50,14 @@ def by_formula(name: str, c: TransformerConfig, tokens: int, size: int, n: int) 
 def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -> int:
     """Return the bytes that a layer keeps: those that two layers keep minus those that one keeps."""
     tokens_BS = torch.zeros(o.batch, o.sequence, dtype=torch.long, device=device)
-    kept = []
-    for layers in (1, 2):
+
+    def kept(layers: int) -> int:
         model = Transformer(replace(o.model_config(), layers=layers), o.seed, DTYPES[o.dtype]).to(device)
         if name != "one device":
             tensor_parallel(model, group, name == "sequence-parallel")
-        kept.append(saved_bytes(lambda model=model: model.loss(model(tokens_BS), tokens_BS)[0], model))  # type: ignore[misc]
-    return kept[1] - kept[0]
+        return saved_bytes(lambda: model.loss(model(tokens_BS), tokens_BS)[0], model)
+
+    return kept(2) - kept(1)
 
 
 @dataclass
@@ -81,20 +81,19 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
             f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2, its MLP and the "
             f"sequence divided by {n} ranks; gpt2-tiny with 32 tokens would do on 1, 2 and 4"
         )
+    one, *formulas = (
+        by_formula(name, c, o.batch * o.sequence, DTYPES[o.dtype].itemsize, n)
+        for name in ("one device", *o.versions)
+    )
+    found = [counted(name, o, tp_group(rt), rt.device) for name in o.versions]
     title = f"bytes that a layer keeps on a rank: {o.model}, {o.dtype}, {o.batch} x {o.sequence} tokens, {n} ranks"
-    table = Table(title=title, title_justify="left")
-    for column in ("version", "counted", "formula", "of one device"):
-        table.add_column(column, justify="left" if column == "version" else "right")
-    one = by_formula("one device", c, o.batch * o.sequence, DTYPES[o.dtype].itemsize, n)
-    right = True
-    for name in o.versions:
-        formula = by_formula(name, c, o.batch * o.sequence, DTYPES[o.dtype].itemsize, n)
-        found = counted(name, o, tp_group(rt), rt.device)
-        right &= found == formula
-        table.add_row(name, show_bytes(found), show_bytes(formula), f"{float(formula / one):.0%}")
-    console(rt).print(table)
-    console(rt).print("counted = formula" if right else "what is counted is NOT the formula")
-    return right
+    rows = [
+        (name, show_bytes(kept), show_bytes(formula), f"{float(formula / one):.0%}")
+        for name, kept, formula in zip(o.versions, found, formulas, strict=True)
+    ]
+    show(rt, title, ("version", "counted", "formula", "of one device"), rows)
+    console(rt).print("counted = formula" if found == formulas else "what is counted is NOT the formula")
+    return found == formulas
 
 
 if __name__ == "__main__":

@@ -93,27 +93,16 @@ def llama(
     return TransformerConfig(*sizes, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False)
 
 
-def switch(
-    layers: int, width: int, heads: int, sequence: int, experts: int, vocabulary: int = 256
-) -> TransformerConfig:
+def switch(experts: int, **shape: int) -> TransformerConfig:
     """GPT-2 with experts in every layer, one per token (Fedus et al., Switch, arXiv:2101.03961)."""
-    plain = gpt2(layers, width, heads, sequence, vocabulary)
-    return replace(plain, experts=experts, experts_per_token=1, router="softmax", capacity_factor=1.25)
+    return replace(
+        gpt2(**shape), experts=experts, experts_per_token=1, router="softmax", capacity_factor=1.25
+    )
 
 
-def mixtral(
-    layers: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    mlp_width: int,
-    sequence: int,
-    experts: int,
-    vocabulary: int = 256,
-) -> TransformerConfig:
+def mixtral(experts: int, **shape: int) -> TransformerConfig:
     """LLaMA with two experts per token (Jiang et al., "Mixtral of experts", arXiv:2401.04088, table 1)."""
-    plain = llama(layers, width, heads, kv_heads, mlp_width, sequence, vocabulary)
-    return replace(plain, experts=experts, rotary_base=1e6)
+    return replace(llama(**shape), experts=experts, rotary_base=1e6)
 
 
 CONFIGS = {
@@ -130,7 +119,7 @@ CONFIGS = {
     "mixtral-tiny": mixtral(layers=2, width=64, heads=4, kv_heads=2, mlp_width=88, sequence=64, experts=8),
     "mixtral-31m": mixtral(layers=6, width=384, heads=6, kv_heads=2, mlp_width=512, sequence=256, experts=8),
     "mixtral-8x7b": mixtral(
-        32, 4096, heads=32, kv_heads=8, mlp_width=14336, sequence=32768, experts=8, vocabulary=32000
+        8, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, sequence=32768, vocabulary=32000
     ),
 }
 

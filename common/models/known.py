@@ -26,7 +26,7 @@ SEQUENCE, BATCH = 11, 3
 SHAPES = {
     "gpt2": gpt2(layers=2, width=16, heads=2, sequence=SEQUENCE + 1),
     "llama": llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, sequence=SEQUENCE + 1),
-    "mixtral": mixtral(2, 16, heads=4, kv_heads=2, mlp_width=12, sequence=SEQUENCE + 1, experts=4),
+    "mixtral": mixtral(4, layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=SEQUENCE + 1),
 }
 NUMBERS = {  # loss, projection of the gradients
     "gpt2": (5.98630774043361, -0.0344641161577995),
@@ -63,19 +63,14 @@ def model_of(c: TransformerConfig, device: torch.device) -> Transformer:
     return model
 
 
-def resembling(c: TransformerConfig) -> tuple[str, TransformerConfig]:
-    """Return the family of a model, and the small model of that family whose step is known.
+def check(step: Step, c: TransformerConfig, device: torch.device) -> None:
+    """Check `step` on the small model of the family of `c`. Raises RuntimeError if it is not the step of transformers.
 
     Where the model drops numbers, so does the small one, but with so small a share that nothing is dropped: attention
     then goes the way that keeps its weights, as the model's does.
     """
     family = "mixtral" if c.experts else "gpt2" if c.positions == "learned" else "llama"
-    return family, replace(SHAPES[family], dropout=1e-13 if c.dropout else 0.0)
-
-
-def check(step: Step, c: TransformerConfig, device: torch.device) -> None:
-    """Check `step` on a model like that of `c`. Raises RuntimeError if it is not the step of transformers."""
-    check_family(step, *resembling(c), device)
+    check_family(step, family, replace(SHAPES[family], dropout=1e-13 if c.dropout else 0.0), device)
 
 
 @functools.cache
