@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.models.transformer import MatrixProduct, Transformer
+from common.models.transformer import MatrixProduct, Transformer, replace_linears
 from common.utils.ranks import table_of_ranks
 
 from tp_costs import column_bytes
@@ -102,16 +103,8 @@ def column_parallel(model: Transformer, group: Group) -> Transformer:
 
     This is correct and simple; tp_megatron.py avoids the gathering.
     """
-    for module in list(model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and name in (
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "up_proj",
-                "gate_proj",
-            ):
-                setattr(module, name, ColumnParallelLinear(child, group, gather_output=True))
+    make = partial(ColumnParallelLinear, group=group, gather_output=True)
+    replace_linears(model.layers, ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"), make)
     return model
 
 

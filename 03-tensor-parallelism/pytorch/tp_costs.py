@@ -8,16 +8,13 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from torch import nn
-
 from common.comm import Group, padded
 from common.lesson.training import TrainingOptions
 from common.models.transformer import Transformer
 
 
-def column_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def column_bytes(name: str, model: Transformer, group: Group, o: TrainingOptions) -> Fraction:
     """Return the bytes of columns alone: results are gathered, the gradients of inputs all-reduced."""
-    assert isinstance(model, Transformer)
     c, size = model.config, next(model.parameters()).element_size()
     columns = [c.heads * c.head_width, *[c.kv_heads * c.head_width] * 2, c.mlp_width]
     columns += [c.mlp_width] if c.mlp == "swiglu" else []
@@ -26,13 +23,12 @@ def column_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) 
     return Fraction((group.size - 1) * o.batch * o.sequence * numbers * size, group.size)
 
 
-def row_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def row_bytes(name: str, model: Transformer, group: Group, o: TrainingOptions) -> Fraction:
     """Return the bytes of rows.
 
     scattered: two sums forward, the gradients of two inputs gathered. column-row: one sum in each pass, and
     one more backward for the gate of SwiGLU.
     """
-    assert isinstance(model, Transformer)
     c, size = model.config, next(model.parameters()).element_size()
     if name == "scattered":
         numbers = 2 * 2 * c.width + padded(c.width, group.size) + padded(c.mlp_width, group.size)
@@ -41,17 +37,15 @@ def row_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> 
     return Fraction((group.size - 1) * c.layers * o.batch * o.sequence * numbers * size, group.size)
 
 
-def vocabulary_bytes(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+def vocabulary_bytes(name: str, model: Transformer, group: Group, o: TrainingOptions) -> Fraction:
     """Return the bytes of a split vocabulary: embedding, gradient of the head's input, and loss."""
-    assert isinstance(model, Transformer)
     c, n, size = model.config, group.size, next(model.parameters()).element_size()
     loss = padded(c.vocabulary, n) if name == "gathered" else 2 * 3
     return Fraction((n - 1) * o.batch * o.sequence * (2 * 2 * c.width + loss) * size, n)
 
 
-def megatron_bytes(name: str, model: nn.Module, group: Group, o: Any) -> Fraction:
+def megatron_bytes(name: str, model: Transformer, group: Group, o: Any) -> Fraction:
     """Return the bytes of the whole Transformer, in each version of tp_megatron, tp_overlap and tp_dtensor."""
-    assert isinstance(model, Transformer)
     c, n, size = model.config, group.size, next(model.parameters()).element_size()
     outside = name in ("sequence-parallel", "whole", "pieces")  # the others leave norms and residuals whole
     length = padded(o.sequence, n) if outside else o.sequence

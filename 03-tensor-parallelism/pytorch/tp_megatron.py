@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -51,11 +52,11 @@ from common.models.dropout import Dropout
 from common.models.moe import MoE
 from common.models.transformer import (
     Attention,
-    FeedForward,
     Layer,
     Transformer,
     TransformerConfig,
     need_transformer,
+    replace_linears,
 )
 
 from tp_column_parallel import ColumnParallelLinear
@@ -135,11 +136,10 @@ def split_attention(attention: Attention, config: TransformerConfig, region: Reg
     # each head once, if all of them are read equally often
     read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
     rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
-    for name in ("q_proj", "k_proj", "v_proj"):
-        linear = getattr(attention, name)
-        whole = name == "q_proj" or kv_heads % group.size == 0  # no head is on several ranks
-        attention.add_module(name, columns(linear, region) if whole else SharedRows(linear, rows, group))
-    attention.add_module("o_proj", leaving(attention.o_proj, region))
+    shared = () if kv_heads % group.size == 0 else ("k_proj", "v_proj")  # several ranks read the same heads
+    replace_linears(attention, shared, lambda linear: SharedRows(linear, rows, group))
+    replace_linears(attention, ("q_proj", "k_proj", "v_proj"), partial(columns, region=region))
+    replace_linears(attention, ("o_proj",), partial(leaving, region=region))
     attention.weights_dropout.first_head = mine.start
     region.begin_at(attention)
 
@@ -160,11 +160,8 @@ def leaving(linear: nn.Linear, region: Region) -> RowParallelLinear:
 def split_mlp(mlp: nn.Module, region: Region) -> None:
     """Split up and gate by columns, down by rows. Raises UsageError for a mixture of experts."""
     refuse_experts(len(mlp.router.weight) if isinstance(mlp, MoE) else 0)
-    assert isinstance(mlp, FeedForward)
-    mlp.add_module("up_proj", columns(mlp.up_proj, region))
-    mlp.add_module("down_proj", leaving(mlp.down_proj, region))
-    if mlp.gate_proj is not None:
-        mlp.add_module("gate_proj", columns(mlp.gate_proj, region))
+    replace_linears(mlp, ("up_proj", "gate_proj"), partial(columns, region=region))
+    replace_linears(mlp, ("down_proj",), partial(leaving, region=region))
     region.begin_at(mlp)
 
 

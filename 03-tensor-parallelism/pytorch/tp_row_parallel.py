@@ -50,7 +50,7 @@ from common.lesson.comparison import Lesson
 from common.lesson.equality import TOLERANCE, difference
 from common.lesson.job import Job, total
 from common.lesson.runner import console, run
-from common.models.transformer import MatrixProduct, Transformer
+from common.models.transformer import MatrixProduct, Transformer, replace_linears
 from common.utils.ranks import table_of_ranks
 
 from tp_column_parallel import ColumnParallelLinear
@@ -143,15 +143,12 @@ def gelu_of_parts(rt: Runtime, group: Group) -> bool:
 
 def row_parallel(model: Transformer, group: Group, version: str) -> Transformer:
     """Split by version: `scattered` o_proj and down_proj, their inputs cut first; `column-row` the MLPs."""
-    scattered = version == "scattered"
-    for module in list(model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if name == "down_proj" or (scattered and name == "o_proj"):
-                assert isinstance(child, nn.Linear)
-                setattr(module, name, RowParallelLinear(child, group, input_is_parallel=not scattered))
-            elif name in ("up_proj", "gate_proj") and not scattered:
-                assert isinstance(child, nn.Linear)
-                setattr(module, name, ColumnParallelLinear(child, group))
+    if version == "scattered":
+        make = partial(RowParallelLinear, group=group, input_is_parallel=False)
+        replace_linears(model.layers, ("o_proj", "down_proj"), make)
+    else:
+        replace_linears(model.layers, ("up_proj", "gate_proj"), partial(ColumnParallelLinear, group=group))
+        replace_linears(model.layers, ("down_proj",), partial(RowParallelLinear, group=group))
     return model
 
 

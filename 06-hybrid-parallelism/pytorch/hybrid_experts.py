@@ -11,14 +11,16 @@ which each rank adds 1/n.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from common.comm.placement import shard, split_tokens_along
 from common.errors import UsageError
 from common.models.moe import Linears, MoE
+from common.models.transformer import replace_linears
 
-from tp_column_parallel import ColumnParallelLinear
-from tp_megatron import Region, split_mlp
+from tp_megatron import Region, columns, split_mlp
 from tp_row_parallel import RowParallelLinear
 
 
@@ -48,14 +50,8 @@ def split(mlp: nn.Module, region: Region) -> None:
 
 def _split_shared(shared: nn.Module, region: Region) -> None:
     """Split the shared experts. Their output is partial, too, and is summed together with the experts'."""
-    for name, linear in list(shared.named_children()):
-        assert isinstance(linear, nn.Linear)
-        if linear.bias is not None:
-            raise UsageError(
-                "shared experts with biases cannot be split along tp; give a model with bias=False"
-            )
-        if name == "down_proj":
-            split_linear: nn.Module = RowParallelLinear(linear, region.group, leave=lambda y: y)
-        else:
-            split_linear = ColumnParallelLinear(linear, region.group, enter=lambda x: x)
-        setattr(shared, name, split_linear)
+    if any(name.endswith("bias") for name, _ in shared.named_parameters()):
+        raise UsageError("shared experts with biases cannot be split along tp; give a model with bias=False")
+    replace_linears(shared, ("up_proj", "gate_proj"), partial(columns, region=region))
+    rows = partial(RowParallelLinear, group=region.group, leave=lambda y: y)
+    replace_linears(shared, ("down_proj",), rows)

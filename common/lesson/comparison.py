@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from rich.table import Table
-from torch import nn
 
 from common import comm
 from common.comm import Group
@@ -35,9 +34,10 @@ from common.lesson.training import (
     shape_of,
     timed_adamw,
 )
+from common.models.transformer import Transformer
 from common.utils.visualizer import figure, throughput_bars
 
-Formula = Callable[[str, nn.Module, Group, Any], Fraction]  # version, model, group, the lesson's options
+Formula = Callable[[str, Transformer, Group, Any], Fraction]  # version, model, group, the lesson's options
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Lesson:
     examine: Callable[[Job[Any], str], None] = lambda job, optimizer: None
     """Called after each proved run, with the name of its optimizer."""
 
-    def bytes_of_run(self, name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    def bytes_of_run(self, name: str, model: Transformer, group: Group, o: TrainingOptions) -> Fraction:
         """Return the bytes that a rank sends in `o.steps` steps, each with an all-reduced norm of 8 bytes."""
         if self.run_bytes:
             return self.run_bytes(name, model, group, o)

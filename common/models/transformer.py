@@ -8,7 +8,7 @@ GPT-2 and LLaMA are configurations of the same modules under the same names, so 
 change the model at these seams, and at no others:
 
     seam                                  without a strategy     who changes it
-    a module, for one with the same map   Linear, Embedding      tp: q_proj ... down_proj, embed_tokens
+    a module, for one with the same map   Linear, Embedding      tp, by `replace_linears`; embed_tokens
     a module's input, output: torch hooks unchanged              tp: attention, mlp, unembed, positions, dropout
     MatrixProduct.product                 F.linear               pp: weight gradients later than those of inputs
     Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks
@@ -31,7 +31,7 @@ on whichever rank builds it. A tied head is not a parameter: it is the embedding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -295,6 +295,14 @@ def initialise(module: nn.Module, config: TransformerConfig, seed: int, prefix: 
         p.copy_(initial_value(prefix + name, p.shape, config, seed))
     for buffer in module.buffers():  # the router's
         buffer.zero_()
+
+
+def replace_linears(part: nn.Module, names: Collection[str], make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put make(linear) in the place of each linear layer inside `part` that has one of these names."""
+    for module in list(part.modules()):
+        for name, child in list(module.named_children()):
+            if name in names and isinstance(child, nn.Linear):
+                module.add_module(name, make(child))
 
 
 def need_transformer(model: object, strategy: str, parts: str) -> None:
