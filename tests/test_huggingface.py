@@ -25,6 +25,11 @@ from common.models.huggingface import read_huggingface, to_huggingface, write_hu
 from common.models.transformer import Transformer, cross_entropy_sum
 
 
+def write(model, folder):
+    """Write the model in Hugging Face's layout."""
+    write_huggingface(model.config, dict(model.named_parameters()), folder)
+
+
 @pytest.fixture
 def in_double(monkeypatch):
     """Let transformers compute LLaMA's norms, angles and softmax, and any loss, in float64, not float32."""
@@ -143,7 +148,7 @@ def test_reads_what_transformers_saves(name, in_double, tmp_path):
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_reads_what_we_write(name, in_double, tmp_path):
     model = ours(SHAPES[name])
-    write_huggingface(model, tmp_path / "new" / "folder")
+    write(model, tmp_path / "new" / "folder")
     kind = type(theirs(SHAPES[name]))
     hf, report = kind.from_pretrained(
         tmp_path / "new" / "folder",
@@ -168,7 +173,7 @@ def test_reads_files_in_parts_and_without_the_head(in_double, tmp_path):
         model(tokens(model.config)), hf(tokens(model.config)).logits, rtol=0, atol=1e-10
     )
     newer = ours(SHAPES["llama"])
-    write_huggingface(newer, tmp_path / "parts")  # beside the old parts: the whole file counts
+    write(newer, tmp_path / "parts")  # beside the old parts: the whole file counts
     assert torch.equal(read_huggingface(tmp_path / "parts", torch.float64).norm.weight, newer.norm.weight)
     hf = theirs(SHAPES["gpt2"])
     hf.transformer.save_pretrained(tmp_path / "bare")  # GPT2Model, as in the file published as "gpt2"
@@ -221,7 +226,7 @@ def damage_json(folder):
     ],
 )
 def test_bad_files_get_one_line(damage, message, tmp_path):
-    write_huggingface(Transformer(SHAPES["llama"]), tmp_path)
+    write(Transformer(SHAPES["llama"]), tmp_path)
     damage(tmp_path)
     with pytest.raises(UsageError, match=message) as error:
         read_huggingface(tmp_path)
@@ -229,12 +234,12 @@ def test_bad_files_get_one_line(damage, message, tmp_path):
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):
-    write_huggingface(Transformer(SHAPES["gpt2"]), tmp_path)
+    write(Transformer(SHAPES["gpt2"]), tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     (tmp_path / ".partial").mkdir()  # in the way, as a full disk would be
     with pytest.raises(UsageError, match="cannot write the model"):
-        write_huggingface(Transformer(SHAPES["llama"]), tmp_path)
+        write(Transformer(SHAPES["llama"]), tmp_path)
     (tmp_path / ".partial").rmdir()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     with pytest.raises(UsageError, match="only GPT-2, LLaMA and Mixtral"):
-        write_huggingface(Transformer(dataclasses.replace(SHAPES["gpt2"], bias=False)), tmp_path)
+        write(Transformer(dataclasses.replace(SHAPES["gpt2"], bias=False)), tmp_path)

@@ -29,7 +29,7 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import check
 from common.lesson.runner import DTYPES, console, run
-from common.models.transformer import Transformer, TransformerConfig
+from common.models.transformer import Transformer
 from common.utils.memory import saved_bytes
 
 from tp_megatron import MegatronOptions, check_split, tensor_parallel
@@ -38,13 +38,20 @@ from tp_training import show, tp_group
 VERSIONS = ("one device", "plain", "sequence-parallel")
 
 
-def by_formula(name: str, c: TransformerConfig, tokens: int, size: int, n: int) -> Fraction:
-    """Return the bytes that a layer of GPT-2 keeps for so many tokens, with numbers of `size` bytes."""
+def by_formula(name: str, o: MegatronOptions, n: int) -> Fraction:
+    """Return the bytes that a layer keeps on each of n ranks. Raises UsageError unless it is GPT-2's and divides."""
+    c = o.model_config()
+    if c.mlp != "gelu" or o.sequence % n or c.mlp_width % n:
+        raise UsageError(
+            f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2, its MLP and the "
+            f"sequence divided by {n} ranks; gpt2-tiny with 32 tokens would do on 1, 2 and 4"
+        )
     inside, outside = 4 * c.width + 2 * c.mlp_width + c.heads, 2 * c.width + 4
-    if name == "one device":
-        n = 1
-    cut = n if name == "sequence-parallel" else 1
-    return tokens * size * (Fraction(outside, cut) + 2 * c.width + Fraction(inside, n))
+    split = 1 if name == "one device" else n
+    numbers = (
+        Fraction(outside, n if name == "sequence-parallel" else 1) + 2 * c.width + Fraction(inside, split)
+    )
+    return o.batch * o.sequence * DTYPES[o.dtype].itemsize * numbers
 
 
 def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -> int:
@@ -73,20 +80,12 @@ class MemoryOptions(
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Print the table; True if the counted bytes are exactly those of the formula."""
-    c, n = o.model_config(), rt.world_size
-    check_split(c, n)
+    check_split(o.model_config(), rt.world_size)
     check(rt, VERSIONS, o)
-    if c.mlp != "gelu" or o.sequence % n or c.mlp_width % n:
-        raise UsageError(
-            f"--model {o.model} --sequence {o.sequence}: the formula is that of GPT-2, its MLP and the "
-            f"sequence divided by {n} ranks; gpt2-tiny with 32 tokens would do on 1, 2 and 4"
-        )
-    one, *formulas = (
-        by_formula(name, c, o.batch * o.sequence, DTYPES[o.dtype].itemsize, n)
-        for name in ("one device", *o.versions)
-    )
+    one, *formulas = (by_formula(name, o, rt.world_size) for name in ("one device", *o.versions))
     found = [counted(name, o, tp_group(rt), rt.device) for name in o.versions]
-    title = f"bytes that a layer keeps on a rank: {o.model}, {o.dtype}, {o.batch} x {o.sequence} tokens, {n} ranks"
+    title = f"bytes that a layer keeps on a rank: {o.model}, {o.dtype}, {o.batch} x {o.sequence} tokens"
+    title += f", {rt.world_size} ranks"
     rows = [
         (name, show_bytes(kept), show_bytes(formula), f"{float(formula / one):.0%}")
         for name, kept, formula in zip(o.versions, found, formulas, strict=True)

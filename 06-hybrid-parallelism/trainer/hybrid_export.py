@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import comm
 from common.lesson.equality import whole
-from common.models.huggingface import write_weights
+from common.models.huggingface import write_huggingface
 from common.models.transformer import Transformer
 
 from hybrid_model import Hybrid
@@ -52,4 +52,4 @@ def export(hybrid: Hybrid, folder: Path) -> None:
     """Write a folder that transformers' from_pretrained reads. Raises UsageError on rank 0 if that fails."""
     weights = gather_to_rank_0(hybrid)
     if hybrid.mesh.world.rank == 0:
-        write_weights(hybrid.config, weights, folder)
+        write_huggingface(hybrid.config, weights, folder)

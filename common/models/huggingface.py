@@ -1,7 +1,8 @@
 """Weights in Hugging Face's layout: a folder with config.json and model.safetensors, for GPT-2, LLaMA and Mixtral.
 
     model = read_huggingface(Path("gpt2"))
-    write_huggingface(model, Path("out"))             # transformers' from_pretrained(out) gives the same logits
+    parameters = dict(model.named_parameters())
+    write_huggingface(model.config, parameters, Path("out"))      # from_pretrained(out) gives the same logits
 
 The tables below hold all differences. LLaMA's weights only have other names. GPT-2 keeps query, key and value
 in one matrix and stores its four matrices [in, out] (`Conv1D`); here all are [out, in]. Mixtral's files have a matrix
@@ -13,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -126,14 +128,14 @@ def model_type(config: TransformerConfig) -> str:
     raise UsageError(f"only GPT-2, LLaMA and Mixtral have a layout of Hugging Face's here, not {config}")
 
 
-def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool, int | None]]:
-    """(their parameter, ours, whether theirs is transposed, the expert's place in ours) for the whole model."""
+def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool, int | EllipsisType]]:
+    """(their parameter, ours, whether theirs is transposed, the index of theirs in ours) for the whole model."""
     for theirs, ours in TABLES[model_type(config)].items():
         if theirs == "lm_head" and config.tied:
             continue
         has_bias = config.bias and not theirs.endswith(("wte", "wpe", "lm_head"))
         layers = range(config.layers) if "*" in theirs else [0]
-        experts = range(config.experts) if "#" in theirs else [None]
+        experts: Iterable[int | EllipsisType] = range(config.experts) if "#" in theirs else [...]
         kinds = ("weight", "bias") if has_bias else ("weight",)
         for layer, expert, kind in itertools.product(layers, experts, kinds):
             names = [f"{name}.{kind}".replace("*", str(layer)) for name in ours]
@@ -142,29 +144,20 @@ def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool, in
             yield name, names, transposed, expert
 
 
-def _of(expert: int | None, x: Tensor) -> Tensor:
-    return x if expert is None else x[expert]
-
-
 def to_huggingface(config: TransformerConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights, or their gradients, under Hugging Face's names and in its shapes."""
     out = {}
     for theirs, names, transposed, expert in _pairs(config):
-        x = torch.cat([_of(expert, ours[name].detach()) for name in names])
+        x = torch.cat([ours[name].detach()[expert] for name in names])
         out[theirs] = x.T.contiguous() if transposed else x
     return out
 
 
-def write_huggingface(model: Transformer, folder: Path) -> None:
-    """Write config.json and model.safetensors; a failure leaves neither file half-written.
+def write_huggingface(shape: TransformerConfig, ours: Mapping[str, Tensor], folder: Path) -> None:
+    """Write config.json and model.safetensors, parameters by our names; a failure leaves neither file half-written.
 
     Raises UsageError if the folder cannot be written or Hugging Face has no such model.
     """
-    write_weights(model.config, dict(model.named_parameters()), folder)
-
-
-def write_weights(shape: TransformerConfig, ours: Mapping[str, Tensor], folder: Path) -> None:
-    """`write_huggingface` for parameters given by name."""
     weights = to_huggingface(shape, ours)
     dtype = str(ours["embed_tokens.weight"].dtype).removeprefix("torch.")
     config = json.dumps({**_write_config(shape), "dtype": dtype}, indent=2) + "\n"
@@ -217,7 +210,7 @@ def read_weights(folder: Path, config: TransformerConfig) -> Callable[[str, torc
                 opened[file] = files.enter_context(_open(file))
             shape = opened[file].get_slice(there).get_shape()
             shape = shape[::-1] if transposed else shape
-            parts = [_of(expert, ours[name]) for name in names]
+            parts = [ours[name][expert] for name in names]
             needed = [sum(len(p) for p in parts), *parts[0].shape[1:]]
             if shape != needed:
                 raise UsageError(f"{theirs} in {file} has shape {shape}, config.json asks for {needed}")
