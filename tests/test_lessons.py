@@ -170,12 +170,10 @@ def test_what_a_pipeline_waited_and_when(found: Found) -> None:
 
 def unlike(rt: Runtime, lesson: str, options: str, module: str, file: Path) -> bool:
     """Return the lesson's verdict if no difference between two versions is tolerated, not even 0."""
-    main, given = (
-        importlib.import_module(lesson),
-        {"versions": ("pytorch-mlp",)} if lesson[:2] == "dp" else {},
-    )
+    main = importlib.import_module(lesson)
+    versions = ("pytorch-mlp",) if lesson[:2] == "dp" else tuple(main.LANGUAGES)
     importlib.import_module(module).TOLERANCE = {torch.float64: -1.0}  # type: ignore[attr-defined]
-    holds: bool = main.main(rt, getattr(main, options)(json=file, steps=1, **given))
+    holds: bool = main.main(rt, getattr(main, options)(json=file, steps=1, versions=versions))
     return holds
 
 

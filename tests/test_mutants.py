@@ -35,7 +35,7 @@ from dp_training import DataParallelOptions
 from hybrid_layout import HybridOptions
 from hybrid_rows import of_meshes
 from tp_megatron import MegatronOptions
-from tp_vocabulary import VocabularyOptions
+from tp_training import TensorOptions
 
 all_reduce = comm.all_reduce
 
@@ -104,7 +104,7 @@ SMALL: dict[str, Any] = dict(model="llama-nano", batch=4, sequence=12, steps=2)
 DATA = (dp_basic.main, DataParallelOptions(**SMALL, versions=("naive",)))
 STEP = (dp_accumulation.main, StepOptions(**SMALL, versions=("no_sync",), warm_up=1))
 DROPOUT = (tp_megatron.main, MegatronOptions(**SMALL, versions=("plain",), dropout=0.1))
-VOCABULARY = (tp_vocabulary.main, VocabularyOptions(**SMALL, versions=("parallel",)))
+VOCABULARY = (tp_vocabulary.main, TensorOptions(**SMALL, versions=("parallel",)))
 HYBRID = (hybrid_5d.main, HybridOptions(model="llama-nano", sequence=12))  # the default batch
 HYBRID_SP = (hybrid_5d.main, HybridOptions(model="llama-nano", sequence=12, sp=2))
 LOSS = {"tp_vocabulary.cross_entropy_sum_parallel": padding_counts}

@@ -31,7 +31,7 @@ import tp_vocabulary
 from tp_column_parallel import ColumnParallelLinear
 from tp_megatron import MegatronOptions, tensor_parallel
 from tp_row_parallel import RowParallelLinear
-from tp_training import tp_group
+from tp_training import TensorOptions, tp_group
 from tp_vocabulary import VocabularyParallelEmbedding, cross_entropy_sum_parallel
 
 # 24 heads divide by 2, 3, 4 and 8; nothing else does by all: 259 tokens, an MLP of 51, 6 key-value heads
@@ -52,9 +52,9 @@ LESSONS = {
     "dtensor": tp_dtensor,
 }
 OPTIONS = {
-    "column": tp_column_parallel.ColumnOptions,
-    "row": tp_row_parallel.RowOptions,
-    "vocabulary": tp_vocabulary.VocabularyOptions,
+    "column": TensorOptions,
+    "row": TensorOptions,
+    "vocabulary": TensorOptions,
     "megatron": tp_megatron.MegatronOptions,
     "overlap": tp_overlap.OverlapOptions,
     "dtensor": tp_dtensor.DTensorOptions,

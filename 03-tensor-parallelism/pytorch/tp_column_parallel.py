@@ -28,7 +28,6 @@ pass where the result is gathered. Memory: A, its gradient, its optimizer states
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -108,15 +107,7 @@ def column_parallel(model: Transformer, group: Group) -> Transformer:
     return model
 
 
-@dataclass
-class ColumnOptions(TensorOptions):
-    """Model and batch of this lesson."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
-
-
-def train(job: Job[ColumnOptions]) -> Iterator[Tensor]:
+def train(job: Job[TensorOptions]) -> Iterator[Tensor]:
     """Train with every input projection split by columns; yield the loss of each batch."""
     model, group = job.model, job.group
     column_parallel(model, group)
@@ -137,11 +128,11 @@ def train(job: Job[ColumnOptions]) -> Iterator[Tensor]:
 LESSON = Lesson("tp", {"gathered": train}, column_bytes)
 
 
-def main(rt: Runtime, o: ColumnOptions) -> bool:
+def main(rt: Runtime, o: TensorOptions) -> bool:
     """Check the example of the docstring, then prove a Transformer; with --benchmark only time it."""
     group = tp_group(rt)
     return lesson(rt, o, LESSON, lambda: toy(rt, group))
 
 
 if __name__ == "__main__":
-    run(main, ColumnOptions)
+    run(main, TensorOptions, versions=VERSIONS)

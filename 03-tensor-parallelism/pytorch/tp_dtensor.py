@@ -94,9 +94,6 @@ def dtensor_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
 class DTensorOptions(MegatronOptions, without=("dropout",)):
     """Model and batch of this lesson."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
-
 
 def train(job: Job[DTensorOptions]) -> Iterator[Tensor]:
     """Train with the library's split; yield the loss of each batch."""
@@ -133,4 +130,4 @@ def main(rt: Runtime, o: DTensorOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, DTensorOptions)
+    run(main, DTensorOptions, versions=VERSIONS)

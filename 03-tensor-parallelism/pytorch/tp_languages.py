@@ -46,9 +46,6 @@ LANGUAGES = {"pytorch": "pytorch", "tp_libtorch": "libtorch", "tp_mpi": "cpp-mpi
 class LanguageOptions(TensorOptions, without=("micro_batches", "scaling", "data")):
     """Shape of the layer and of x."""
 
-    versions: tuple[str, ...] = tuple(LANGUAGES)
-    """Versions to run."""
-
 
 def plain_layer(o: LanguageOptions) -> Layer:
     """Return the first layer of the model, on the CPU."""
@@ -171,4 +168,4 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, LanguageOptions)
+    run(main, LanguageOptions, versions=LANGUAGES)

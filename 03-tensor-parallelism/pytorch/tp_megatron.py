@@ -234,8 +234,6 @@ def check_sizes(config: TransformerConfig, n: int) -> None:
 class MegatronOptions(TensorOptions):
     """Model and batch of this lesson."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
     dropout: Annotated[float, Within(0, 0.999999)] = 0.0
     """Share of numbers that training sets to zero; these are the same on every mesh."""
 
@@ -273,4 +271,4 @@ def main(rt: Runtime, o: MegatronOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, MegatronOptions)
+    run(main, MegatronOptions, versions=VERSIONS)

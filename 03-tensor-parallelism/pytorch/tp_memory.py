@@ -74,9 +74,6 @@ class MemoryOptions(
 ):
     """Model and batch of this lesson."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
-
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Print the table; True if the counted bytes are exactly those of the formula."""
@@ -96,4 +93,4 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, MemoryOptions)
+    run(main, MemoryOptions, versions=VERSIONS)

@@ -196,8 +196,6 @@ def split_overlapped(mlp: nn.Module, region: Region, pieces: Pieces) -> None:
 class OverlapOptions(MegatronOptions):
     """Model and batch of this lesson."""
 
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
     pieces: Size = 2
     """Number of pieces into which a rank cuts its slice of the sequence."""
     link: Annotated[float, Within(1e-6, 1e6)] = LINK
@@ -252,4 +250,4 @@ def main(rt: Runtime, o: OverlapOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, OverlapOptions)
+    run(main, OverlapOptions, versions=VERSIONS)

@@ -34,7 +34,6 @@ pass where x is not split already. Memory: A, its gradient and states and x take
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
@@ -152,15 +151,7 @@ def row_parallel(model: Transformer, group: Group, version: str) -> Transformer:
     return model
 
 
-@dataclass
-class RowOptions(TensorOptions):
-    """Model and batch of this lesson."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
-
-
-def train(job: Job[RowOptions]) -> Iterator[Tensor]:
+def train(job: Job[TensorOptions]) -> Iterator[Tensor]:
     """Train with projections split by rows; yield the loss of each batch."""
     model, group = job.model, job.group
     row_parallel(model, group, job.version)
@@ -181,11 +172,11 @@ def train(job: Job[RowOptions]) -> Iterator[Tensor]:
 LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), row_bytes)
 
 
-def main(rt: Runtime, o: RowOptions) -> bool:
+def main(rt: Runtime, o: TensorOptions) -> bool:
     """Check the two examples, then prove a Transformer; with --benchmark only time it."""
     group = tp_group(rt)
     return lesson(rt, o, LESSON, lambda: toy(rt, group) and gelu_of_parts(rt, group))
 
 
 if __name__ == "__main__":
-    run(main, RowOptions)
+    run(main, TensorOptions, versions=VERSIONS)

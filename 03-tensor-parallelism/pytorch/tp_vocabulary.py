@@ -27,7 +27,6 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -148,15 +147,7 @@ def gather_logits(model: Transformer, group: Group) -> None:
     model.loss = cross_entropy_sum
 
 
-@dataclass
-class VocabularyOptions(TensorOptions):
-    """Model and batch of this lesson."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
-
-
-def train(job: Job[VocabularyOptions]) -> Iterator[Tensor]:
+def train(job: Job[TensorOptions]) -> Iterator[Tensor]:
     """Train with embedding, head and loss split along the vocabulary; yield the loss of each batch."""
     model, group = job.model, job.group
     split_vocabulary(model, group)
@@ -211,10 +202,10 @@ def measure_memory(rt: Runtime, tokens: int = 512, vocabulary: int = 8192) -> bo
     return small
 
 
-def main(rt: Runtime, o: VocabularyOptions) -> bool:
+def main(rt: Runtime, o: TensorOptions) -> bool:
     """Measure the memory of the loss, then prove a Transformer; with --benchmark only time it."""
     return lesson(rt, o, LESSON, lambda: measure_memory(rt))
 
 
 if __name__ == "__main__":
-    run(main, VocabularyOptions)
+    run(main, TensorOptions, versions=VERSIONS)
