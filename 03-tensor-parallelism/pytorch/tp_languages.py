@@ -144,27 +144,21 @@ def benchmark(rt: Runtime, o: LanguageOptions) -> list[BenchmarkRecord]:
     ]
 
 
-def prepare(rt: Runtime, o: LanguageOptions) -> None:
-    """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
-    check(rt, tuple(LANGUAGES), o)
+def main(rt: Runtime, o: LanguageOptions) -> bool:
+    """Prove equality of the versions with one device, or with --benchmark time them; one thread per library."""
     c, n = o.model_config(), rt.world_size
+    check(rt, tuple(LANGUAGES), o)
     check_split(c, n)
     if c.mlp != "gelu" or c.mlp_width % n:
         raise UsageError(
             f"--model {o.model}: the three languages share GPT-2's layer, its MLP divided by {n} ranks"
         )
     check_modules(rt, "tp_languages.py", ("tp_mpi", "tp_libtorch"))
-
-
-def main(rt: Runtime, o: LanguageOptions) -> bool:
-    """Prove equality of the versions with one device, or with --benchmark time them."""
-    prepare(rt, o)
     if o.benchmark:
         report(rt, o, benchmark(rt, o))
         return True
-    mesh = Mesh(rt.world, tp=rt.world_size)
-    title = f"a layer on {rt.world_size} rank(s), {o.model}, {o.dtype}"
-    return prove(rt, o, mesh, partial(train, rt, o), partial(benchmark, rt), title)
+    title = f"a layer on {n} rank(s), {o.model}, {o.dtype}"
+    return prove(rt, o, Mesh(rt.world, tp=n), partial(train, rt, o), partial(benchmark, rt), title)
 
 
 if __name__ == "__main__":
