@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
         (TIMED.replace("[1, 2]", "[]"), ["ranks = []", "[1, 2, 4]"]),
         (TIMED.replace("[1, 2]", "[0]"), ["ranks = [0]", "[1, 2, 4]"]),
         (TIMED.replace("[1, 2]", "2"), ["ranks = 2", "[1, 2, 4]"]),
-        (TIMED.replace('["strong", "weak"]', '"strong"'), ["scalings = strong", "list"]),
+        (TIMED.replace('["strong", "weak"]', '"strong"'), ["scalings = 'strong'", "list"]),
         (TIMED.replace('"weak"', '"both"'), ["'both'", "strong, weak"]),
         (TIMED + "quick = 3", ["quick = 3", "text"]),
         (TIMED + "variants = []", ["variants = []", "list"]),

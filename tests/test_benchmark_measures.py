@@ -73,7 +73,7 @@ def test_memory_is_that_of_the_implementation_alone() -> None:
     assert [list(row.commands) for row in rows] == [["both", "one"], ["both"]]
 
 
-GOOD = dict.fromkeys(measures.TEXTS, "x") | {"ranks": 1, "step_seconds": [0.5]}
+GOOD = dict.fromkeys(measures.TIMED, "x") | {"ranks": 1, "step_seconds": [0.5]}
 
 
 @pytest.mark.parametrize(

@@ -409,9 +409,9 @@ def test_the_picture_says_which_scaling_each_half_shows(
         monkeypatch.setattr(
             f"common.utils.visualizer.{name}", lambda *args, title, **kwargs: titles.append(title)
         )
-    given = dict.fromkeys(measures.TEXTS, "x") | {"step_seconds": (1.0,)}
+    given = dict.fromkeys(measures.TIMED, "x") | {"step_seconds": (1.0,)}
     runs = [
-        measures.Timing(**given, ranks=ranks, scaling=scaling, tokens_per_step=tokens)
+        measures.Timing(**given | {"ranks": ranks, "scaling": scaling, "tokens_per_step": tokens})
         for ranks, scaling, tokens in ((1, "strong", 1024), (2, "strong", 1024), (2, "weak", 2048))
     ]
     plots.picture(runs, tmp_path / "p.png")

@@ -25,13 +25,14 @@ import re
 import shlex
 import string
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from common.errors import UsageError
+from common.launch.command_line import Count, fits
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -40,10 +41,12 @@ LAUNCHERS = {
     "torchrun": "torchrun --standalone --nproc_per_node={ranks} ",
     "python": "python ",
 }
-CHOICES = {
-    "launcher": tuple(LAUNCHERS),
-    "scalings": ("strong", "weak"),
-    "purpose": ("time", "equality", "memory"),
+FORMS = {  # of the fields that are no text
+    "launcher": "one of mpirun, torchrun, python",
+    "ranks": "a list of counts such as [1, 2, 4]",
+    "scalings": "a list of strong, weak",
+    "variants": "a list of texts",
+    "purpose": "one of time, equality, memory",
 }
 
 
@@ -54,14 +57,14 @@ class Case:
     title: str
     file: Path
     name: str
-    launcher: str
+    launcher: Literal["mpirun", "torchrun", "python"]
     command: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[Count]
     folder: str = "."
-    scalings: tuple[str, ...] = ("strong",)
-    variants: tuple[str, ...] = ("",)
+    scalings: Sequence[Literal["strong", "weak"]] = ("strong",)
+    variants: Sequence[str] = ("",)
     quick: str = ""
-    purpose: str = "time"
+    purpose: Literal["time", "equality", "memory"] = "time"
 
 
 @dataclass(frozen=True)
@@ -117,50 +120,37 @@ def _read(file: Path, shown: str) -> list[Case]:
         content = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
         raise UsageError(f"{shown} cannot be read: {error}") from None
-    tables = content.get("case")
-    good = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
-    if content.keys() != {"title", "case"} or not isinstance(content["title"], str) or not good:
+    needed = {"title": str, "case": Sequence[Mapping[str, Any]]}
+    if content.keys() != needed.keys() or not all(fits(content[key], hint) for key, hint in needed.items()):
         raise UsageError(f'{shown}: needed are title = "..." and [[case]] tables, found {sorted(content)}')
-    return [_case(table, content["title"], file, f"{shown}, case {i}") for i, table in enumerate(tables, 1)]
+    return [
+        _case(table, content["title"], file, f"{shown}, case {i}")
+        for i, table in enumerate(content["case"], 1)
+    ]
 
 
 def _case(table: dict[str, Any], title: str, file: Path, shown: str) -> Case:
     """Return a case from its table, each value checked. Raises UsageError."""
-    keys = {field.name: field for field in fields(Case) if field.name not in ("title", "file")}
-    if isinstance(table.get("name"), str):
-        shown += f" ({table['name']})"
-    if unknown := table.keys() - keys.keys():
-        raise UsageError(f"{shown}: unknown {', '.join(sorted(unknown))}; a case has {', '.join(keys)}")
+    types = get_type_hints(Case, include_extras=True)
+    del types["title"], types["file"]
+    shown += f" ({table['name']})" if "name" in table else ""
+    if unknown := table.keys() - types.keys():
+        raise UsageError(f"{shown}: unknown {', '.join(sorted(unknown))}; a case has {', '.join(types)}")
     if missing := [key for key in ("name", "launcher", "command", "ranks") if key not in table]:
         raise UsageError(f"{shown}: {', '.join(missing)} missing")
     for key, value in table.items():
-        _check(key, value, shown)
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-    return Case(title, file, **values)
-
-
-def _check(key: str, value: Any, shown: str) -> None:
-    if key == "ranks":
-        if not (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value)):
-            raise UsageError(f"{shown}: ranks = {value} is not a list of counts such as [1, 2, 4]")
-        return
-    lists = key in ("scalings", "variants")
-    values = value if lists and isinstance(value, list) else [] if lists else [value]
-    if not values or not all(isinstance(one, str) for one in values):
-        raise UsageError(f"{shown}: {key} = {value} is not {'a list of texts' if lists else 'a text'}")
-    for one in values:
-        if key in CHOICES and one not in CHOICES[key]:
-            raise UsageError(f"{shown}: {key} is {one!r}; it is one of {', '.join(CHOICES[key])}")
-    if key == "command":
-        try:
-            names = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
-            shlex.split(value)
-        except ValueError as error:
-            raise UsageError(f"{shown}: command cannot be read: {error}") from None
-        if unknown := names - {"ranks", "scaling", "variant"}:
-            raise UsageError(
-                f"{shown}: command holds {{{sorted(unknown)[0]}}}; it may hold {{ranks}}, {{scaling}}, {{variant}}"
-            )
+        if not fits(value, types[key]):
+            raise UsageError(f"{shown}: {key} = {value!r} is not {FORMS.get(key, 'a text')}")
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(table["command"]) if name is not None}
+        shlex.split(table["command"])
+    except ValueError as error:
+        raise UsageError(f"{shown}: command cannot be read: {error}") from None
+    if unknown := names - {"ranks", "scaling", "variant"}:
+        raise UsageError(
+            f"{shown}: command holds {{{sorted(unknown)[0]}}}; it may hold {{ranks}}, {{scaling}}, {{variant}}"
+        )
+    return Case(title, file, **table)
 
 
 def select(

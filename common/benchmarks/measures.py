@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
-Check = Callable[[Any], bool]
+from common.launch.command_line import Count, Within, fits
+from common.lesson.measure import spread
 
-TEXTS = ("strategy", "implementation", "language", "backend", "dtype", "model")
-NUMBERS = (
-    "tokens_per_step",
-    "flop_per_step",
-    "communication_seconds",
-    "bytes_counted",
-    "bytes_formula",
-    "peak_memory_bytes",
-    "largest_difference",
-)
-BANDWIDTH = (
-    "primitive",
-    "backend",
-    "ranks",
-    "bytes",
-    "seconds",
-    "algorithm_bandwidth",
-    "bus_bandwidth",
-    "correct",
-)
-SCHEDULE = ("schedule", "model", "dtype", "backend", "ranks", "micro_batches", "bubble", "timelines")
-TIMED = (*TEXTS, "ranks", "step_seconds")
-KINDS = {  # field that only one kind of record has -> all fields that this kind needs
-    "step_seconds": TIMED,
-    "bus_bandwidth": BANDWIDTH,
-    "timelines": SCHEDULE,
-    "error": ("ranks", "scaling"),
-}
-KEPT = ("chapter", "case", "command", "purpose", "commit", "date", "machine")  # what the benchmark adds
-SHARES = ("formula", "simulated", "with measured times", "measured")  # of a bubble
+Finite = Annotated[float, Within(-sys.float_info.max, sys.float_info.max)]
+Seconds = Annotated[float, Within(sys.float_info.min, sys.float_info.max)]
 
 
 @dataclass(frozen=True)
@@ -54,24 +27,24 @@ class Timing:
     backend: str
     dtype: str
     model: str
-    ranks: int
-    step_seconds: tuple[float, ...]  # of each step, the slowest rank's
-    scaling: str = "strong"
-    tokens_per_step: float | None = None  # of all ranks together, like flop_per_step
-    flop_per_step: float | None = None
-    communication_seconds: float | None = None  # exposed, per step
-    seconds_by_axis: Mapping[str, float] | None = None  # the same by axis, mean of the ranks
-    bytes_counted: float | None = None  # per rank and step
-    bytes_formula: float | None = None
-    peak_memory_bytes: float | None = None  # the largest rank's
+    ranks: Count
+    step_seconds: Sequence[Seconds]  # of each step, the slowest rank's
+    scaling: Literal["strong", "weak"] = "strong"
+    tokens_per_step: Finite | None = None  # of all ranks together, like flop_per_step
+    flop_per_step: Finite | None = None
+    communication_seconds: Finite | None = None  # exposed, per step
+    seconds_by_axis: Mapping[str, Finite] | None = None  # the same by axis, mean of the ranks
+    bytes_counted: Finite | None = None  # per rank and step
+    bytes_formula: Finite | None = None
+    peak_memory_bytes: Finite | None = None  # the largest rank's
     equal: bool | None = None  # to one device
-    largest_difference: float | None = None
+    largest_difference: float | None = None  # may be NaN or infinite
     chapter: str = ""
     command: str = ""
     purpose: str = "time"
     case: str = ""
-    cores: int | None = None  # of the hosts that it ran on
-    peaks: Mapping[str, Mapping[str, float]] | None = None  # of one core: see peaks.py
+    cores: Count | None = None  # of the hosts that it ran on
+    peaks: Mapping[str, Mapping[str, Finite]] | None = None  # of one core: see peaks.py
 
     @property
     def seconds(self) -> float:
@@ -81,7 +54,7 @@ class Timing:
     @property
     def spread(self) -> float:
         """(slowest - fastest) / median."""
-        return (max(self.step_seconds) - min(self.step_seconds)) / self.seconds
+        return spread(self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -132,6 +105,33 @@ class Timing:
         return self.model, self.dtype, self.one_rank_tokens
 
 
+TIMED = tuple(field.name for field in fields(Timing) if field.default is MISSING)
+RATES = ("algorithm_bandwidth", "bus_bandwidth")
+KINDS: dict[
+    str, tuple[str, ...]
+] = {  # field that only one kind of record has -> all fields that this kind needs
+    "step_seconds": TIMED,
+    "bus_bandwidth": ("primitive", "backend", "ranks", "bytes", "seconds", *RATES, "correct"),
+    "timelines": ("schedule", "model", "dtype", "backend", "ranks", "micro_batches", "bubble", "timelines"),
+    "error": ("ranks", "scaling"),
+}
+KEPT = ("chapter", "case", "command", "purpose", "commit", "date", "machine")  # what the benchmark adds
+SHARES = ("formula", "simulated", "with measured times", "measured")  # of a bubble
+Work = tuple[Finite, Finite, str, str]  # the fields of a visualizer.Interval
+TYPES: dict[str, Any] = {
+    **get_type_hints(Timing, include_extras=True),
+    **dict.fromkeys((*KEPT, "primitive", "schedule", "error"), str),
+    **dict.fromkeys(("bytes", *RATES), Finite),
+    "correct": bool,
+    "seconds": Sequence[Seconds],
+    "micro_batches": Count,
+    "bubble": Mapping[str, Finite | None],
+    "timelines": Mapping[str, Mapping[str, Sequence[Work]]],
+    "elapsed": Finite | None,
+    "machine": Mapping[str, str],
+}
+
+
 def read(file: Path, added: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the good records of a file, which also have the fields `added`, and a message per other line."""
     good, wrong = [], []
@@ -156,78 +156,19 @@ def problem(record: Any, added: Sequence[str] = ()) -> str:
     for key in (*added, *(key for needed in kinds for key in needed)):
         if key not in record:
             return f"lacks {key!r}"
-    for key, check in CHECKS.items():
-        if key in record and not check(record[key]):
+    for key, hint in TYPES.items():
+        if key in record and not fits(record[key], hint):
             return f"has {key} = {record[key]!r:.40}"
     return ""
 
 
-def _text(value: Any) -> bool:
-    """Return True for a text that can be encoded: without half of a surrogate pair."""
-    return isinstance(value, str) and value == value.encode(errors="replace").decode()
-
-
-def _number(value: Any) -> bool:
-    """Return True for a number that is not NaN and fits a float."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-def _optional(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-def _list(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and len(value) > 0 and all(map(check, value))
-
-
-def _map(check: Check) -> Check:
-    return lambda value: (
-        isinstance(value, dict) and all(map(_text, value)) and all(map(check, value.values()))
-    )
-
-
-def _interval(value: Any) -> bool:
-    """Return True for the fields of a visualizer.Interval."""
-    checks = (_number, _number, _text, _text)
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(check(one) for check, one in zip(checks, value, strict=True))
-    )
-
-
-CHECKS: dict[str, Check] = {
-    **dict.fromkeys((*TEXTS, *KEPT, "primitive", "schedule", "error"), _text),
-    **dict.fromkeys((*NUMBERS, "elapsed"), _optional(_number)),
-    **dict.fromkeys(("bytes", "algorithm_bandwidth", "bus_bandwidth"), _number),
-    **dict.fromkeys(("ranks", "micro_batches"), _count),
-    **dict.fromkeys(("step_seconds", "seconds"), _list(lambda value: _number(value) and value > 0)),
-    "largest_difference": lambda value: value is None or isinstance(value, float) or _number(value),  # or NaN
-    "scaling": lambda value: value in ("strong", "weak"),
-    "equal": _optional(lambda value: isinstance(value, bool)),
-    "correct": lambda value: isinstance(value, bool),
-    "cores": _optional(_count),
-    "seconds_by_axis": _optional(_map(_number)),
-    "peaks": _optional(_map(_map(_number))),
-    "machine": _map(_text),
-    "bubble": lambda value: _map(_optional(_number))(value) and value.keys() >= set(SHARES),
-    "timelines": lambda value: bool(value) and _map(_map(_list(_interval)))(value),
-}
-
-
 def timings(records: Iterable[Mapping[str, Any]]) -> list[Timing]:
     """Return the Timings of the records that time steps."""
-    timed = [record for record in records if "step_seconds" in record]
-    return [Timing(**_fields(record)) for record in timed]
-
-
-def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: value for key, value in record.items() if key in Timing.__dataclass_fields__}
-    return {**known, "step_seconds": tuple(record["step_seconds"])}
+    return [
+        Timing(**{field.name: record[field.name] for field in fields(Timing) if field.name in record})
+        for record in records
+        if "step_seconds" in record
+    ]
 
 
 def speed_up(timing: Timing, among: Sequence[Timing]) -> float | None:

@@ -112,7 +112,7 @@ def _section(title: str, records: Sequence[Record], output: Path) -> Section:
         section.blocks += [table for table in made if table.rows]
     if swept := [r for r in records if "bus_bandwidth" in r]:
         section.blocks += [_draw(plots.of_bandwidth(swept, prefix), output), tables.bandwidths(swept)]
-    if piped := [r for r in records if "timelines" in r and r["ranks"] > 1 and r["purpose"] == "time"]:
+    if piped := [r for r in records if r.get("timelines") and r["ranks"] > 1 and r["purpose"] == "time"]:
         section.blocks += [_draw(plots.of_schedules(piped, prefix), output), tables.bubbles(piped)]
     if any(t.equal is not None for t in every):
         section.blocks.append(tables.proofs(every))

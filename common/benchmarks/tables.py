@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from common.benchmarks.measures import SHARES, Timing, alone, compared, speed_up
+from common.lesson.measure import spread
+
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str]]  # head: cell of a row
 
 LANGUAGES = {"pytorch": "PyTorch", "libtorch": "C++ on LibTorch", "cpp-mpi": "C++ on MPI"}
 NONE = "–"
@@ -41,6 +45,22 @@ class Table:
     def commands(self) -> list[str]:
         """Each command once, in the order of the rows; its index is its number in the table."""
         return list(dict.fromkeys(command for row in self.rows for command in row.commands))
+
+
+def filled(
+    title: str,
+    columns: Columns[T],
+    given: Iterable[T],
+    commands: Callable[[T], Iterable[str]],
+    bad: Callable[[T], bool] = lambda one: False,
+    note: str = "",
+) -> Table:
+    """Return a table with a row for each of `given`; `commands` may name a command more than once."""
+    rows = [
+        Row([cell(one) for cell in columns.values()], tuple(dict.fromkeys(commands(one))), bad(one))
+        for one in given
+    ]
+    return Table(title, list(columns), rows, note)
 
 
 def text(value: float | None, form: str = "{:,.0f}", scale: float = 1.0) -> str:
@@ -79,45 +99,43 @@ def names(timings: Sequence[Timing]) -> dict[tuple[str, str, str], str]:
     return result
 
 
+WHO: Columns[Timing] = {
+    "implementation": lambda t: t.implementation,
+    "language": lambda t: LANGUAGES.get(t.language, t.language),
+    "backend": lambda t: t.backend,
+    ">ranks": lambda t: str(t.ranks),
+}
+
+
 def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
     """Return the speed of equal work on every rank count, and the verdict on equality to one device."""
-    table = Table(
+
+    def runs(t: Timing) -> list[Timing | None]:
+        return [t, alone(t, every), *compared(t, every)]
+
+    def memory(t: Timing) -> float | None:
+        run = alone(t, every)
+        return run and run.peak_memory_bytes
+
+    columns: Columns[Timing] = {
+        **WHO,
+        ">step (ms)": lambda t: digits(t.seconds, 1e3),
+        ">spread": lambda t: text(t.spread, "{:.0%}"),
+        ">tokens/s": lambda t: digits(t.tokens_per_second),
+        ">GFLOP/s": lambda t: digits(t.gflops),
+        ">share of peak": lambda t: text(t.peak_share, "{:.0%}"),
+        ">speed-up": lambda t: text(speed_up(t, every), "{:.2f}"),
+        ">memory a rank (MB)": lambda t: text(memory(t), scale=1e-6),
+        "equal to one device": lambda t: equality(compared(t, every)),
+    }
+    return filled(
         f"Throughput: {work_name(timings[0])}",
-        (
-            "implementation",
-            "language",
-            "backend",
-            ">ranks",
-            ">step (ms)",
-            ">spread",
-            ">tokens/s",
-            ">GFLOP/s",
-            ">share of peak",
-            ">speed-up",
-            ">memory a rank (MB)",
-            "equal to one device",
-        ),
+        columns,
+        timings,
+        lambda t: (run.command for run in runs(t) if run),
+        lambda t: not all(run.equal for run in compared(t, every)),
+        two_speeds(timings),
     )
-    table.note = two_speeds(timings)
-    for t in timings:
-        memory, proofs = alone(t, every), compared(t, every)
-        cells = [
-            t.implementation,
-            LANGUAGES.get(t.language, t.language),
-            t.backend,
-            str(t.ranks),
-            digits(t.seconds, 1e3),
-            text(t.spread, "{:.0%}"),
-            digits(t.tokens_per_second),
-            digits(t.gflops),
-            text(t.peak_share, "{:.0%}"),
-            text(speed_up(t, every), "{:.2f}"),
-            text(memory.peak_memory_bytes if memory else None, scale=1e-6),
-            equality(proofs),
-        ]
-        commands = dict.fromkeys(run.command for run in (t, memory, *proofs) if run)
-        table.rows.append(Row(cells, tuple(commands), bad=not all(run.equal for run in proofs)))
-    return table
 
 
 def two_speeds(timings: Sequence[Timing]) -> str:
@@ -142,52 +160,37 @@ def equality(proofs: Sequence[Timing]) -> str:
 
 def proofs(timings: Sequence[Timing]) -> Table:
     """Return a table of the runs that compared with one device."""
-    table = Table(
-        "Equal to one device",
-        ("implementation", "language", "backend", ">ranks", "model", ">largest relative difference", "equal"),
-    )
-    for t in timings:
-        if t.equal is not None:
-            language, model = LANGUAGES.get(t.language, t.language), f"{t.model}, {t.dtype}"
-            difference, verdict = text(t.largest_difference, "{:.1e}"), "yes" if t.equal else "no"
-            cells = [t.implementation, language, t.backend, str(t.ranks), model, difference, verdict]
-            table.rows.append(Row(cells, (t.command,), bad=not t.equal))
-    return table
+    columns: Columns[Timing] = {
+        **WHO,
+        "model": lambda t: f"{t.model}, {t.dtype}",
+        ">largest relative difference": lambda t: text(t.largest_difference, "{:.1e}"),
+        "equal": lambda t: "yes" if t.equal else "no",
+    }
+    proved = [t for t in timings if t.equal is not None]
+    return filled("Equal to one device", columns, proved, lambda t: [t.command], lambda t: not t.equal)
 
 
 def communication(timings: Sequence[Timing]) -> Table:
     """Return the time per step in which ranks only wait for messages, and the bytes that a rank sends."""
-    table = Table(
-        f"Communication: {work_name(timings[0])}",
-        (
-            "implementation",
-            ">ranks",
-            "scaling",
-            ">step (ms)",
-            ">exposed communication (ms)",
-            ">share of the step",
-            "along which axis",
-            ">bytes counted",
-            ">bytes by formula",
-        ),
-    )
     called = names(timings)
-    for t in (t for t in timings if t.ranks > 1):
-        wrong = None not in (t.bytes_counted, t.bytes_formula) and t.bytes_counted != t.bytes_formula
-        cells = [
-            called[t.who],
-            str(t.ranks),
-            t.scaling,
-            digits(t.seconds, 1e3),
-            digits(t.communication_seconds, 1e3),
-            text(t.communication_share, "{:.1%}"),
-            along(t),
-            text(t.bytes_counted),
-            text(t.bytes_formula) + (" ≠" if wrong else ""),
-        ]
-        table.rows.append(Row(cells, (t.command,), bad=wrong))
-    table.note = "Bytes that a rank sends in a step. A dash: not seen from outside the library."
-    return table
+
+    def wrong(t: Timing) -> bool:
+        return None not in (t.bytes_counted, t.bytes_formula) and t.bytes_counted != t.bytes_formula
+
+    columns: Columns[Timing] = {
+        "implementation": lambda t: called[t.who],
+        ">ranks": lambda t: str(t.ranks),
+        "scaling": lambda t: t.scaling,
+        ">step (ms)": lambda t: digits(t.seconds, 1e3),
+        ">exposed communication (ms)": lambda t: digits(t.communication_seconds, 1e3),
+        ">share of the step": lambda t: text(t.communication_share, "{:.1%}"),
+        "along which axis": along,
+        ">bytes counted": lambda t: text(t.bytes_counted),
+        ">bytes by formula": lambda t: text(t.bytes_formula) + " ≠" * wrong(t),
+    }
+    note = "Bytes that a rank sends in a step. A dash: not seen from outside the library."
+    title, several = f"Communication: {work_name(timings[0])}", [t for t in timings if t.ranks > 1]
+    return filled(title, columns, several, lambda t: [t.command], wrong, note)
 
 
 def along(timing: Timing) -> str:
@@ -221,57 +224,45 @@ def scaling(timings: Sequence[Timing]) -> Table:
 
 def bandwidths(records: Sequence[Mapping[str, Any]]) -> Table:
     """Return time and bandwidth of the primitives over message sizes."""
-    table = Table(
-        "Bandwidth",
-        (
-            "primitive",
-            "backend",
-            ">ranks",
-            ">bytes",
-            ">time (ms)",
-            ">spread",
-            ">algorithm bandwidth (GB/s)",
-            ">bus bandwidth (GB/s)",
-            "correct",
-        ),
-    )
-    table.note = "Bandwidths by nccl-tests' definitions: bytes / time, and what a link between two ranks carries of it."
-    for r in sorted(records, key=lambda r: (r["backend"], r["ranks"], r["primitive"], r["bytes"])):
-        middle = median(r["seconds"])
-        cells = [
-            r["primitive"],
-            r["backend"],
-            str(r["ranks"]),
-            text(r["bytes"]),
-            digits(middle, 1e3),
-            text((max(r["seconds"]) - min(r["seconds"])) / middle, "{:.0%}"),
-            digits(r["algorithm_bandwidth"], 1e-9),
-            digits(r["bus_bandwidth"], 1e-9),
-            "yes" if r["correct"] else "no",
-        ]
-        table.rows.append(Row(cells, (r["command"],), bad=not r["correct"]))
-    return table
+    columns: Columns[Mapping[str, Any]] = {
+        "primitive": lambda r: r["primitive"],
+        "backend": lambda r: r["backend"],
+        ">ranks": lambda r: str(r["ranks"]),
+        ">bytes": lambda r: text(r["bytes"]),
+        ">time (ms)": lambda r: digits(median(r["seconds"]), 1e3),
+        ">spread": lambda r: text(spread(r["seconds"]), "{:.0%}"),
+        ">algorithm bandwidth (GB/s)": lambda r: digits(r["algorithm_bandwidth"], 1e-9),
+        ">bus bandwidth (GB/s)": lambda r: digits(r["bus_bandwidth"], 1e-9),
+        "correct": lambda r: "yes" if r["correct"] else "no",
+    }
+    note = "Bandwidths by nccl-tests' definitions: bytes / time, and what a link between two ranks carries of it."
+    in_order = sorted(records, key=lambda r: (r["backend"], r["ranks"], r["primitive"], r["bytes"]))
+    return filled("Bandwidth", columns, in_order, lambda r: [r["command"]], lambda r: not r["correct"], note)
 
 
 def bubbles(records: Sequence[Mapping[str, Any]]) -> Table:
     """Return, per pipeline schedule, the share of all ranks' time without computation."""
-    heads = ("schedule", "model", ">ranks", ">micro-batches", *(f">{share}" for share in SHARES))
-    table = Table("Bubble", heads)
-    table.note = (
+    columns: Columns[Mapping[str, Any]] = {
+        "schedule": lambda r: r["schedule"],
+        "model": lambda r: r["model"],
+        ">ranks": lambda r: str(r["ranks"]),
+        ">micro-batches": lambda r: str(r["micro_batches"]),
+        **{f">{share}": lambda r, share=share: text(r["bubble"].get(share), "{:.1%}") for share in SHARES},  # type: ignore[misc]
+    }
+    note = (
         "Formula and simulated: where a forward and each half of a backward take the same time. With measured times: "
         "simulated with what each computation took. Measured: messages and the executor's own work beside that."
     )
-    for r in records:
-        numbers = [text(r["bubble"][share], "{:.1%}") for share in SHARES]
-        cells = [r["schedule"], r["model"], str(r["ranks"]), str(r["micro_batches"]), *numbers]
-        table.rows.append(Row(cells, (r["command"],)))
-    return table
+    return filled("Bubble", columns, records, lambda r: [r["command"]], note=note)
 
 
 def failures(records: Sequence[Mapping[str, Any]]) -> Table:
     """Return each failed case, with its last line of output."""
-    table = Table("Failed", ("case", ">ranks", "scaling", ">after (s)", "last error line"))
-    for r in records:
-        cells = [r["case"], str(r["ranks"]), r["scaling"], text(r.get("elapsed"), "{:.1f}"), r["error"]]
-        table.rows.append(Row(cells, (r["command"],), bad=True))
-    return table
+    columns: Columns[Mapping[str, Any]] = {
+        "case": lambda r: r["case"],
+        ">ranks": lambda r: str(r["ranks"]),
+        "scaling": lambda r: r["scaling"],
+        ">after (s)": lambda r: text(r.get("elapsed"), "{:.1f}"),
+        "last error line": lambda r: r["error"],
+    }
+    return filled("Failed", columns, records, lambda r: [r["command"]], lambda r: True)

@@ -16,12 +16,14 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -76,6 +78,35 @@ def _bounds(options: type[Any]) -> dict[str, Within]:
 
     hints = get_type_hints(options, include_extras=True)
     return {name: bounds[0] for name, hint in hints.items() if (bounds := found(hint))}
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Return True if a value of a JSON or TOML file has this type, and its numbers lie within their bounds.
+
+    A list is a sequence of at least one element, or a tuple. Text is text that can be encoded: without half of a
+    surrogate pair.
+    """
+    kind, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind is Annotated:
+        least, most = inner[1].least, inner[1].most
+        return fits(value, inner[0]) and least <= cast(float, value) <= most
+    if kind is Literal:
+        return value in inner
+    if kind in (Union, UnionType):
+        return any(fits(value, one) for one in inner)
+    if isinstance(value, list):
+        if kind is tuple:
+            return len(value) == len(inner) and all(map(fits, value, inner))
+        return kind is Sequence and bool(value) and all(fits(one, inner[0]) for one in value)
+    if isinstance(value, dict):
+        return kind is Mapping and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if isinstance(value, str):
+        return hint is str and value == value.encode(errors="replace").decode()
+    if hint is float and type(value) is int:
+        return abs(value) <= sys.float_info.max
+    return type(value) is (type(None) if hint is None else hint)
 
 
 def parse(

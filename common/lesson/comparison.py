@@ -25,7 +25,7 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, watch, with_units
 from common.lesson.job import Job, Train, one_device
-from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory, spread
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console, write_records
 from common.lesson.training import (
@@ -141,10 +141,11 @@ def timing_table(records: list[BenchmarkRecord]) -> Table:
         table.add_column(column, justify="left" if column == "version" else "right")
     for r in records:
         median = statistics.median(r.step_seconds)
-        spread = (max(r.step_seconds) - min(r.step_seconds)) / median
         blocked = "-" if r.communication_seconds is None else f"{r.communication_seconds / median:.1%}"
         speed = (f"{r.tokens_per_step / median:,.0f}", f"{r.flop_per_step / median / 1e9:.1f}")
-        table.add_row(r.implementation, f"{median * 1e3:.1f}", f"{spread:.0%}", blocked, *speed)
+        table.add_row(
+            r.implementation, f"{median * 1e3:.1f}", f"{spread(r.step_seconds):.0%}", blocked, *speed
+        )
     return table
 
 

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,11 @@ from common import comm
 from common.comm import Group
 from common.comm.ledger import Ledger
 from common.utils.profiler import peak_resident
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Return (max - min) / median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
 
 @dataclass
@@ -49,7 +54,7 @@ class Measured:
     @property
     def spread(self) -> float:
         """(max - min) / median of the seconds."""
-        return (max(self.seconds) - min(self.seconds)) / self.median
+        return spread(self.seconds)
 
 
 def in_turn(
