@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -241,17 +240,6 @@ def test_a_disk_that_is_full_from_the_start_keeps_the_earlier_records(
     assert len(calls(folder)) == 1
 
 
-def test_remaining_time_counts_down_from_the_cases_done() -> None:
-    def shown(completed: int, spent: float, elapsed: float) -> str:
-        task: Any = SimpleNamespace(completed=completed, total=5, elapsed=elapsed, fields={"spent": spent})
-        return benchmark_all.Remaining().render(task).plain
-
-    assert shown(0, 0, 9) == "-:--:-- left"
-    assert shown(2, 20, 20) == "0:00:30 left"
-    assert shown(2, 20, 26) == "0:00:24 left"
-    assert shown(2, 20, 99) == "0:00:00 left"
-
-
 def test_the_page_needs_nothing_else_and_says_everything(run: Callable[..., int], tmp_path: Path) -> None:
     chapter(tmp_path, TIMED, EQUAL, FAILS)
     run(picture=tmp_path / "images/main.png")
@@ -319,7 +307,7 @@ def test_who_does_a_collective_best_is_a_plot_with_the_copy_as_limit(tmp_path: P
         "wires-bandwidth-collectives-gloo-2",
     ]
     axes = Figure().subplots()
-    drawn[0].draw((axes,))
+    drawn[0].draw(axes)
     assert [line.get_label() for line in axes.lines] == ["gloo", "fived", "memory copy"]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[1, 1], [1, 1], [2, 2]]
     page = report.write(records, tmp_path).read_text()
@@ -338,7 +326,7 @@ def test_the_page_of_schedules(tmp_path: Path) -> None:
     (drawn,) = plots.of_schedules([record], "pipes")
     assert drawn.name == "pipes-timeline-1-ours"
     axes = Figure().subplots(2)
-    drawn.draw(tuple(axes))
+    drawn.draw(*axes)
     assert [one.get_title() for one in axes] == list(lines)
     first, second = ([text.get_text() for text in one.get_legend().get_texts()] for one in axes)
     assert first == second == ["F", "B"]
@@ -395,7 +383,7 @@ def test_names_are_text_and_no_html(tmp_path: Path) -> None:
 def test_a_pair_of_scaling_plots_is_as_wide_as_two(tmp_path: Path) -> None:
     sizes = {}
     for columns in (1, 2):
-        plots.Plot(f"p{columns}", "", lambda axes: None, columns).save(tmp_path)
+        plots.Plot(f"p{columns}", "", lambda *axes: None, columns).save(tmp_path)
         sizes[columns] = re.search(r'viewBox="0 0 (\S+) ', (tmp_path / f"p{columns}.svg").read_text())
     narrow, wide = (float(found[1]) for found in sizes.values() if found)
     assert wide == 2 * narrow

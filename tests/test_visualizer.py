@@ -64,7 +64,7 @@ def test_shares_add_up_and_name_the_sum() -> None:
 def test_bandwidth_over_size_with_its_limit() -> None:
     axes = new_axes()
     bandwidths, copy = {"all_reduce": {2**20: 1.0, 2**22: 2.0}}, {2**22: 3.0, 2**20: 4.0}
-    visualizer.bandwidth_lines(axes, bandwidths, limit=("memory copy", copy), quantity="bus bandwidth")
+    visualizer.bandwidth_lines(axes, bandwidths, limit=("memory copy", copy))
     ours, limit = axes.lines
     assert ours.get_xydata().tolist() == [[2**20, 1], [2**22, 2]]
     assert limit.get_xydata().tolist() == [[2**20, 4], [2**22, 3]]
@@ -93,7 +93,7 @@ def test_curves_that_differ_are_means_of_steps() -> None:
 def test_timeline_places_intervals_in_the_order_of_kinds() -> None:
     axes = new_axes()
     rows = {"rank 0": [Interval(0, 1, "forward", "0")], "rank 1": [Interval(2, 4, "backward", "0")]}
-    visualizer.timeline(axes, rows, unit="ms", scale=1e3, kinds=("backward", "forward"))
+    visualizer.timeline(axes, rows, kinds=("backward", "forward"))
     drawn = [bar for bar in bars(axes) if bar[1] < 4000]  # without the idle background
     assert drawn == [(0, 1000, 0), (2000, 2000, 1)]
     colours = {patch.get_facecolor() for patch in axes.patches if patch.get_alpha() is None}

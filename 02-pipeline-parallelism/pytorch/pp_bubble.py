@@ -127,7 +127,7 @@ def draw(path: Path, lines: Mapping[str, Timeline]) -> None:
     titled = {f"{name}: {float(line.bubble):.1%} bubble": rows(line) for name, line in lines.items()}
     ranks = max(line.ranks for line in lines.values())
     with figure(path, rows=len(lines), width=9.0, height=len(lines) * (1.1 + 0.3 * ranks)) as axes:
-        timelines(axes, titled, unit="ms", scale=1e3, kinds=COMPUTE)
+        timelines(axes, titled, kinds=COMPUTE)
 
 
 def rows(line: Timeline) -> dict[str, list[Interval]]:

@@ -14,7 +14,6 @@ would be left).
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,16 +32,21 @@ from mpi4py import MPI
 from rich.table import Table
 
 from common.benchmarks.bandwidth import Row
+from common.benchmarks.primitives import PRIMITIVES, start_of
 from common.errors import UsageError
 from common.launch import mpi_backend
 from common.launch.command_line import Checked, Within, parse
-from common.launch.terminal import terminal
+from common.launch.program import run_program
+from common.launch.terminal import make_table, terminal
 from common.lesson.runner import write_records
+from common.utils.visualizer import bytes_text
 
 Array = npt.NDArray[np.float32]
 Calls = dict[str, Callable[[int], object]]
 Name = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"]
 WORLD = MPI.COMM_WORLD
+BY_NAME = {primitive.name: primitive for primitive in PRIMITIVES}
+IN_PLACE = ("all-reduce", "broadcast")
 
 
 @dataclass
@@ -117,32 +121,12 @@ def implementations(
 
 def buffers(name: Name, numbers: int) -> tuple[Array, Array, Array]:
     """Return this rank's input, output buffer and expected output: integers, which float32 adds exactly."""
-    n, rank, piece = WORLD.size, WORLD.rank, max(1, numbers // WORLD.size)
-    start = np.arange(numbers if name in ("all-reduce", "broadcast") else n * piece, dtype=np.float32) % 1000
-    mine, total = slice(rank * piece, (rank + 1) * piece), np.float32(n * (n + 1) // 2)
-    x = start * np.float32(rank + 1)
-    of_each = np.concatenate([start[r * piece : (r + 1) * piece] * np.float32(r + 1) for r in range(n)])
-    to_me = np.concatenate([start[mine] * np.float32(r + 1) for r in range(n)])
-    match name:
-        case "all-reduce":
-            return x, x, start * total
-        case "reduce-scatter":
-            return x, np.zeros(piece, np.float32), start[mine] * total
-        case "all-gather":
-            return x[mine].copy(), np.zeros_like(x), of_each
-        case "all-to-all":
-            return x, np.zeros_like(x), to_me
-        case "broadcast":
-            return x, x, start
-
-
-BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-}
+    primitive, n, place = BY_NAME[name], WORLD.size, name in IN_PLACE
+    length = numbers if place else max(1, numbers // n) * (1 if primitive.gathers else n)
+    start = start_of(length, torch.float32, torch.device("cpu"))
+    x, expected = start(WORLD.rank).numpy(), primitive.expected(start, WORLD.rank, n)
+    assert expected is not None
+    return x, x if place else np.zeros(len(expected), np.float32), expected.numpy()
 
 
 def is_right(call: Callable[[int], object], x: Array, y: Array, given: Array, expected: Array) -> bool:
@@ -185,7 +169,7 @@ def measure(
                 samples[who].append((took, met))
     limit = 1.5 * min(met for every in samples.values() for _, met in every)
     quiet = {who: [took for took, met in every if met <= limit] for who, every in samples.items()}
-    factor = BUS_FACTORS[name](WORLD.size)
+    factor = float(BY_NAME[name].bus_factor(WORLD.size))
     rows = {
         who: Row(
             primitive=f"{name}, {who}",
@@ -202,31 +186,20 @@ def measure(
     return rows, min(map(len, quiet.values()))
 
 
-def shown(size: float) -> str:
-    """Bytes for people: 4 B, 64 KiB, 16 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"
-
-
 def compare(
     name: Name, comm: mpi.Communicator, by: dict[str, dist.ProcessGroup], options: Options
 ) -> tuple[Table, list[Row]]:
     """Return the table of one collective, a row per size, and its records."""
-    table = Table(title=f"{name}, float32, {WORLD.size} ranks, median µs", title_justify="left")
-    rows: list[Row] = []
-    for size in options.sizes:
-        found, quiet = measure(name, comm, by, size, options.repeats)
-        if not rows:
-            for column in ("size", *found, "gloo / fived", "MPI / fived", "fived / copy", "quiet", "right"):
-                table.add_column(column, justify="right", no_wrap=column in ("size", *found))
-        rows += found.values()
+    by_size = {size: measure(name, comm, by, size, options.repeats) for size in options.sizes}
+    rows = [row for found, _ in by_size.values() for row in found.values()]
+    pairs = (("gloo", "fived"), ("MPI", "fived"), ("fived", "copy"))
+    first, _ = by_size[options.sizes[0]]
+    heads = ["size", *first, *(f"{a} / {b}" for a, b in pairs), "quiet", "right"]
+    table = make_table(f"{name}, float32, {WORLD.size} ranks, median µs", [f">{head}" for head in heads])
+    for size, (found, quiet) in by_size.items():
         times = {who: statistics.median(row.seconds) for who, row in found.items()}
-        pairs = (("gloo", "fived"), ("MPI", "fived"), ("fived", "copy"))
         table.add_row(
-            shown(size),
+            bytes_text(size),
             *(f"{t * 1e6:,.1f}" for t in times.values()),
             *(f"{times[a] / times[b]:.2f}" for a, b in pairs),
             f"{quiet}/{options.repeats}",
@@ -252,9 +225,4 @@ def main(options: Options) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(0 if main(parse(Options, __doc__)) else 1)
-    except UsageError as error:
-        if WORLD.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_program(lambda: 0 if main(parse(Options, __doc__)) else 1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
 
@@ -30,8 +31,10 @@ from common.benchmarks.primitives import PRIMITIVES, Primitive, start_of
 from common.errors import UsageError
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
-from common.lesson.measure import in_turn
+from common.launch.terminal import make_table
+from common.lesson.measure import in_turn, spread
 from common.lesson.runner import DTYPES, LessonOptions, write_records
+from common.utils.visualizer import bandwidth_lines, figure
 
 
 @dataclass
@@ -110,22 +113,11 @@ def measure(
 
 def table(rows: list[Row]) -> Table:
     """Return a table: sizes in MiB, times in ms, spread = (max - min) / median, bandwidths in GB/s."""
-    table = Table(title=f"{rows[0].ranks} ranks, {rows[0].backend}, {rows[0].dtype}", title_justify="left")
-    for name in (
-        "primitive",
-        "MiB",
-        "median ms",
-        "min ms",
-        "spread",
-        "algorithm GB/s",
-        "bus GB/s",
-        "correct",
-    ):
-        table.add_column(name, justify="left" if name == "primitive" else "right")
-    order = [row.primitive for row in rows]
+    title = f"{rows[0].ranks} ranks, {rows[0].backend}, {rows[0].dtype}"
+    numbers = (">MiB", ">median ms", ">min ms", ">spread", ">algorithm GB/s", ">bus GB/s", ">correct")
+    table, order = make_table(title, ("primitive", *numbers)), [row.primitive for row in rows]
     for r in sorted(rows, key=lambda r: (order.index(r.primitive), r.bytes)):
-        middle, least = median(r.seconds), min(r.seconds)
-        times = (f"{1e3 * middle:.3f}", f"{1e3 * least:.3f}", f"{(max(r.seconds) - least) / middle:.0%}")
+        times = (f"{1e3 * median(r.seconds):.3f}", f"{1e3 * min(r.seconds):.3f}", f"{spread(r.seconds):.0%}")
         speeds = (f"{b / 1e9:.3f}" for b in (r.algorithm_bandwidth, r.bus_bandwidth))
         table.add_row(r.primitive, f"{r.bytes / 2**20:.4g}", *times, *speeds, "yes" if r.correct else "NO")
     return table
@@ -143,16 +135,13 @@ def benchmark(rt: Runtime, options: BandwidthOptions, out: Console) -> bool:
     if rt.rank == 0:
         write_records(options.json, [{"benchmark": "communication", **asdict(row)} for row in rows])
         if options.plot:
-            draw(rows, options)
+            draw(rows, options.plot)
     return all(row.correct for row in rows)
 
 
-def draw(rows: list[Row], options: BandwidthOptions) -> None:
+def draw(rows: list[Row], picture: Path) -> None:
     """Plot bus bandwidth over size, a line per primitive; those from or to one rank on the left."""
-    from common.utils.visualizer import bandwidth_lines, figure  # matplotlib takes its time to import
-
-    paths = [options.plot] if options.plot else []
-    with figure(*paths, columns=2, width=9.6) as axes:
+    with figure(picture, columns=2, width=9.6) as axes:
         for side, rooted, title in zip(
             axes, (True, False), ("from or to one rank", "between all ranks"), strict=True
         ):

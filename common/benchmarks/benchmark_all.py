@@ -13,6 +13,7 @@ Exit code 0: all ran; 1: a case failed, the report says which, or --output is fu
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,13 +31,10 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
-from rich.progress import Task as BarTask
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from common.benchmarks import peaks, plots, report, runner, tables
 from common.benchmarks.cases import Task, load, select
@@ -45,7 +43,7 @@ from common.errors import UsageError
 from common.launch import forked, spawn
 from common.launch.command_line import Checked, Count, Ranks, Within, parse
 from common.launch.program import run_program, show_on_stderr
-from common.launch.terminal import terminal
+from common.launch.terminal import make_table, terminal
 from common.utils.environment import describe
 
 # modules that lessons import, and those that torch imports for them
@@ -120,7 +118,8 @@ def main(options: Options, root: Path = ROOT) -> int:
             show_progress(task.name, None)
             try:
                 outcome = runner.run(task, options.output / "logs", options.timeout, python)
-                made = [_record(task, outcome, one, where, root) for one in _outcomes(outcome)]
+                found = outcome.records + ([{"error": outcome.error}] if outcome.error else [])
+                made = [_record(task, outcome, one, where, root) for one in found]
                 records += made
                 with file.open("a") as lines:
                     lines.writelines(json.dumps(r) + "\n" for r in made)
@@ -146,10 +145,6 @@ def command_line(task: Task, root: Path) -> str:
     shown = folder.relative_to(root) if folder.is_relative_to(root) else folder
     threads = f"OMP_NUM_THREADS=1 {task.command}"
     return threads if shown == Path() else f"cd {shown} && {threads}"
-
-
-def _outcomes(outcome: runner.Outcome) -> list[Record]:
-    return outcome.records + ([{"error": outcome.error}] if outcome.error else [])
 
 
 def _record(task: Task, outcome: runner.Outcome, one: Record, where: Record, root: Path) -> Record:
@@ -188,18 +183,6 @@ def commit(root: Path) -> str:
         return "unknown"
 
 
-class Remaining(ProgressColumn):
-    """Progress column: estimated time of the remaining cases, if they are like those done."""
-
-    def render(self, task: BarTask) -> Text:
-        """Return the remaining time, unknown until the first case is done."""
-        if not task.completed or task.total is None:
-            return Text("-:--:-- left")
-        spent, now = task.fields["spent"], task.elapsed or 0.0
-        left = spent / task.completed * (task.total - task.completed) - (now - spent)
-        return Text(f"{timedelta(seconds=max(0, round(left)))} left")
-
-
 @contextmanager
 def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Outcome | None], None]]:
     """Yield show(name, outcome): on a terminal a bar with the remaining time, elsewhere a line per case."""
@@ -208,22 +191,22 @@ def progress(console: Console, total: int) -> Iterator[Callable[[str, runner.Out
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        Remaining(),
+        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        line = bar.add_task("", total=total, spent=0.0)
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, disable=quiet, speed_estimate_period=math.inf) as bar:
+        line = bar.add_task("", total=total)
 
         def show(name: str, outcome: runner.Outcome | None) -> None:
             if outcome is None:
                 bar.update(line, description=name)
                 return
-            task = bar.tasks[0]
-            bar.update(line, advance=1, spent=task.elapsed)
-            number = f"[{task.completed:.0f}/{total}]"
+            bar.advance(line)
+            number = f"[{bar.tasks[0].completed:.0f}/{total}]"
             result = (
                 f"[red]failed: {escape(outcome.error)}[/]" if outcome.error else f"{outcome.seconds:.1f} s"
             )
-            if outcome.error or not console.is_terminal:
+            if outcome.error or quiet:
                 console.print(f"{escape(number)} {name}  {result}", soft_wrap=True)
 
         yield show
@@ -253,10 +236,8 @@ def show(records: Sequence[Record], output: Path, picture: Path | None, console:
 def show_table(table: tables.Table, console: Console, columns: Sequence[str] = IMPORTANT) -> None:
     """Print a table of the report with its most important columns."""
     table = table.without_empty_columns()
-    shown = RichTable(title=escape(table.title), title_justify="left")
     chosen = [place for place, head in enumerate(table.heads) if head.lstrip(">") in columns]
-    for head in (table.heads[place] for place in chosen):
-        shown.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left")
+    shown = make_table(escape(table.title), [table.heads[place] for place in chosen])
     for row in table.rows:
         shown.add_row(*(escape(row.cells[place]) for place in chosen), style="red" if row.bad else None)
     console.print(shown)

@@ -27,7 +27,7 @@ class Plot:
 
     name: str
     caption: str
-    draw: Callable[[tuple[Axes, ...]], None]
+    draw: Callable[..., None]  # into its axes, row by row
     columns: int = 1
     height: float = 3.4
     rows: int = 1
@@ -38,7 +38,7 @@ class Plot:
         png, svg = folder / f"{name}.png", folder / f"{name}.svg"
         shape = {"columns": self.columns, "rows": self.rows}
         with visualizer.figure(png, svg, **shape, width=5.8 * self.columns, height=self.height) as axes:
-            self.draw(axes)
+            self.draw(*axes)
         return inline(svg.read_text(), name, self.caption)
 
 
@@ -63,20 +63,21 @@ def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:
     work = work_name(timings[0])
     plots = []
     if rates := _series(fixed, lambda t: t.tokens_per_second):
-        draw = partial(_throughput, rates)
-        plots.append(Plot(f"{prefix}-throughput", f"Throughput: {work}.", draw, 1, _height(rates)))
+        draw = partial(visualizer.throughput_bars, rates=rates, unit="tokens/s")
+        caption = f"Throughput: {work}."
+        plots.append(Plot(f"{prefix}-throughput", caption, draw, 1, _height(rates)))
     ups = {kind: _speed_ups(timings, kind) for kind in ("strong", "weak")}
     if ups := {kind: series for kind, series in ups.items() if series}:
         draw = partial(_scaling, ups, timings[0].cores)
-        plots.append(
-            Plot(
-                f"{prefix}-scaling", f"{' and '.join(ups)} scaling: {work}.".capitalize(), draw, len(ups), 4.2
-            )
-        )
+        caption = f"{' and '.join(ups)} scaling: {work}.".capitalize()
+        plots.append(Plot(f"{prefix}-scaling", caption, draw, len(ups), 4.2))
     if parts := _parts(fixed):
-        draw = partial(_communication, parts)
-        caption = f"Share of a step in which ranks only wait for messages: {work}."
-        plots.append(Plot(f"{prefix}-communication", caption, draw, 1, 1.2 + 0.33 * len(parts)))
+        draw = partial(visualizer.share_bars, parts=parts, unit="ms")
+        caption, height = (
+            f"Share of a step in which ranks only wait for messages: {work}.",
+            1.2 + 0.33 * len(parts),
+        )
+        plots.append(Plot(f"{prefix}-communication", caption, draw, 1, height))
     return plots
 
 
@@ -114,20 +115,12 @@ def _parts(timings: Sequence[Timing]) -> dict[str, dict[str, float]]:
     }
 
 
-def _throughput(rates: Series, axes: tuple[Axes, ...]) -> None:
-    visualizer.throughput_bars(axes[0], rates, unit="tokens/s")
-
-
-def _scaling(ups: Mapping[str, Series], cores: int | None, axes: tuple[Axes, ...]) -> None:
+def _scaling(ups: Mapping[str, Series], cores: int | None, *axes: Axes) -> None:
     for one, (kind, series) in zip(axes, ups.items(), strict=True):
         visualizer.scaling_lines(one, series, cores=cores, title=f"{kind} scaling".capitalize())
     low, high = zip(*(one.get_ylim() for one in axes), strict=True)
     for one in axes:
         one.set_ylim(min(low), max(high))
-
-
-def _communication(parts: dict[str, dict[str, float]], axes: tuple[Axes, ...]) -> None:
-    visualizer.share_bars(axes[0], parts, unit="ms")
 
 
 def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
@@ -137,12 +130,12 @@ def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
     implementation; "copy" is the limit, in bytes copied per second.
     """
     groups: dict[tuple[str, str, int], Series] = {}
-    limits: dict[tuple[str, str, int], dict[int, float]] = {}
+    limits: dict[tuple[str, str, int], tuple[str, dict[int, float]]] = {}
     for r in records:
         primitive, _, who = r["primitive"].partition(", ")
         key = (primitive if who else "collectives", r["backend"], r["ranks"])
         if who == "copy":
-            limits.setdefault(key, {})[r["bytes"]] = r["algorithm_bandwidth"] / 1e9
+            limits.setdefault(key, ("memory copy", {}))[1][r["bytes"]] = r["algorithm_bandwidth"] / 1e9
         else:
             series = groups.setdefault(key, {})
             series.setdefault(who or primitive, {})[r["bytes"]] = r["bus_bandwidth"] / 1e9
@@ -150,14 +143,12 @@ def of_bandwidth(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
         Plot(
             f"{prefix}-bandwidth-{primitive}-{backend}-{ranks}",
             f"Bus bandwidth of {primitive}: {backend}, {ranks} ranks.",
-            partial(_bandwidth, series, limits.get((primitive, backend, ranks))),
+            partial(
+                visualizer.bandwidth_lines, bandwidths=series, limit=limits.get((primitive, backend, ranks))
+            ),
         )
         for (primitive, backend, ranks), series in groups.items()
     ]
-
-
-def _bandwidth(series: Series, copy: Mapping[int, float] | None, axes: tuple[Axes, ...]) -> None:
-    visualizer.bandwidth_lines(axes[0], series, limit=("memory copy", copy) if copy else None)
 
 
 def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot]:
@@ -172,12 +163,16 @@ def of_schedules(records: Sequence[Mapping[str, Any]], prefix: str) -> list[Plot
             Plot(
                 f"{prefix}-timeline-{place}-{r['schedule']}",
                 f"A step of {r['schedule']}: {r['ranks']} ranks, {r['micro_batches']} micro-batches, {r['model']}.",
-                partial(visualizer.timelines, lines=lines, unit="ms", scale=1e3, kinds=("F", "B", "I", "W")),
+                partial(_timelines, lines),
                 height=len(lines) * (1.0 + 0.25 * r["ranks"]),
                 rows=len(lines),
             )
         )
     return plots
+
+
+def _timelines(lines: Mapping[str, Mapping[str, Sequence[visualizer.Interval]]], *axes: Axes) -> None:
+    visualizer.timelines(axes, lines, kinds=("F", "B", "I", "W"))
 
 
 def picture(timings: Sequence[Timing], path: Path) -> None:

@@ -134,7 +134,7 @@ PRIMITIVES = (
         "all-to-all",
         "piece j of rank i becomes piece i of rank j",
         comm.all_to_all,
-        lambda start, rank, n: torch.cat([start(r).chunk(n)[rank] for r in range(n)]),
+        lambda start, rank, n: torch.cat([start(r).chunk(n)[rank].clone() for r in range(n)]),
     ),
 )
 

@@ -1,6 +1,9 @@
 """Console for tables: the user's terminal, or a file or pipe, in which no name is cut."""
 
+from collections.abc import Iterable
+
 from rich.console import Console
+from rich.table import Table
 
 WIDE = 1000  # columns; a table takes those that it needs
 
@@ -11,3 +14,11 @@ def terminal(quiet: bool = False, plain: bool = False) -> Console:
     if out.is_terminal and not plain:
         return out
     return Console(quiet=quiet, highlight=False, width=WIDE, force_terminal=False)
+
+
+def make_table(title: str, heads: Iterable[str], show_lines: bool = False) -> Table:
+    """Return a table without rows. A head that begins with ">" stands over numbers, which are aligned right."""
+    made = Table(title=title, title_justify="left", show_lines=show_lines)
+    for head in heads:
+        made.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left")
+    return made

@@ -66,13 +66,6 @@ STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Apply the course's style to all plots drawn and saved inside the block."""
-    with mpl.rc_context(STYLE):
-        yield
-
-
-@contextmanager
 def figure(
     *paths: Path, columns: int = 1, rows: int = 1, width: float = 6.4, height: float = 3.4
 ) -> Iterator[tuple[Axes, ...]]:
@@ -80,7 +73,7 @@ def figure(
 
     Raises UsageError when a path cannot be written.
     """
-    with style():
+    with mpl.rc_context(STYLE):
         drawn = Later("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
         Later("matplotlib.backends.backend_agg").FigureCanvasAgg(drawn)
         yield tuple(drawn.subplots(rows, columns, squeeze=False).flat)
@@ -100,6 +93,26 @@ def colour(place: int) -> str:
 def _line(place: int) -> dict[str, Any]:
     turn, marker = divmod(place, len(MARKERS))
     return {"color": colour(place), "marker": MARKERS[marker], "linestyle": ("-", ":", "-.")[turn % 3]}
+
+
+def _lines(axes: Axes, series: Mapping[str, Mapping[int, float]]) -> None:
+    """Draw a line with markers per series: name -> x -> y."""
+    for place, (name, points) in enumerate(series.items()):
+        axes.plot(*zip(*sorted(points.items()), strict=True), **_line(place), label=name)
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name rows 0, 1, ... from the top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+
+
+def _losses(axes: Axes, title: str = "") -> None:
+    """Name the axes of losses over steps."""
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.grid(axis="y")
 
 
 def throughput_bars(
@@ -136,9 +149,7 @@ def scaling_lines(
     counts = sorted({ranks for by_ranks in speed_ups.values() for ranks in by_ranks} | {1, most})
     cores = min(cores or most, most)
     axes.plot([1, cores, most], [1, cores, cores], "--", color=FAINT, linewidth=1.5, label="ideal")
-    for place, (name, by_ranks) in enumerate(speed_ups.items()):
-        x, y = zip(*sorted(by_ranks.items()), strict=True)
-        axes.plot(x, y, **_line(place), label=name)
+    _lines(axes, speed_ups)
     if cores < most:
         axes.axvspan(cores, most * 1.1, color=FAINT, alpha=0.12, linewidth=0)
         where = axes.get_xaxis_transform()
@@ -161,7 +172,7 @@ def share_bars(
     axes: Axes,
     parts: Mapping[str, Mapping[str, float]],
     *,
-    unit: str = "ms a step",
+    unit: str,
     title: str = "",
     of: str = "share of the step's time",
 ) -> None:
@@ -178,9 +189,8 @@ def share_bars(
             left += share
         digits = f"{total:,.0f}" if total >= 1000 else f"{total:.3g}"
         axes.text(1.01, y, f"{digits} {unit}", va="center", fontsize=9)
-    axes.set_yticks(range(len(parts)), list(parts))
-    axes.set(xlim=(0, 1), ylim=(len(parts) - 0.5, -0.5), xlabel=of)
-    axes.tick_params(axis="y", length=0)
+    _rows(axes, list(parts))
+    axes.set(xlim=(0, 1), xlabel=of)
     axes.xaxis.set_major_formatter(ticker.PercentFormatter(1))
     axes.spines["left"].set_visible(False)
     _legend_above(axes, kinds, title, PARTS)
@@ -192,22 +202,19 @@ def bandwidth_lines(
     *,
     limit: tuple[str, Mapping[int, float]] | None = None,
     title: str = "",
-    quantity: str = "bus bandwidth",
 ) -> None:
-    """Draw bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit by size to compare with."""
-    for place, (name, by_size) in enumerate(bandwidths.items()):
-        x, y = zip(*sorted(by_size.items()), strict=True)
-        axes.plot(x, y, **_line(place), label=name)
+    """Draw bus bandwidth over message size: name -> bytes -> GB/s (10^9), and a limit by size to compare with."""
+    _lines(axes, bandwidths)
     sizes = sorted({size for by_size in bandwidths.values() for size in by_size})
     if limit:
-        x, y = zip(*sorted(limit[1].items()), strict=True)
-        axes.plot(x, y, "--", color=FAINT, linewidth=1.5, label=limit[0])
+        points = zip(*sorted(limit[1].items()), strict=True)
+        axes.plot(*points, "--", color=FAINT, linewidth=1.5, label=limit[0])
     axes.set_xscale("log", base=2)
     if len(sizes) <= 8:
         axes.xaxis.set_major_locator(ticker.FixedLocator(sizes))
     axes.xaxis.set_major_formatter(lambda size, _: bytes_text(size))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.set(xlabel="message size", ylabel=f"{quantity} (GB/s)", title=title)
+    axes.set(xlabel="message size", ylabel="bus bandwidth (GB/s)", title=title)
     values = [value for by_size in bandwidths.values() for value in by_size.values()]
     axes.set_ylim(0, 1.15 * max([*values, *(limit[1].values() if limit else ())], default=1))
     axes.grid(axis="y")
@@ -218,9 +225,7 @@ def memory_lines(
     axes: Axes, sizes: Mapping[str, Mapping[int, float]], *, against: str, title: str = ""
 ) -> None:
     """Draw bytes over a length, on logarithmic axes: name -> length -> bytes; `against` names the length."""
-    for place, (name, by_length) in enumerate(sizes.items()):
-        x, y = zip(*sorted(by_length.items()), strict=True)
-        axes.plot(x, y, **_line(place), label=name)
+    _lines(axes, sizes)
     lengths = sorted({length for by_length in sizes.values() for length in by_length})
     axes.set(xscale="log", xlabel=against, title=title)
     axes.set_yscale("log", base=2)
@@ -231,14 +236,7 @@ def memory_lines(
     _legend(axes)
 
 
-def loss_curves(
-    axes: Axes,
-    losses: Mapping[str, Sequence[float]],
-    *,
-    unit: str = "nats a token",
-    title: str = "",
-    mean: int = 0,
-) -> None:
+def loss_curves(axes: Axes, losses: Mapping[str, Sequence[float]], *, title: str = "", mean: int = 0) -> None:
     """Draw loss over steps: name -> loss of each step. Coinciding curves stay visible as dashes over lines.
 
     mean: for curves that differ, plain lines of the mean over so many steps.
@@ -252,9 +250,7 @@ def loss_curves(
         dashes = "-" if place == 0 else (place * 3, (3, 3 * (len(losses) - 1) or 3))
         width = 4.0 if place == 0 and len(losses) > 1 else 2.0
         axes.plot(values, linestyle=dashes, linewidth=width, color=colour(place), label=name)
-    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.grid(axis="y")
+    _losses(axes, title)
     axes.legend(loc="best", handlelength=3.5)
 
 
@@ -263,9 +259,6 @@ def run_curves(
     losses: Mapping[str, Mapping[int, float]],
     evaluated: Mapping[str, Mapping[int, float]],
     limits: Mapping[str, float],
-    *,
-    unit: str = "nats a token",
-    title: str = "",
 ) -> None:
     """Draw runs that continue one another: name -> step -> loss. Rings: `evaluated`; lines across: limits."""
     for place, (name, of_step) in enumerate(losses.items()):
@@ -279,19 +272,12 @@ def run_curves(
         axes.text(
             0.99, value, name, va="bottom", ha="right", fontsize=9, transform=axes.get_yaxis_transform()
         )
-    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.grid(axis="y")
+    _losses(axes)
     axes.legend(loc="upper right")
 
 
 def load_map(
-    axes: Axes,
-    loads: Mapping[str, Sequence[float]],
-    *,
-    title: str = "",
-    by: str = "expert",
-    most: float | None = None,
+    axes: Axes, loads: Mapping[str, Sequence[float]], *, title: str = "", most: float | None = None
 ) -> None:
     """Draw each expert's load: row -> loads, darker for more, up to `most`. Few rows also get numbers."""
     most = most or max((value for row in loads.values() for value in row), default=1.0) or 1.0
@@ -305,7 +291,7 @@ def load_map(
     axes.set_xticks(range(max(map(len, loads.values()), default=0)))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set(xlabel=by, title=title)
+    axes.set(xlabel="expert", title=title)
 
 
 @dataclass(frozen=True)
@@ -319,54 +305,42 @@ class Interval:
 
 
 def timeline(
-    axes: Axes,
-    rows: Mapping[str, Sequence[Interval]],
-    *,
-    unit: str = "s",
-    scale: float = 1.0,
-    kinds: Sequence[str] = (),
-    title: str = "",
+    axes: Axes, rows: Mapping[str, Sequence[Interval]], *, kinds: Sequence[str] = (), title: str = ""
 ) -> None:
-    """Draw one row per rank, coloured by kind: row -> intervals. Times are shown times `scale`, in `unit`.
+    """Draw one row per rank, coloured by kind: row -> intervals.
 
     `kinds` fixes the order of the colours, so that two timelines agree; blank time is idle.
     """
     kinds = list(dict.fromkeys([*kinds, *(i.kind for row in rows.values() for i in row)]))
-    end = max((i.end for row in rows.values() for i in row), default=1.0) * scale
+    end = max((i.end for row in rows.values() for i in row), default=1.0) * 1e3
     for y, row in enumerate(rows.values()):
         axes.barh(y, end, height=0.8, color=FAINT, alpha=0.12)
         for item in row:
-            start, length = item.start * scale, (item.end - item.start) * scale
+            start, length = item.start * 1e3, (item.end - item.start) * 1e3
             fill = colour(kinds.index(item.kind))
             axes.barh(y, length, left=start, height=0.8, color=fill, edgecolor="white", linewidth=0.5)
             if item.label and length > 0.012 * len(item.label) * end:
                 _inside(axes, start + length / 2, y, item.label, fill)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.set(xlim=(0, end), ylim=(len(rows) - 0.5, -0.5), xlabel=f"time ({unit})")
-    axes.tick_params(axis="y", length=0)
+    _rows(axes, list(rows))
+    axes.set(xlim=(0, end), xlabel="time (ms)")
     axes.spines["left"].set_visible(False)
     _legend_above(axes, kinds, title)
 
 
 def timelines(
-    axes: Sequence[Axes],
-    lines: Mapping[str, Mapping[str, Sequence[Interval]]],
-    *,
-    unit: str = "s",
-    scale: float = 1.0,
-    kinds: Sequence[str] = (),
+    axes: Sequence[Axes], lines: Mapping[str, Mapping[str, Sequence[Interval]]], *, kinds: Sequence[str] = ()
 ) -> None:
     """Draw several timelines in the same colours: title -> row -> intervals. Unused `kinds` are left out."""
     occur = {i.kind for rows in lines.values() for row in rows.values() for i in row}
     for one, (title, rows) in zip(axes, lines.items(), strict=True):
         used = [kind for kind in kinds if kind in occur]
-        timeline(one, rows, unit=unit, scale=scale, kinds=used, title=title)
+        timeline(one, rows, kinds=used, title=title)
 
 
 def bytes_text(size: float) -> str:
     """Format a size in binary units, as short as possible: 4 KiB."""
     power = min(4, int(math.log2(size) // 10)) if size >= 1 else 0
-    return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def si_text(value: float) -> str:
@@ -378,19 +352,15 @@ def si_text(value: float) -> str:
 def _legend(axes: Axes) -> None:
     """Add a legend that hides nothing: beside the plot if there are many names."""
     many = len(axes.get_legend_handles_labels()[1]) > 6
-    if many:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    else:
-        axes.legend(loc="best")
+    axes.legend(**{"loc": "upper left", "bbox_to_anchor": (1, 1)} if many else {"loc": "best"})
 
 
 def _inside(axes: Axes, x: float, y: float, text: str, fill: str) -> None:
     """Write text on a coloured bar, white if the colour is dark."""
     r, g, b = mpl.colors.to_rgb(fill)
     dark = 0.299 * r + 0.587 * g + 0.114 * b < 0.5
-    axes.text(
-        x, y, text, ha="center", va="center", fontsize=8, color="white" if dark else "black", clip_on=True
-    )
+    ink = "white" if dark else "black"
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink, clip_on=True)
 
 
 def _legend_above(axes: Axes, kinds: Sequence[str], title: str, first: int = 0) -> None:
