@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from common.comm import sizes_of
 from common.comm.mesh import Mesh
-from common.comm.placement import Run, Shard, piece, place, tie
+from common.comm.placement import FlatShard, Shard, piece, place, tie
 
 from hybrid_pieces import Entry
 
@@ -47,7 +47,7 @@ def cut(name: str, mesh: Mesh, zero: bool) -> nn.Parameter:
             place(p, axis, Shard(dim, tuple(reversed(sizes_of(shape[dim], mesh.shape[axis])))))
     if zero:
         left = piece(x, p, mesh).shape
-        place(p, "dp", Run(left, uneven(math.prod(left), mesh.shape["dp"])))
+        place(p, "dp", FlatShard(left, uneven(math.prod(left), mesh.shape["dp"])))
     mine = nn.Parameter(piece(whole(name), p, mesh).clone())
     mine.placement = getattr(p, "placement", {})
     holders = mesh.part("pp", (0, mesh.shape["pp"] - 1), "tied") if layer < 0 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +13,53 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group
-from common.lesson.equality import Named, Wrap, plain
+from common.comm.mesh import Mesh
+from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Named, watch
 from common.lesson.training import Batches, timed_adamw
 from common.models.dropout import Dropout
 from common.models.transformer import cross_entropy_sum
 
+Wrap = Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # run(parts, scale, begin): the sum of the losses. Calls begin(i) before each pass of micro-batch i through a part of
 # the model; what it back-propagates are losses times `scale`.
 Run = Callable[[list[tuple[Tensor, ...]], float, Callable[[int], None]], Tensor]
+
+
+def plain(make: MakeOptimizer, tensors: list[Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer as `make` makes it."""
+    return make(tensors)
+
+
+@dataclass
+class Trained:
+    """A run whose optimizer updates the parameters of `owner`."""
+
+    owner: Named | None
+
+
+def follow(
+    model: Named,
+    optimizer: str,
+    steps: int,
+    step: Callable[[int], Tensor],
+    mesh: Mesh | None = None,
+    wrap: Wrap = plain,
+) -> Followed:
+    """Train `steps` steps; return losses, gradients, norms and weights.
+
+    `step(t)` leaves synchronised gradients and returns the loss of the global batch. wrap: makes the
+    optimizer, if it is more than torch's own.
+    """
+
+    def train() -> Iterator[Tensor]:
+        chosen = wrap(OPTIMIZERS[optimizer], [p for _, p in model.named_parameters()])
+        for t in range(steps):
+            chosen.zero_grad()
+            yield step(t)  # gradients are read before the optimizer, which may change them: a scaler's does
+            chosen.step()
+
+    return watch(train(), Trained(model), mesh)
 
 
 @dataclass

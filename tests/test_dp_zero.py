@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_models import Branches
-from steps import Version, whole_step
+from steps import Version, follow, whole_step
 from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +23,7 @@ from common.comm.mesh import Mesh
 from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, compare, follow, unequal_replicas
+from common.lesson.equality import OPTIMIZERS, compare, unequal_replicas
 from common.lesson.job import Job
 from common.lesson.training import Batches, make_model, timed_adamw
 from common.utils.memory import peak_allocated

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from beside_one_device import Case, assert_equal, equal_to_one_device, reference
-from steps import Version, training_step
+from steps import Version, follow, training_step
 from torch import Tensor
 
 from common.comm import Group, Pending, sizes_of
@@ -20,7 +20,7 @@ from common.errors import RankError, UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
-from common.lesson.equality import Followed, follow
+from common.lesson.equality import Followed
 from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, config, mixtral, switch
 from common.models.moe import Experts

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 import torch
-from steps import Version, training_step
+from steps import Version, follow, training_step
 from torch import Tensor
 
 from common.comm import Group
@@ -26,7 +26,6 @@ from common.lesson.equality import (
     Followed,
     Start,
     compare,
-    follow,
     in_ulps,
     largest,
     moved,

@@ -15,7 +15,7 @@ from training_runs import on_one_device
 
 from common.comm import Group
 from common.comm.mesh import Mesh
-from common.comm.placement import Run, Shard, piece, place, whole_shape
+from common.comm.placement import FlatShard, Shard, piece, place, whole_shape
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
@@ -208,7 +208,7 @@ def test_making_a_model_holds_its_pieces_and_one_parameter() -> None:
     ("split", "expected"),
     [
         ([Shard(1, (2, 2, 1))], [[2, 3], [7, 8]]),
-        ([Run(torch.Size((2, 5)), (4, 3, 3))], [4, 5, 6]),
+        ([FlatShard(torch.Size((2, 5)), (4, 3, 3))], [4, 5, 6]),
     ],
 )
 def test_a_piece_is_what_lies_at_the_rank_s_place(split: list[Any], expected: list[Any]) -> None:

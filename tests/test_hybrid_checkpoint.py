@@ -24,7 +24,7 @@ from torch import nn
 from common import comm
 from common.comm import Group
 from common.comm.mesh import Mesh
-from common.comm.placement import Run, Shard, place
+from common.comm.placement import FlatShard, Shard, place
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.job import one_device
@@ -61,7 +61,7 @@ def test_a_run_is_a_few_boxes(shape: list[int], data: st.DataObject) -> None:
 def test_the_boxes_of_the_picture() -> None:
     mesh, p = Mesh(Group("world", 3, 6, tuple(range(6))), dp=3, tp=2), torch.zeros(8)
     place(p, "tp", Shard(0, (4, 4)))
-    place(p, "dp", Run(torch.Size((4, 6)), (8, 8, 8)))
+    place(p, "dp", FlatShard(torch.Size((4, 6)), (8, 8, 8)))
     found = pieces(Entry("q", torch.arange(8, 16), p), mesh)
     assert [(tuple(x.offsets), x.tensor.tolist()) for x in found] == [
         ((5, 2), [[8, 9, 10, 11]]),

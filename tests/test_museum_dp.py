@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 from museum import UNSEEN, Found, show, tour
+from steps import follow
 from torch import Tensor, nn
 
 from common import comm
@@ -20,7 +21,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 from common.models.transformer import cross_entropy_sum
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from beside_one_device import here
 from museum import UNSEEN, Found, tour
-from steps import Version, training_step
+from steps import Version, follow, training_step
 
 from common import comm
 from common.comm import Group
@@ -19,7 +19,7 @@ from common.comm.mesh import Mesh
 from common.data.text import PADDING
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, follow, watch
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, watch
 from common.lesson.job import Job
 from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, gpt2

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common import comm
 from common.launch.runtime import Runtime
-from common.lesson.equality import Difference, compare, follow
+from common.lesson.equality import Difference, compare
 from common.lesson.training import make_model
 
 from dp_data_parallel import OneProcess, alone

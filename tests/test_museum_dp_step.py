@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from museum import UNSEEN, Found, show, tour
-from steps import Version, training_step
+from steps import Version, follow, training_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +27,7 @@ from common.data.sampler import samples_at
 from common.data.text import lm_samples, rank_slice
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, Followed, Wrap, compare, follow, plain
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 
 from dp_accumulation import (

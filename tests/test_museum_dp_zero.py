@@ -12,14 +12,14 @@ from functools import cache
 
 import torch
 from museum import UNSEEN, Found, tour
-from steps import Version, training_step
+from steps import Version, follow, training_step
 from torch import Tensor
 
 from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import gradient_norm
 from common.launch.runtime import Runtime
-from common.lesson.equality import Difference, Followed, compare, follow
+from common.lesson.equality import Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 
 from dp_training import DataParallelOptions

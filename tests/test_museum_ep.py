@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from museum import Found, tour
-from steps import Run, Version, training_step
+from steps import Run, Version, follow, training_step
 from torch import Tensor
 
 from common import comm
@@ -22,7 +22,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import placement, sum_gradients
 from common.launch.runtime import Runtime
-from common.lesson.equality import Difference, Followed, compare, follow
+from common.lesson.equality import Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 from common.models import moe as plain_moe
 from common.models.configs import CONFIGS, mixtral

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from museum import UNSEEN, Found, tour
+from steps import follow
 from torch import Tensor
 
 from common import comm
@@ -20,7 +21,7 @@ from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
 from common.launch.runtime import Runtime
-from common.lesson.equality import Difference, Followed, compare, follow
+from common.lesson.equality import Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 

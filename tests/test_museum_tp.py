@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from museum import Found, tour
-from steps import Version, training_step
+from steps import Version, follow, training_step
 from torch import Tensor
 
 from common import comm
@@ -24,7 +24,7 @@ from common.comm import Group, collectives
 from common.comm.mesh import Mesh
 from common.comm.placement import gradient_norm, sum_gradients
 from common.launch.runtime import Runtime
-from common.lesson.equality import Difference, Followed, compare, follow
+from common.lesson.equality import Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, llama
 from common.models.transformer import Transformer

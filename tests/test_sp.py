@@ -12,7 +12,7 @@ import pytest
 import torch
 from beside_one_device import assert_equal
 from mpi.launch import refused
-from steps import Version, training_step
+from steps import Version, follow, training_step
 from torch import Tensor
 
 from common import comm
@@ -24,7 +24,7 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
-from common.lesson.equality import OPTIMIZERS, TOLERANCE, Followed, follow, watch
+from common.lesson.equality import OPTIMIZERS, TOLERANCE, Followed, watch
 from common.lesson.job import Job
 from common.lesson.training import Batches, make_model
 from common.models import configs

@@ -40,7 +40,7 @@ from common.comm.ledger import Ledger, show_bytes
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.lesson.comparison import records, report
-from common.lesson.equality import OPTIMIZERS, Followed, Start, follow, unmoved, watch, with_units
+from common.lesson.equality import OPTIMIZERS, Followed, Start, unmoved, watch, with_units
 from common.lesson.job import Job, Train, one_device, total
 from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.proof import Proof
@@ -183,13 +183,23 @@ def alone(
 def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
     """Train `o.steps` steps; return (the result on rank 0, None elsewhere; the OneProcess; its ledger)."""
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # replicating must mend this
+    job = Job(rt, o, "one process", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
     with Ledger() as ledger:
         one = OneProcess(model, o, rt.world, rt.device)
         if rt.rank == 0:
-            return follow(model, optimizer, o.steps, one.step), one, ledger
+            return watch(train_one_process(job, one), job), one, ledger
         for t in range(o.steps):
             one.step(t)
     return None, one, ledger
+
+
+def train_one_process(job: Job[DataParallelOptions], one: OneProcess) -> Iterator[Tensor]:
+    """Train on rank 0, which owns the model; the others compute in the same steps."""
+    optimizer = job.optimizer(job.model)
+    for t in job.numbers():
+        optimizer.zero_grad()
+        yield one.step(t)
+        optimizer.step()
 
 
 def prove(rt: Runtime, o: DataParallelOptions) -> bool:

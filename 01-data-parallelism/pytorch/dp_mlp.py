@@ -28,7 +28,7 @@ from common.comm import Group, ledger
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
-from common.comm.placement import Run, place
+from common.comm.placement import FlatShard, place
 from common.data.text import mlp_batch
 from common.launch.command_line import Width, Within
 from common.launch.runtime import Runtime
@@ -145,7 +145,7 @@ class Pieces:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.pieces: list[tuple[str, Tensor]] = []
         for (name, p), piece, lengths in zip(trained, zero.pieces(), zero.sizes(), strict=True):
-            place(piece, "dp", Run(p.shape, tuple(lengths)))
+            place(piece, "dp", FlatShard(p.shape, tuple(lengths)))
             self.pieces.append((name, piece))
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:

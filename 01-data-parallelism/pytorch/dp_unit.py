@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, Pending
-from common.comm.placement import Run, like, place
+from common.comm.placement import FlatShard, like, place
 
 
 class Unit:
@@ -43,7 +43,7 @@ class Unit:
         self.mine = self.run(self.whole) if stage < 3 else self.run(self.whole).clone()
         self.pieces = {name: like(piece, parameters[name]) for name, piece in self.cut(self.mine).items()}
         for (name, p), sizes in zip(parameters.items(), self._sizes(), strict=True):
-            place(self.pieces[name], group.axis, Run(p.shape, sizes))
+            place(self.pieces[name], group.axis, FlatShard(p.shape, sizes))
         self.here, self.arriving = True, None  # type: tuple[bool, Pending | None]
         self.gradients: Tensor | None = None  # like `whole`: this rank's part
         self.sum: Tensor | None = None  # like `mine`: over the ranks and the micro-batches reduced so far

@@ -204,7 +204,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
         if chosen := tuple(name for name in pair if name in o.versions):
             title = f"{o.schedule} on {rt.world_size} ranks, {o.dtype}, {o.steps} steps"
             some = replace(o, versions=chosen)
-            right &= languages.prove(
+            right &= languages.prove_languages(
                 rt, some, lesson.mesh, partial(lesson.train, pair), lesson.benchmark, title
             )
     return right

@@ -31,7 +31,15 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import check, report
 from common.lesson.equality import Followed, Start, unmoved
-from common.lesson.languages import InLibTorch, InNumpy, InTorch, Part, check_modules, follow, prove
+from common.lesson.languages import (
+    InLibTorch,
+    InNumpy,
+    InTorch,
+    Part,
+    check_modules,
+    prove_languages,
+    watch_layer,
+)
 from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
 from common.lesson.runner import DTYPES, run
 from common.models.transformer import Layer, Transformer
@@ -96,7 +104,7 @@ def train(
     x_BSD, y_BSD = samples(o)
     plain, mesh = dict(plain_layer(o).named_parameters()), Mesh(rt.world, tp=rt.world_size)
     part = start(make(name, rt, o, optimizer))
-    found, sent = follow(part, plain, mesh, "tp", o.steps, lambda part: step(part, x_BSD, y_BSD))
+    found, sent = watch_layer(part, plain, mesh, "tp", o.steps, lambda part: step(part, x_BSD, y_BSD))
     return found, sent, o.steps * step_bytes(rt, o)
 
 
@@ -158,7 +166,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
         report(rt, o, benchmark(rt, o))
         return True
     title = f"a layer on {n} rank(s), {o.model}, {o.dtype}"
-    return prove(rt, o, Mesh(rt.world, tp=n), partial(train, rt, o), partial(benchmark, rt), title)
+    return prove_languages(rt, o, Mesh(rt.world, tp=n), partial(train, rt, o), partial(benchmark, rt), title)
 
 
 if __name__ == "__main__":

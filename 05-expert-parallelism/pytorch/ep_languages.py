@@ -123,7 +123,7 @@ class Lesson:
             return total, whole(dx, lies, self.mesh)
 
         part, plain = start(self.make(name, optimizer)), dict(self.plain.named_parameters())
-        found, sent = languages.follow(part, plain, self.mesh, "ep", self.o.steps, step)
+        found, sent = languages.watch_layer(part, plain, self.mesh, "ep", self.o.steps, step)
         formula = sum((self.formula(experts_BSK) for experts_BSK in self.choices), Fraction(0))
         return found, self.mean(sent), formula
 
@@ -198,7 +198,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
         report(rt, o, lesson.benchmark(o))
         return True
     title = f"a mixture on {rt.world_size} rank(s), {o.model}, {o.dtype}"
-    return languages.prove(rt, o, lesson.mesh, lesson.train, lesson.benchmark, title)
+    return languages.prove_languages(rt, o, lesson.mesh, lesson.train, lesson.benchmark, title)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from rich.console import Group
+from rich.console import Group as Stack
 from rich.table import Table
 
 from common import comm
@@ -154,6 +154,6 @@ def calls(rows: Sequence[Row]) -> str:
     return ", ".join(f"{n} {op}" for op, n in sorted(said.items()))
 
 
-def explain(hybrid: Hybrid, clip: bool = False) -> Group:
+def explain(hybrid: Hybrid, clip: bool = False) -> Stack:
     """Return the three tables: axes, ranks and groups. All ranks call it."""
-    return Group(axes_table(hybrid.mesh), ranks_table(hybrid), groups_table(hybrid, clip))
+    return Stack(axes_table(hybrid.mesh), ranks_table(hybrid), groups_table(hybrid, clip))

@@ -3,7 +3,7 @@
     q_proj.weight [8, 6], tp = 2 by rows, then ZeRO over dp = 3: rank (tp 1, dp 1) has numbers 8..16 of rows 4..8
 
         row 4   0  1  2  3  4  5        Shard(0) along tp: rows 4..8, an origin to add
-        row 5   6  7 [8  9 10 11]       Run along dp: one run of the flattened rows, which is not a box,
+        row 5   6  7 [8  9 10 11]       FlatShard along dp: one run of the flattened rows, which is not a box,
         row 6 [12 13 14 15]16 17        but two of them: 1 x 4 at (5, 2) and 1 x 4 at (6, 0)
         row 7  18 19 20 21 22 23
 
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from common.comm.mesh import Mesh
-from common.comm.placement import Run, Split, placement, whole_shape
+from common.comm.placement import FlatShard, Split, placement, whole_shape
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def boxes(shape: Sequence[int], splits: dict[str, Split], mesh: Mesh) -> list[Bo
         at = mesh.at[axis]
         if run is not None:
             raise ValueError(f"cut along {axis} after a run, which has no rows; let the run be the last cut")
-        if isinstance(split, Run):
+        if isinstance(split, FlatShard):
             start = sum(split.sizes[:at])
             run = start, start + split.sizes[at]
         else:

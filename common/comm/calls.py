@@ -87,7 +87,7 @@ def padded(total: int, parts: int) -> int:
     return parts * max(sizes_of(total, parts))
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     """Return x with dimension `dim` first, padded with zeros to `size`: collectives need equal pieces."""
     x = x.movedim(dim, 0)
     if x.shape[0] < size:
@@ -103,7 +103,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     if group.size == 1:
         return x
     sizes = sizes or [x.shape[dim]] * group.size
-    piece = _padded(x, dim, max(sizes))
+    piece = _pad(x, dim, max(sizes))
     out = piece.new_empty(group.size * max(sizes), *piece.shape[1:])
     all_gather_into(out, piece, group)
     pieces = [p[:size] for p, size in zip(out.chunk(group.size), sizes, strict=True)]
@@ -119,7 +119,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
         return x
     sizes = list(sizes or sizes_of(x.shape[dim], group.size))
     longest = max(sizes)
-    pieces = torch.cat([_padded(p, dim, longest) for p in torch.split(x, sizes, dim)])
+    pieces = torch.cat([_pad(p, dim, longest) for p in torch.split(x, sizes, dim)])
     out = pieces.new_empty(longest, *pieces.shape[1:])
     reduce_scatter_into(out, pieces, group)
     return out[: sizes[group.rank]].movedim(0, dim).contiguous()

@@ -33,7 +33,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatShard:
     """Split of the flattened tensor: one run per rank, `sizes` numbers long, in the order of the ranks.
 
     `shape` is that of the tensor before it was cut; a size may be 0.
@@ -43,7 +43,7 @@ class Run:
     sizes: tuple[int, ...]
 
 
-Split = Shard | Run
+Split = Shard | FlatShard
 
 
 def place(parameter: Tensor, axis: str, split: Split) -> None:
@@ -102,7 +102,7 @@ def whole_shape(parameter: Tensor, mesh: Mesh) -> torch.Size:
     """Return the shape of the tensor of which `parameter` is this rank's piece."""
     shape = parameter.shape
     for axis, split in reversed(placement(parameter).items()):
-        if isinstance(split, Run):
+        if isinstance(split, FlatShard):
             shape = split.shape
         else:
             lengths = split.sizes or (shape[split.dim],) * mesh.shape[axis]
@@ -114,7 +114,7 @@ def piece(whole: Tensor, parameter: Tensor, mesh: Mesh) -> Tensor:
     """Return this rank's piece of a whole tensor, a view, cut as `parameter`: inverse of `equality.whole`."""
     for axis, split in placement(parameter).items():
         at = mesh.at[axis]
-        if isinstance(split, Run):
+        if isinstance(split, FlatShard):
             whole = whole.flatten().narrow(0, sum(split.sizes[:at]), split.sizes[at])
         else:
             lengths = split.sizes or (whole.shape[split.dim] // mesh.shape[axis],) * mesh.shape[axis]

@@ -1,9 +1,8 @@
 """Parallel against one device: the same steps on both, and the largest difference of each kind, by name.
 
-    reference = follow(model, "adamw", steps, step)                  # on one device
-    parallel = follow(model, "adamw", steps, step, mesh)             # on the mesh; gathers what is split
-    parallel = watch(train(job), job, mesh)                          # the same, of a training loop that yields
-    compare(reference, parallel)["gradients"]    # Difference(2.2e-16, "layers.0.mlp.up_proj.weight, step 2")
+    reference = watch(one_device(job), job)          # on one device
+    parallel = watch(train(job), job, mesh)          # on the mesh; gathers what is split
+    compare(reference, parallel)["gradients"]        # Difference(2.2e-16, "layers.0.mlp.up_proj.weight, step 2")
 
 The difference of a tensor is relative, a from the one device and M the largest number of all tensors compared with it
 (the gradients of one step, say, or the weights):
@@ -39,7 +38,7 @@ from torch import Tensor
 from common import comm
 from common.comm import ledger
 from common.comm.mesh import AXES, Mesh
-from common.comm.placement import Run, gradient_norm, placement
+from common.comm.placement import FlatShard, gradient_norm, placement
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 KINDS = ("loss", "gradients", "gradient norm", "weights")
@@ -47,14 +46,6 @@ ROUNDINGS = 4  # of the largest number, that are within the tolerance for any te
 ULPS = 100  # units of `in_ulps` that are refused
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
-Wrap = Callable[[MakeOptimizer, list[Tensor]], torch.optim.Optimizer]
-
-
-def plain(make: MakeOptimizer, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer as `make` makes it."""
-    return make(tensors)
-
-
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5),
@@ -106,7 +97,7 @@ def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
         x = x.detach().clone()
         for axis, split in reversed(placement(parameter).items()):
             assert mesh is not None
-            if isinstance(split, Run):
+            if isinstance(split, FlatShard):
                 x = comm.all_gather(x, mesh.group(axis), 0, split.sizes).view(split.shape)
             else:
                 x = comm.all_gather(x, mesh.group(axis), split.dim, split.sizes)
@@ -140,26 +131,6 @@ class Named(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
-def note(result: Followed, loss: Tensor, named: Mapping[str, Tensor], mesh: Mesh | None) -> None:
-    """Add a step's loss, gradients and gradient norm to the result."""
-    result.losses.append(loss.item())
-    gradients = {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
-    result.gradients.append(of_all_stages(gradients, mesh))
-    if mesh is None:
-        # the kernel of gradient_norm: in a sum of equal squares, such as those of signs, all roundings
-        # have one direction, and another kernel's result differs by more than 100 units
-        squares = [torch.linalg.vector_norm(g).double().square() for g in result.gradients[-1].values()]
-        result.norms.append(math.sqrt(sum(squares, torch.zeros(())).item()))
-    else:
-        result.norms.append(gradient_norm(named.values(), mesh).item())
-
-
-def end(result: Followed, named: Mapping[str, Tensor], mesh: Mesh | None) -> Followed:
-    """Add the final weights to the result, and return it."""
-    result.weights = of_all_stages({name: whole(p, p, mesh) for name, p in named.items()}, mesh)
-    return result
-
-
 def watch(run: Iterator[Tensor], trained: Trained, mesh: Mesh | None = None) -> Followed:
     """Run a training loop to its end; return losses, gradients, norms and weights.
 
@@ -169,32 +140,18 @@ def watch(run: Iterator[Tensor], trained: Trained, mesh: Mesh | None = None) -> 
     for loss in run:
         assert trained.owner is not None, "a training loop makes its optimizer by job.optimizer"
         named = dict(trained.owner.named_parameters())
-        note(result, loss, named, mesh)
-    return end(result, named, mesh)
-
-
-def follow(
-    model: Named,
-    optimizer: str,
-    steps: int,
-    step: Callable[[int], Tensor],
-    mesh: Mesh | None = None,
-    wrap: Wrap = plain,
-) -> Followed:
-    """Train `steps` steps; return losses, gradients, norms and weights.
-
-    `step(t)` leaves synchronised gradients and returns the loss of the global batch. wrap: makes the
-    optimizer, if it is more than torch's own.
-    """
-    named = dict(model.named_parameters())
-    chosen = wrap(OPTIMIZERS[optimizer], list(named.values()))
-    result = Followed()
-    for t in range(steps):
-        chosen.zero_grad()
-        loss = step(t)
-        note(result, loss, named, mesh)  # before the optimizer, which may change gradients: a scaler's does
-        chosen.step()
-    return end(result, named, mesh)
+        gradients = {name: whole(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
+        result.losses.append(loss.item())
+        result.gradients.append(of_all_stages(gradients, mesh))
+        if mesh is None:
+            # the kernel of gradient_norm: in a sum of equal squares, such as those of signs, all roundings
+            # have one direction, and another kernel's result differs by more than 100 units
+            squares = [torch.linalg.vector_norm(g).double().square() for g in result.gradients[-1].values()]
+            result.norms.append(math.sqrt(sum(squares, torch.zeros(())).item()))
+        else:
+            result.norms.append(gradient_norm(named.values(), mesh).item())
+    result.weights = of_all_stages({name: whole(p, p, mesh) for name, p in named.items()}, mesh)
+    return result
 
 
 Model = TypeVar("Model", bound=Named)

@@ -3,7 +3,7 @@
 InTorch     a layer in autograd: a module, or functions of C++ on LibTorch
 InNumpy     a layer of a module in plain C++, on numpy arrays, with its own backward pass
 
-Used by tp_languages.py and ep_languages.py; pp_languages.py also uses `prove` and `check_modules`.
+Used by tp_languages.py and ep_languages.py; pp_languages.py also uses `prove_languages` and `check_modules`.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def samples(o: TrainingOptions) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def follow(
+def watch_layer(
     part: Part,
     plain: Mapping[str, Tensor],
     mesh: Mesh,
@@ -206,7 +206,7 @@ def follow(
     return found, sent
 
 
-def prove(
+def prove_languages(
     rt: Runtime,
     o: TrainingOptions,
     mesh: Mesh,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
-from rich.console import Group
+from rich.console import Group as Stack
 from rich.table import Table
 
 from common import comm
@@ -135,7 +135,7 @@ class Proof:
             done.append(record)
         return done
 
-    def tables(self, title: str) -> Group:
+    def tables(self, title: str) -> Stack:
         """Return largest differences by kind, with the place of the largest; losses; bytes sent per rank."""
         equality = Table(title=f"largest relative difference from one device: {title}", title_justify="left")
         for column in ("version", "optimizer"):
@@ -154,7 +154,7 @@ class Proof:
             f"loss of each step, {optimizer}: {' '.join(f'{loss:.10f}' for loss in values)}"
             for optimizer, values in self.losses.items()
         ]
-        return Group(equality, *losses, *([sent] if self.counted else []))
+        return Stack(equality, *losses, *([sent] if self.counted else []))
 
     def sentence(self) -> str:
         """Return one line: the claim that was proved, or the difference."""
