@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from torch import Tensor
 
 from common.comm.group import Group
 from common.comm.travel import (
-    Batch,
     Pending,
-    Tree,
+    add_along_tree,
     add_up,
     adds_itself,
     carried,
     in_place,
-    post,
     room_for,
     share,
 )
@@ -38,42 +36,27 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
     """In place: P(x) to R(x). Sends 2(n-1)/n S (ring: reduce-scatter, then all-gather)."""
     y, back = in_place(x, group)
-    return post(
-        lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True),
-        "all_reduce",
-        group,
-        share(x, 2, group),
-        async_op,
-        finish=back,
-    )
+    ready = Pending("all_reduce", group, share(x, 2, group), back)
+    return ready.start(lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True), async_op)
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
     """In place: x of rank `src` to R(x). Sends (n-1)/n S."""
     y, back = in_place(x, group)
-    return post(
-        lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True),
-        "broadcast",
-        group,
-        share(x, 1, group),
-        async_op,
-        finish=back,
-    )
+    ready = Pending("broadcast", group, share(x, 1, group), back)
+    return ready.start(lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True), async_op)
 
 
 def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
     """In place: P(x) to the sum on rank `dst`; the contents of x on other ranks are undefined. Sends (n-1)/n S."""
     y, back = in_place(x, group)
-    post(
+    ready = Pending("reduce", group, share(x, 1, group), back)
+    ready.start(
         lambda: (
-            cast(dist.Work, Tree(y, group, dst))
+            add_along_tree(y, group, dst)
             if adds_itself(group)
             else dist.reduce(y, group.ranks[dst], group=group.pg, async_op=True)
-        ),
-        "reduce",
-        group,
-        share(x, 1, group),
-        finish=back,
+        )
     )
 
 
@@ -134,14 +117,9 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     if group.size == 1:
         out.copy_(x.view_as(out))
     y, (room, back) = carried(x, group), room_for(out, group)
-    return post(
-        lambda: dist.all_gather_single(room.view(-1), y.view(-1), group=group.pg, async_op=True),
-        "all_gather",
-        group,
-        share(out, 1, group),
-        async_op,
-        finish=back,
-    )
+    ready = Pending("all_gather", group, share(out, 1, group), back)
+    flat, piece = room.view(-1), y.view(-1)
+    return ready.start(lambda: dist.all_gather_single(flat, piece, group=group.pg, async_op=True), async_op)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
@@ -159,14 +137,8 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
     if adds_itself(group):
         call, room = dist.all_to_all_single, torch.empty_like(y)
         finish = partial(add_up, out, room, group.size)
-    return post(
-        lambda: call(room.view(-1), y, group=group.pg, async_op=True),
-        "reduce_scatter",
-        group,
-        share(x, 1, group),
-        async_op,
-        finish=finish,
-    )
+    ready = Pending("reduce_scatter", group, share(x, 1, group), finish)
+    return ready.start(lambda: call(room.view(-1), y, group=group.pg, async_op=True), async_op)
 
 
 def _check_pieces(call: str, whole: Tensor, piece: Tensor, group: Group) -> None:
@@ -216,72 +188,24 @@ def all_to_all_into(
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     send, receive = list(send_sizes), list(receive_sizes)
     y, (room, back) = carried(x, group), room_for(out, group)
-    return post(
-        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True),
-        "all_to_all",
-        group,
-        (sum(send) - send[group.rank]) * row_bytes,
-        async_op,
-        finish=back,
+    ready = Pending("all_to_all", group, (sum(send) - send[group.rank]) * row_bytes, back)
+    return ready.start(
+        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True), async_op
     )
-
-
-def gather(x: Tensor, group: Group, dst: int = 0) -> list[Tensor] | None:
-    """Every rank's x as a list on rank `dst`, None elsewhere. Sends S on all ranks but `dst`."""
-    if group.size == 1:
-        return [x]
-    y = carried(x, group)
-    out = [torch.empty_like(y) for _ in group.ranks] if group.rank == dst else None
-    post(
-        lambda: dist.gather(y, out, group.ranks[dst], group=group.pg, async_op=True),
-        "gather",
-        group,
-        x.numel() * x.element_size() * (group.rank != dst),
-    )
-    return out and [piece.to(x.device) for piece in out]
-
-
-def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: Group, src: int = 0) -> Tensor:
-    """Piece j of rank `src` to rank j, into `out`. Rank `src` sends all pieces but its own."""
-    if group.size == 1:
-        return out.copy_(pieces[0]) if pieces else out
-    given = [carried(p, group) for p in pieces] if pieces and group.rank == src else None
-    room, back = room_for(out, group)
-    post(
-        lambda: dist.scatter(room, given, group.ranks[src], group=group.pg, async_op=True),
-        "scatter",
-        group,
-        (group.size - 1) * out.numel() * out.element_size() * (group.rank == src),
-        finish=back,
-    )
-    return out
 
 
 def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message to rank `dst`: sends S."""
     y = carried(x, group)
-    return post(
-        lambda: dist.isend(y, group.ranks[dst], group=group.pg, tag=tag),
-        "send",
-        group,
-        x.numel() * x.element_size(),
-        async_op,
-        peer=f" to {dst}",
-    )
+    ready = Pending("send", group, y.nbytes, peer=f" to {dst}")
+    return ready.start(lambda: dist.isend(y, group.ranks[dst], group=group.pg, tag=tag), async_op)
 
 
 def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message from rank `src` into x: sends nothing."""
     room, back = room_for(x, group)
-    return post(
-        lambda: dist.irecv(room, group.ranks[src], group=group.pg, tag=tag),
-        "recv",
-        group,
-        0,
-        async_op,
-        peer=f" from {src}",
-        finish=back,
-    )
+    ready = Pending("recv", group, 0, back, f" from {src}")
+    return ready.start(lambda: dist.irecv(room, group.ranks[src], group=group.pg, tag=tag), async_op)
 
 
 def exchange(
@@ -298,15 +222,8 @@ def exchange(
         for call, tensor, peer in ((dist.isend, y, dst), (dist.irecv, room, src))
         if tensor.numel()
     ]
-    return post(
-        lambda: cast(dist.Work, Batch(posts)),
-        "send",
-        group,
-        x.numel() * x.element_size(),
-        async_op,
-        peer=f" to {dst}, from {src}",
-        finish=back,
-    )
+    ready = Pending("send", group, y.nbytes, back, f" to {dst}, from {src}")
+    return ready.start(lambda: dist.batch_isend_irecv(posts) if posts else [], async_op)
 
 
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
@@ -323,10 +240,10 @@ def everyones(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T] = [value] * group.size
-    post(lambda: dist.all_gather_object(values, value, group=group.pg), "everyones", group, 0)
+    Pending("everyones", group, 0).start(lambda: dist.all_gather_object(values, value, group=group.pg))
     return values
 
 
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here. The ledger counts no bytes for it."""
-    post(lambda: dist.barrier(group=group.pg, async_op=True), "barrier", group, 0)
+    Pending("barrier", group, 0).start(lambda: dist.barrier(group=group.pg, async_op=True))

@@ -9,11 +9,11 @@ most, so they should share a host.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from datetime import timedelta
 
+import numpy as np
 import torch.distributed as dist
 
 from common.comm import Group
@@ -57,10 +57,8 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a global rank on each axis."""
-        place = {}
-        for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, self.shape[axis])
-        return {axis: place[axis] for axis in AXES}
+        place = np.unravel_index(rank, tuple(self.shape.values()))
+        return dict(zip(AXES, map(int, place), strict=True))
 
     def group(self, *axes: str) -> Group:
         """Return the group of ranks that differ from this one along `axes` alone, in rank order.
@@ -104,20 +102,17 @@ class Mesh:
         """Make all groups along `axes`, and return this rank's; places: only these ranks of a single axis."""
         if not axes:
             return Group("", 0, 1, (self.world.rank,))
+        grid = np.arange(self.world.size).reshape(tuple(self.shape.values()))
+        if places is not None:
+            grid = grid.take(places, AXES.index(axes[0]))
+        inner = [AXES.index(axis) for axis in axes]
+        lines = np.moveaxis(grid, inner, range(-len(inner), 0))
         mine: Group | None = None
-        others = [range(n) for axis, n in self.shape.items() if axis not in axes]
-        fixed = [axis for axis in AXES if axis not in axes]
-        for place in itertools.product(*others):
-            here = dict(zip(fixed, place, strict=True))
-            ranks = tuple(
-                r
-                for r in range(self.world.size)
-                if all(self.coordinates(r)[axis] == at for axis, at in here.items())
-                and (places is None or self.coordinates(r)[axes[0]] in places)
-            )
-            alone = len(ranks) == 1
+        for ranks in lines.reshape(-1, math.prod(lines.shape[-len(inner) :])).tolist():
             # every rank makes every group
-            pg = None if alone else dist.new_group([self.world.ranks[r] for r in ranks], self.timeout)
+            pg = (
+                dist.new_group([self.world.ranks[r] for r in ranks], self.timeout) if len(ranks) > 1 else None
+            )
             if self.world.rank in ranks:
-                mine = Group("+".join(axes), ranks.index(self.world.rank), len(ranks), ranks, pg)
+                mine = Group("+".join(axes), ranks.index(self.world.rank), len(ranks), tuple(ranks), pg)
         return mine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeVar
 
@@ -26,6 +26,9 @@ TREE_TAG = 1 << 30  # no message of a chapter has it
 blocked_in: dict[str, object] = {}
 
 
+Posted = dist.Work | list[dist.Work] | None
+
+
 @dataclass
 class Pending:
     """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger."""
@@ -33,23 +36,37 @@ class Pending:
     op: str
     group: Group
     sent: Fraction | int
-    peer: str = ""
-    work: dist.Work | None = None
-    seconds: float = 0.0
     finish: Callable[[], object] = lambda: None
-    call: Callable[[], dist.Work | None] | None = None  # holds what travels until it is there
+    peer: str = ""
+    works: list[dist.Work] | None = field(default=None, init=False)
+    seconds: float = field(default=0.0, init=False)
+    call: Callable[[], Posted] | None = field(
+        default=None, init=False
+    )  # holds the tensors until they are there
+
+    def start(self, call: Callable[[], Posted], async_op: bool = False) -> Pending:
+        """Start the communication and, unless async_op, wait for it; one rank has nothing to communicate.
+
+        Some backends block already here. A call without work, None, is done when it returns, and adds no row.
+        """
+        if self.group.size > 1:
+            self.call, posted = call, self._blocked(call)
+            self.works = [posted] if isinstance(posted, dist.Work) else posted
+        if not async_op:
+            self.wait()
+        return self
 
     def wait(self) -> None:
         """Block until done; seconds blocked here are the exposed part of the communication."""
-        if self.work is not None:
+        if self.works is not None:
             self._blocked(self._complete)
             ledger.record(self.op, self.group.axis, self.sent, self.seconds)
-            self.work = self.call = None
+            self.works = self.call = None
             self.finish = lambda: None
 
     def _complete(self) -> None:
-        assert self.work is not None
-        self.work.wait()
+        for work in self.works or ():
+            work.wait()
         self.finish()
 
     def _blocked(self, call: Callable[[], T]) -> T:
@@ -60,33 +77,10 @@ class Pending:
         self.seconds += time.perf_counter() - start
         return result
 
-    def start(self, call: Callable[[], dist.Work | None]) -> None:
-        """Hand the work to the process group; some backends block already here."""
-        self.call = call
-        self.work = self._blocked(call)
-
-
-def post(
-    call: Callable[[], dist.Work | None],
-    op: str,
-    group: Group,
-    sent: Fraction | int,
-    async_op: bool = False,
-    peer: str = "",
-    finish: Callable[[], object] = lambda: None,
-) -> Pending:
-    """Start a communication and, unless async_op, wait for it; one rank has nothing to communicate."""
-    pending = Pending(op, group, sent, peer, finish=finish)
-    if group.size > 1:
-        pending.start(call)
-    if not async_op:
-        pending.wait()
-    return pending
-
 
 def share(x: Tensor, times: int, group: Group) -> Fraction:
     """Return `times` * (n-1)/n of the bytes of x: one of n ranks' share of a total of times * (n-1) * S."""
-    return Fraction(times * (group.size - 1) * x.numel() * x.element_size(), group.size)
+    return Fraction(times * (group.size - 1) * x.nbytes, group.size)
 
 
 def over_host(x: Tensor, group: Group) -> bool:
@@ -129,27 +123,24 @@ def adds_itself(group: Group) -> bool:
     return group.pg is not None and dist.get_backend(group.pg) == "gloo"
 
 
-class Tree:
-    """Reduce as a binomial tree: in each round half of the remaining ranks send their sums and leave.
+@torch.no_grad()
+def add_along_tree(x: Tensor, group: Group, dst: int) -> list[dist.Work]:
+    """Sum x on rank `dst` along a binomial tree: in each round half of the remaining ranks send their sums and leave.
 
     Counted from `dst`, 6 ranks send 1->0 3->2 5->4, then 2->0, then 4->0: each but the first sends S once.
+    Nothing is in flight afterwards.
     """
-
-    def __init__(self, x: Tensor, group: Group, dst: int) -> None:
-        self.x, self.group, self.dst = x, group, dst
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        n, x = self.group.size, self.x
-        rank, term = (self.group.rank - self.dst) % n, torch.empty_like(x)
-        for step in (2**k for k in range((n - 1).bit_length())):
-            other = self.group.ranks[((rank ^ step) + self.dst) % n]
-            if rank & step:
-                dist.send(x, other, group=self.group.pg, tag=TREE_TAG)
-                return
-            if rank + step < n:
-                dist.recv(term, other, group=self.group.pg, tag=TREE_TAG)
-                x += term
+    n, term = group.size, torch.empty_like(x)
+    rank = (group.rank - dst) % n
+    for step in (2**k for k in range((n - 1).bit_length())):
+        other = group.ranks[((rank ^ step) + dst) % n]
+        if rank & step:
+            dist.send(x, other, group=group.pg, tag=TREE_TAG)
+            break
+        if rank + step < n:
+            dist.recv(term, other, group=group.pg, tag=TREE_TAG)
+            x += term
+    return []
 
 
 def add_up(out: Tensor, terms: Tensor, n: int) -> None:
@@ -160,15 +151,3 @@ def add_up(out: Tensor, terms: Tensor, n: int) -> None:
         for term in others:
             total += term
         out.copy_(total.view_as(out))
-
-
-class Batch:
-    """Several messages as one: NCCL, and any backend that batches, may give fewer than were posted."""
-
-    def __init__(self, posts: list[dist.P2POp]) -> None:
-        self.posts = posts  # holds the tensors until they have left
-        self.works = dist.batch_isend_irecv(posts) if posts else []
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()

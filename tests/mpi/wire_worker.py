@@ -68,8 +68,6 @@ def calls(g: Group) -> dict[str, Callable[[], object]]:
         "reduce_scatter_into": lambda: comm.reduce_scatter_into(piece, x, g),
         "all_to_all": lambda: comm.all_to_all(x, g),
         "all_to_all_into": lambda: comm.all_to_all_into(room, uneven, g, sizes, sizes),
-        "gather": lambda: comm.gather(x, g, 1),
-        "scatter": lambda: comm.scatter([x] * n, y, g, 1),
         "send": lambda: comm.send(x, g, 1) if r == 0 else comm.recv(y, g, 0) if r == 1 else None,
         "exchange": lambda: comm.exchange(x, y, g, (r + 1) % n, (r - 1) % n),
         "shift": lambda: comm.shift(x, g),
