@@ -43,9 +43,8 @@ import hybrid_log
 from dp_memory import held
 from hybrid_bytes import StepBytes
 from hybrid_data import Shuffled, load_tokens, unigram_entropy
-from hybrid_evaluate import validation_loss
+from hybrid_evaluate import choose, generate, validation_loss
 from hybrid_export import export, gather_to_rank_0
-from hybrid_generate import choose, generate
 from hybrid_layout import HybridOptions
 from hybrid_log import Log, draw
 from hybrid_metrics import Meter

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.markup import escape
@@ -57,9 +56,7 @@ class Log:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
         if self.board:
             with suppress(OSError):

@@ -159,17 +159,12 @@ def from_file(options_type: type[T], file: Path) -> T:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}?" if near else "--help shows what there is"
             raise UsageError(f"{file}: there is no option {key!r}; {hint}")
-        arg = as_arguments(key, value)
+        arg = (
+            [f"--{key}={value}"] if not isinstance(value, bool) else [f"--{key}" if value else f"--no-{key}"]
+        )
         try:
             options.parse(options_type, args=arg)
         except UsageError as error:
             raise UsageError(f"{file}: {key} = {value!r}: {error}") from None
         args += arg
     return options.parse(options_type, args=args)
-
-
-def as_arguments(key: str, value: object) -> list[str]:
-    """Return one entry of the file as arguments of the command line."""
-    if isinstance(value, bool):
-        return [f"--{key}" if value else f"--no-{key}"]
-    return [f"--{key}={value}"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 
 STOP = (signal.SIGTERM, signal.SIGINT)
 TRACE = signal.SIGUSR1
@@ -36,9 +36,7 @@ class Signals:
         else:
             self.stop = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():  # further stop signals must not interrupt the end
             signal.signal(number, signal.SIG_IGN if self.stop and number in STOP else handler)
 

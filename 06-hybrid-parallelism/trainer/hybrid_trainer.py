@@ -34,10 +34,9 @@ from common.utils.profiler import profile
 from hybrid_bytes import StepBytes
 from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
 from hybrid_data import Shuffled
-from hybrid_evaluate import validation_loss
+from hybrid_evaluate import decode, generate, validation_loss
 from hybrid_explain import bytes_table, explain
 from hybrid_export import export
-from hybrid_generate import decode, generate
 from hybrid_log import Log, draw
 from hybrid_metrics import Meter
 from hybrid_model import Hybrid

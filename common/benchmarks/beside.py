@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from common.benchmarks.measures import Timing, timings
-from common.benchmarks.tables import Row, Table, digits, names, text
+from common.benchmarks.tables import Columns, Table, digits, filled, names, text
 
 Record = Mapping[str, Any]
 Key = tuple[str, tuple[str, str, str], tuple[str, str, float | None]]
@@ -51,36 +52,23 @@ def pairs(first: Sequence[Record], second: Sequence[Record]) -> tuple[list[Pair]
 
 def table(both: Sequence[Pair], title: str, alone: Sequence[str] = ()) -> Table:
     """Return a row per case and implementation, marked if the second run is slower beyond the spread."""
-    heads = (
-        "implementation",
-        ">ranks",
-        "scaling",
-        ">first (ms)",
-        ">second (ms)",
-        ">ratio",
-        ">from",
-        ">to",
-        "second is",
-    )
-    made = Table(title, heads)
-    made.note = (
+    called = names([t for pair in both for t in (pair.first, pair.second)])
+    columns: Columns[Pair] = {
+        "implementation": lambda pair: called[pair.first.who],
+        ">ranks": lambda pair: str(pair.first.ranks),
+        "scaling": lambda pair: pair.first.scaling,
+        ">first (ms)": lambda pair: digits(pair.first.seconds, 1e3),
+        ">second (ms)": lambda pair: digits(pair.second.seconds, 1e3),
+        ">ratio": lambda pair: text(pair.ratio, "{:.2f}"),
+        ">from": lambda pair: text(pair.bounds[0], "{:.2f}"),
+        ">to": lambda pair: text(pair.bounds[1], "{:.2f}"),
+        "second is": lambda pair: pair.verdict,
+    }
+    note = (
         "Median of a step in each run, and second / first; from and to: the least and the largest ratio of two of "
         "their steps. The last column speaks only where no step of one run took as long as any of the other."
     )
     if alone:
-        made.note += f" Timed in one of the runs only: {', '.join(alone)}."
-    called = names([t for pair in both for t in (pair.first, pair.second)])
-    for pair in both:
-        low, high = pair.bounds
-        cells = [
-            called[pair.first.who],
-            str(pair.first.ranks),
-            pair.first.scaling,
-            digits(pair.first.seconds, 1e3),
-            digits(pair.second.seconds, 1e3),
-            *(text(ratio, "{:.2f}") for ratio in (pair.ratio, low, high)),
-            pair.verdict,
-        ]
-        commands = dict.fromkeys((pair.first.command, pair.second.command))
-        made.rows.append(Row(cells, tuple(commands), bad=pair.verdict == "slower"))
-    return made
+        note += f" Timed in one of the runs only: {', '.join(alone)}."
+    commands = attrgetter("first.command", "second.command")
+    return filled(title, columns, both, commands, lambda pair: pair.verdict == "slower", note)

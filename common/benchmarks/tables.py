@@ -87,14 +87,8 @@ def names(timings: Sequence[Timing]) -> dict[tuple[str, str, str], str]:
     result = {}
     for who in every:
         same = [other for other in every if other[0] == who[0]]
-        more = [
-            what
-            for what, there in (
-                (LANGUAGES.get(who[1], who[1]), {s[1] for s in same}),
-                (who[2], {s[2] for s in same}),
-            )
-            if len(there) > 1
-        ]
+        languages, backends = ({other[i] for other in same} for i in (1, 2))
+        more = [LANGUAGES.get(who[1], who[1])] * (len(languages) > 1) + [who[2]] * (len(backends) > 1)
         result[who] = " · ".join([who[0], *more])
     return result
 

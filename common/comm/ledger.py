@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import TracebackType
 
 from rich.table import Table
 
@@ -45,9 +44,7 @@ class Ledger:
         _open.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _open.remove(self)
 
     def bytes(self, op: str | None = None, axis: str | None = None) -> Fraction:

@@ -16,9 +16,13 @@ def terminal(quiet: bool = False, plain: bool = False) -> Console:
     return Console(quiet=quiet, highlight=False, width=WIDE, force_terminal=False)
 
 
-def make_table(title: str, heads: Iterable[str], show_lines: bool = False) -> Table:
-    """Return a table without rows. A head that begins with ">" stands over numbers, which are aligned right."""
+def make_table(
+    title: str, heads: Iterable[str], rows: Iterable[Iterable[str]] = (), show_lines: bool = False
+) -> Table:
+    """Return a table. A head that begins with ">" stands over numbers, which are aligned right."""
     made = Table(title=title, title_justify="left", show_lines=show_lines)
     for head in heads:
         made.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left")
+    for row in rows:
+        made.add_row(*row)
     return made

@@ -23,6 +23,7 @@ from common.comm.listen import Listener
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, watch, with_units
 from common.lesson.job import Job, Train, one_device
 from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory, spread
@@ -136,9 +137,8 @@ def timing_table(records: list[BenchmarkRecord]) -> Table:
     title = (
         f"a step in turn: {first.model}, {first.dtype}, {first.ranks} ranks, {first.tokens_per_step:,} tokens"
     )
-    table = Table(title=title, title_justify="left")
-    for column in ("version", "ms (median)", "spread", "blocked in communication", "tokens/s", "GFLOP/s"):
-        table.add_column(column, justify="left" if column == "version" else "right")
+    numbers = (">ms (median)", ">spread", ">blocked in communication", ">tokens/s", ">GFLOP/s")
+    table = make_table(title, ("version", *numbers))
     for r in records:
         median = statistics.median(r.step_seconds)
         blocked = "-" if r.communication_seconds is None else f"{r.communication_seconds / median:.1%}"

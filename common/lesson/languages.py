@@ -17,7 +17,6 @@ from fractions import Fraction
 from typing import Any, Protocol, cast
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from common import random
@@ -27,6 +26,7 @@ from common.comm.mesh import Mesh
 from common.comm.placement import Shard, gradient_norm, place
 from common.errors import UsageError
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import report
 from common.lesson.equality import (
     OPTIMIZERS,
@@ -220,9 +220,8 @@ def prove_languages(
     formula. Its first version is "one device", whose parameters pass through the third argument.
     """
     proof = Proof(mesh, DTYPES[o.dtype])
-    table = Table(title="largest relative difference between two versions", title_justify="left")
-    for column in ("versions", "", "optimizer", "difference"):
-        table.add_column(column, justify="right" if column == "difference" else "left")
+    heads = ("versions", "", "optimizer", ">difference")
+    table = make_table("largest relative difference between two versions", heads)
     largest = 0.0
     for optimizer in OPTIMIZERS:
         reference = with_units(lambda start: train("one device", optimizer, start)[0])  # noqa: B023

@@ -20,6 +20,7 @@ from torch import Tensor
 from common import comm
 from common.comm import Group
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.equality import TOLERANCE, difference
 from common.lesson.measure import BenchmarkRecord, Measured, peak_memory
 from common.lesson.runner import DTYPES, console, write_records
@@ -90,9 +91,8 @@ def times_table(
         f"{what}, {ranks} rank(s), {len(one.seconds)} rounds in turn, ms; "
         f"one alone {one.median * 1e3:.1f}, {flop / min(one.seconds) / 1e9:.0f} GFLOP/s"
     )
-    table = Table(title=title, title_justify="left")
-    for column in ("", "ms", "alone", "ratio", "best", "spread", "GFLOP/s", "of peak", "speed-up", "blocked"):
-        table.add_column(column, justify="left" if column == "" else "right")
+    numbers = "ms", "alone", "ratio", "best", "spread", "GFLOP/s", "of peak", "speed-up", "blocked"
+    table = make_table(title, ["", *(f">{number}" for number in numbers)])
     for name, m in measured.items():
         if name == "one rank" or name.endswith(ALONE):
             continue

@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import torch
 from rich.console import Group as Stack
-from rich.table import Table
 
 from common import comm
 from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
+from common.launch.terminal import make_table
 from common.lesson.equality import (
     KINDS,
     TOLERANCE,
@@ -137,17 +137,14 @@ class Proof:
 
     def tables(self, title: str) -> Stack:
         """Return largest differences by kind, with the place of the largest; losses; bytes sent per rank."""
-        equality = Table(title=f"largest relative difference from one device: {title}", title_justify="left")
-        for column in ("version", "optimizer"):
-            equality.add_column(column)
-        for column in (*KINDS, "ulps"):
-            equality.add_column(column.removeprefix("gradient "), justify="right")
-        equality.add_column("largest of the row is in")
-        sent = Table(title="bytes a rank sent in the run, mean", title_justify="left")
-        for column in ("version", "optimizer", "counted", "formula"):
-            sent.add_column(column, justify="right" if column in ("counted", "formula") else "left")
+        kinds = (f">{kind.removeprefix('gradient ')}" for kind in KINDS)
+        heads = ("version", "optimizer", *kinds, ">ulps", "largest of the row is in")
+        rows = [row.cells() for row in self.rows]
+        equality = make_table(f"largest relative difference from one device: {title}", heads, rows)
+        sent = make_table(
+            "bytes a rank sent in the run, mean", ("version", "optimizer", ">counted", ">formula")
+        )
         for row in self.rows:
-            equality.add_row(*row.cells())
             shown = "not counted" if row.counted is None else show_bytes(row.counted)
             sent.add_row(row.version, row.optimizer, shown, show_bytes(row.formula))
         losses = [

@@ -44,7 +44,7 @@ from common.launch.command_line import Checked, Within, parse
 from common.launch.launcher import resolve
 from common.launch.program import run_program
 from common.launch.runtime import Runtime
-from common.launch.terminal import terminal
+from common.launch.terminal import make_table, terminal
 from common.utils import timeline
 from common.utils.timeline import Event, Shares
 
@@ -63,12 +63,11 @@ class Report:
 
     def table(self) -> Table:
         """Return a line per rank: seconds and share of its total by class, peak memory in MB (10^6 bytes)."""
-        table = Table(
-            title="seconds by rank: compute + exposed communication + idle = total", title_justify="left"
-        )
         cuda = any(s.cuda for s in self.ranks.values())
-        for name in ("rank", "total", "compute", "exposed", "hidden", "idle", "peak MB") + ("GPU MB",) * cuda:
-            table.add_column(name, justify="right")
+        heads = [">rank", ">total", ">compute", ">exposed", ">hidden", ">idle", ">peak MB"] + [
+            ">GPU MB"
+        ] * cuda
+        table = make_table("seconds by rank: compute + exposed communication + idle = total", heads)
         for rank, s in self.ranks.items():
             classes = (f"{t:.3f} {t / s.total:4.0%}" for t in (s.compute, s.exposed, s.hidden, s.idle))
             memory = (f"{b / 1e6:.0f}" for b in (s.resident, s.cuda)[: 1 + cuda])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group, ledger
+from common.launch.terminal import make_table
 
 
 def table_of_ranks(title: str, group: Group, tensors: Mapping[str, Tensor]) -> Table:
@@ -17,13 +18,9 @@ def table_of_ranks(title: str, group: Group, tensors: Mapping[str, Tensor]) -> T
 
     All ranks call it; the table is right on rank 0.
     """
-    table = Table(title=title, title_justify="left", show_lines=True)
-    for name in ("rank", *tensors):
-        table.add_column(name)
     columns = [_of_all(x.detach().double().cpu(), group) for x in tensors.values()]
-    for rank in range(group.size):
-        table.add_row(str(rank), *(_text(column[rank]) for column in columns))
-    return table
+    rows = [[str(rank), *(_text(column[rank]) for column in columns)] for rank in range(group.size)]
+    return make_table(title, ("rank", *tensors), rows, show_lines=True)
 
 
 def _of_all(x: Tensor, group: Group) -> list[Tensor]:
