@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from common.benchmarks import benchmark_all, beside, report
+from common.benchmarks import benchmark_all, measures, report, tables
 from common.errors import UsageError
 from common.launch.command_line import parse
 from common.launch.program import run_program
@@ -57,8 +57,8 @@ def main(o: Options) -> int:
         path = report.write_comparison(first, second, output / "comparison.html")
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}") from None
-    both, alone = beside.pairs(first, second)
-    table = beside.table(both, f"{o.results} beside {o.compare}", alone)
+    both, alone = measures.pairs(first, second)
+    table = tables.beside(both, f"{o.results} beside {o.compare}", alone)
     benchmark_all.show_table(table, console, [head.lstrip(">") for head in table.heads])
     said = report.compared(first, second)
     for verdict in said:

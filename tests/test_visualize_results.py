@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from toys import EQUAL, FAILS, TIMED, chapter
 
-from common.benchmarks import benchmark_all, beside, report
+from common.benchmarks import benchmark_all, measures, report
 from common.errors import UsageError
 from scripts import visualize_results
 from scripts.visualize_results import Options
@@ -100,7 +100,7 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "first run, at" in page
     assert visualize_results.main(Options(second, compare=first, output=tmp_path / "new")) == 1
     assert visualize_results.main(Options(first, compare=first, output=tmp_path / "new")) == 0
-    (pair,) = beside.pairs([record("a", [2.0, 4.0])], [record("a", [3.0])])[0]
+    (pair,) = measures.pairs([record("a", [2.0, 4.0])], [record("a", [3.0])])[0]
     assert (pair.ratio, pair.bounds, pair.verdict) == (1.0, (0.75, 1.5), "")
 
 

@@ -20,9 +20,9 @@ import torch
 
 from common import comm
 from common.launch.runtime import Runtime
+from common.lesson.measure import peak_memory
 from common.lesson.runner import DTYPES
 from common.lesson.training import shape_of
-from common.utils.profiler import peak_resident
 
 from hybrid_options import TrainOptions
 
@@ -46,16 +46,12 @@ class Meter:
 
         The next reading begins anew, except for memory. All ranks call it.
         """
-        cuda = self.rt.device.type == "cuda"
-        taken = torch.cuda.max_memory_allocated() if cuda else peak_resident()
-        memory = torch.tensor(taken / 1e6, dtype=torch.float64, device=self.rt.device)
-        comm.all_reduce(memory, self.rt.world, "max")
         rate = self.steps * self.batch_tokens / max(self.seconds, 1e-9)
         found = {
             "tokens_per_second": rate,
             "mfu": self.flops_per_token * rate / self.peak,
             "step_seconds": self.seconds / max(self.steps, 1),
-            "memory_mb": memory.item(),
+            "memory_mb": peak_memory(self.rt.world) / 1e6,
         }
         self.seconds, self.steps = 0.0, 0
         return found

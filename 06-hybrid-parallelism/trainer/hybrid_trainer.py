@@ -32,7 +32,7 @@ from common.models.huggingface import model_type, read_weights
 from common.utils.profiler import profile
 
 from hybrid_bytes import StepBytes
-from hybrid_checkpoint import Checkpoints, SaveFailed, entries_of
+from hybrid_checkpoint import Checkpoints, entries_of
 from hybrid_data import Shuffled
 from hybrid_evaluate import decode, generate, validation_loss
 from hybrid_explain import bytes_table, explain
@@ -125,21 +125,16 @@ class Trainer:
                 )
                 self.log.say(f"told to stop: after step {self.step} of {o.steps}; {kept}")
             elif o.export and not self.cut_short:
-                good &= self.exported(o.export)
+                good &= self.attempt(partial(self.export, o.export), "the export")
             self.log.record("end", self.step, stopped=self.cut_short)
             if o.plot and o.json and self.rt.rank == 0:
                 draw(o.json, o.plot)
         return good
 
-    def exported(self, folder: Path) -> bool:
-        """Export the model; return True if that succeeded. Only rank 0 can return False."""
-        try:
-            export(self.hybrid, folder)
-        except UsageError as error:
-            self.log.say(f"warning: {error}")
-            return False
+    def export(self, folder: Path) -> None:
+        """Export the model, and say so. Raises UsageError on rank 0 if that fails."""
+        export(self.hybrid, folder)
         self.log.say(f"exported to {folder}")
-        return True
 
     @property
     def cut_short(self) -> bool:
@@ -192,19 +187,20 @@ class Trainer:
             )
         return False
 
-    def attempt(self, write: Callable[[], None]) -> bool:
-        """Call `write`; if it fails, show the reason and return False, so that training goes on."""
-        blocked_in.update(
-            op="a checkpoint", axis="world", since=time.perf_counter()
-        )  # shown if the run hangs
-        failed = ""
+    def attempt(self, write: Callable[[], None], what: str = "a checkpoint") -> bool:
+        """Call `write`; if it fails, show the reason and return False, so that training goes on.
+
+        what: shown if the run hangs in it.
+        """
+        blocked_in.update(op=what, axis="world", since=time.perf_counter())
+        good = True
         try:
             write()
-        except SaveFailed as failure:
-            failed = str(failure)
-            self.log.say(f"warning: {failed}")
+        except UsageError as failure:
+            good = False
+            self.log.say(f"warning: {failure}")
         blocked_in.clear()
-        return not failed
+        return good
 
     def save(self, last: bool) -> bool:
         """Write a checkpoint. Return False if it is the last one and is not on the disk."""

@@ -207,3 +207,41 @@ def _kind(t: Timing) -> tuple[tuple[str, str, str], int, str, str]:
 def compared(timing: Timing, among: Sequence[Timing]) -> list[Timing]:
     """Return all runs that compared this implementation with one device."""
     return [t for t in among if t.who[:2] == timing.who[:2] and t.equal is not None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same case in both runs."""
+
+    first: Timing
+    second: Timing
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of the medians, second over first."""
+        return self.second.seconds / self.first.seconds
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest ratio between a step of the second run and a step of the first."""
+        a, b = self.first.step_seconds, self.second.step_seconds
+        return min(b) / max(a), max(b) / min(a)
+
+    @property
+    def verdict(self) -> str:
+        """`slower` or `faster`; empty if the step times of the two runs overlap."""
+        low, high = self.bounds
+        return "slower" if low > 1 else "faster" if high < 1 else ""
+
+
+def _by_case(records: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Timing]:
+    return {(t.case, t.who, t.work): t for t in timings(records) if t.purpose == "time"}
+
+
+def pairs(
+    first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]
+) -> tuple[list[Pair], list[str]]:
+    """Return the cases that both runs timed, in the first one's order, and the names of all others."""
+    a, b = _by_case(first), _by_case(second)
+    alone = sorted({f"{case} ({who[0]})" for case, who, _ in a.keys() ^ b.keys()})
+    return [Pair(a[key], b[key]) for key in a if key in b], alone

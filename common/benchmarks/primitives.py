@@ -53,22 +53,14 @@ def tree(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def broadcast(x: Tensor, group: Group) -> Tensor:
-    """Broadcast from rank 0 with the library."""
-    comm.broadcast(x, group, 0)
-    return x
+def in_place(call: Callable[[Tensor, Group], object]) -> Callable[[Tensor, Group], Tensor]:
+    """Return a function that calls the library and returns the tensor that it changed."""
 
+    def run(x: Tensor, group: Group) -> Tensor:
+        call(x, group)
+        return x
 
-def reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum on rank 0."""
-    comm.reduce(x, group, 0)
-    return x
-
-
-def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum on all ranks."""
-    comm.all_reduce(x, group)
-    return x
+    return run
 
 
 Start = Callable[[int], Tensor]  # a rank's initial tensor
@@ -108,15 +100,15 @@ class Primitive:
 PRIMITIVES = (
     Primitive("one to many", "rank 0 sends to each in turn", one_to_many, first, rooted=True),
     Primitive("one to many, tree", "who has it sends it on", tree, first, rooted=True),
-    Primitive("broadcast", "the library's one to many", broadcast, first, rooted=True),
+    Primitive("broadcast", "the library's one to many", in_place(comm.broadcast), first, rooted=True),
     Primitive(
         "reduce",
         "many to one, summed; what others hold is spoiled",
-        reduce,
+        in_place(comm.reduce),
         lambda start, rank, n: total(start, rank, n) if rank == 0 else None,
         rooted=True,
     ),
-    Primitive("all-reduce", "all get the sum", all_reduce, total, passes=2),
+    Primitive("all-reduce", "all get the sum", in_place(comm.all_reduce), total, passes=2),
     Primitive(
         "all-gather",
         "all get all pieces",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from common.benchmarks import beside, measures, plots, tables
+from common.benchmarks import measures, plots, tables
 from common.benchmarks.measures import Timing, timings
 from common.benchmarks.tables import Table
 from common.errors import UsageError
@@ -59,9 +59,9 @@ def write_comparison(first: Sequence[Record], second: Sequence[Record], path: Pa
     """Write a page of two runs side by side, a table per chapter, to `path`; return `path`."""
     content = []
     for title in dict.fromkeys(r["chapter"] for r in (*first, *second)):
-        both, alone = beside.pairs(*([r for r in run if r["chapter"] == title] for run in (first, second)))
+        both, alone = measures.pairs(*([r for r in run if r["chapter"] == title] for run in (first, second)))
         if both or alone:
-            content.append(Section(title, [beside.table(both, "Two runs side by side", alone)]))
+            content.append(Section(title, [tables.beside(both, "Two runs side by side", alone)]))
     about = {
         f"{which} run, {key}": value
         for which, run in (("first", first), ("second", second))
@@ -72,7 +72,7 @@ def write_comparison(first: Sequence[Record], second: Sequence[Record], path: Pa
 
 def compared(first: Sequence[Record], second: Sequence[Record]) -> list[Verdict]:
     """Return the summary sentences of two runs side by side."""
-    both, alone = beside.pairs(first, second)
+    both, alone = measures.pairs(first, second)
     found = [Verdict(True, f"{len(both)} timings are in both runs, {len(alone)} in one only.")]
     for verdict in ("slower", "faster"):
         if so := [f"{p.first.case} ({p.first.implementation})" for p in both if p.verdict == verdict]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from statistics import median
 from typing import Any, TypeVar
 
-from common.benchmarks.measures import SHARES, Timing, alone, compared, speed_up
+from common.benchmarks.measures import SHARES, Pair, Timing, alone, compared, speed_up
 from common.lesson.measure import spread
 
 T = TypeVar("T")
@@ -260,3 +261,27 @@ def failures(records: Sequence[Mapping[str, Any]]) -> Table:
         "last error line": lambda r: r["error"],
     }
     return filled("Failed", columns, records, lambda r: [r["command"]], lambda r: True)
+
+
+def beside(both: Sequence[Pair], title: str, alone: Sequence[str] = ()) -> Table:
+    """Return a row per case and implementation, marked if the second run is slower beyond the spread."""
+    called = names([t for pair in both for t in (pair.first, pair.second)])
+    columns: Columns[Pair] = {
+        "implementation": lambda pair: called[pair.first.who],
+        ">ranks": lambda pair: str(pair.first.ranks),
+        "scaling": lambda pair: pair.first.scaling,
+        ">first (ms)": lambda pair: digits(pair.first.seconds, 1e3),
+        ">second (ms)": lambda pair: digits(pair.second.seconds, 1e3),
+        ">ratio": lambda pair: text(pair.ratio, "{:.2f}"),
+        ">from": lambda pair: text(pair.bounds[0], "{:.2f}"),
+        ">to": lambda pair: text(pair.bounds[1], "{:.2f}"),
+        "second is": lambda pair: pair.verdict,
+    }
+    note = (
+        "Median of a step in each run, and second / first; from and to: the least and the largest ratio of two of "
+        "their steps. The last column speaks only where no step of one run took as long as any of the other."
+    )
+    if alone:
+        note += f" Timed in one of the runs only: {', '.join(alone)}."
+    commands = attrgetter("first.command", "second.command")
+    return filled(title, columns, both, commands, lambda pair: pair.verdict == "slower", note)

@@ -26,28 +26,14 @@ class Launch:
     local_world_size: int = 1
 
 
-# Each launcher's names for (rank, world size, local rank, local world size); the first that is set counts.
+# Each launcher's names for rank, world size, local rank, local world size; of two the first that is set counts.
 # The last may be missing: then one host is assumed to hold all ranks.
-FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    "openmpi": (
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    "mpich": (
-        ("PMI_RANK",),
-        ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ),
-    "slurm": (
-        ("SLURM_PROCID",),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        ("SLURM_LOCALID",),
-        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-    ),
+FAMILIES = {
+    "torchrun": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+    "openmpi": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpich": "PMI_RANK PMI_SIZE MPI_LOCALRANKID|PMI_LOCAL_RANK MPI_LOCALNRANKS|PMI_LOCAL_SIZE",
+    "slurm": "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS SLURM_LOCALID "
+    "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE",
 }
 
 
@@ -62,21 +48,20 @@ def _of_this_node(tasks: str, env: Mapping[str, str]) -> str:
 
 def _read(env: Mapping[str, str], launcher: str) -> tuple[Launch, str] | None:
     """Return the launch by one launcher's variables, and these as text; None if it did not start us."""
-    found = [next((n for n in names if n in env), None) for names in FAMILIES[launcher]]
-    needed = list(zip(FAMILIES[launcher], found, strict=True))[:3]
+    names = [alternatives.split("|") for alternatives in FAMILIES[launcher].split()]
+    found = [next((n for n in alternatives if n in env), None) for alternatives in names]
     if launcher == "slurm" and (found[0] is None or "SLURM_STEP_ID" not in env):
         return None  # inside an allocation, or its batch script, not started by srun
     if launcher == "mpich" and None in found[:3] and "SLURM_STEP_ID" in env:
         return None  # srun gives its tasks some of MPICH's variables
     if not any(found[:3]):
         return None
-    if missing := [" or ".join(names) for names, name in needed if name is None]:
-        present = ", ".join(f"{n}={env[n]}" for n in found if n)
+    shown = ", ".join(f"{n}={env[n]}" for n in found if n)
+    if missing := [" or ".join(names[i]) for i in range(3) if found[i] is None]:
         raise UsageError(
-            f"the environment of {launcher} is incomplete: {present} without {', '.join(missing)}; "
+            f"the environment of {launcher} is incomplete: {shown} without {', '.join(missing)}; "
             f"start with the launcher, or unset what is left over"
         )
-    shown = ", ".join(f"{n}={env[n]}" for n in found if n)
     try:
         values = [int(_of_this_node(env[n], env) if "TASKS_PER_NODE" in n else env[n]) for n in found if n]
     except ValueError:

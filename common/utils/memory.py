@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
@@ -61,22 +62,20 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {
-            x.untyped_storage()._cdata
-            for x in torch.utils._pytree.tree_leaves((args, kwargs))
-            if isinstance(x, Tensor)
-        }
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                key = storage._cdata
-                if key not in given and key not in self._known:  # neither a view nor in place
-                    self._known.add(key)
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._freed, key, storage.nbytes())
+        for storage in _storages(result):
+            key = storage._cdata
+            if key not in given and key not in self._known:  # neither a view nor in place
+                self._known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, key, storage.nbytes())
         return result
+
+
+def _storages(values: object) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def peak_allocated(call: Callable[[], object], device: str = "cpu") -> int:
