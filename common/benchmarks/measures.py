@@ -16,6 +16,8 @@ from common.lesson.measure import spread
 Finite = Annotated[float, Within(-sys.float_info.max, sys.float_info.max)]
 Seconds = Annotated[float, Within(sys.float_info.min, sys.float_info.max)]
 
+Scaling = Literal["strong", "weak"]
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -29,7 +31,7 @@ class Timing:
     model: str
     ranks: Count
     step_seconds: Sequence[Seconds]  # of each step, the slowest rank's
-    scaling: Literal["strong", "weak"] = "strong"
+    scaling: Scaling = "strong"
     tokens_per_step: Finite | None = None  # of all ranks together, like flop_per_step
     flop_per_step: Finite | None = None
     communication_seconds: Finite | None = None  # exposed, per step

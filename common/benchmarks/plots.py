@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from matplotlib.axes import Axes
 
-from common.benchmarks.measures import Timing, speed_up
+from common.benchmarks.measures import Scaling, Timing, speed_up
 from common.benchmarks.tables import names, work_name
 from common.utils import visualizer
 
@@ -181,7 +181,7 @@ def picture(timings: Sequence[Timing], path: Path) -> None:
     work = max(works, key=lambda key: len(works[key]))
     same = [t for t in timings if t.work == work and t.purpose == "time"]
     fixed = [t for t in same if t.scaling == "strong"] or same
-    kind = "weak" if _speed_ups(same, "weak") else "strong"
+    kind: Scaling = "weak" if _speed_ups(same, "weak") else "strong"
     rates = _series(fixed, lambda t: t.tokens_per_second)
     with visualizer.figure(path, columns=2, width=10, height=max(3.8, _height(rates))) as (left, right):
         title = f"Throughput, {fixed[0].scaling} scaling:\n{_tokens(fixed[0])}"

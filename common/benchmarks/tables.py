@@ -110,7 +110,7 @@ def throughput(timings: Sequence[Timing], every: Sequence[Timing]) -> Table:
 
     def memory(t: Timing) -> float | None:
         run = alone(t, every)
-        return run and run.peak_memory_bytes
+        return run.peak_memory_bytes if run else None
 
     columns: Columns[Timing] = {
         **WHO,
