@@ -142,7 +142,7 @@ def test_a_block_that_raises_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_is_said_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"trace folder .*file.* cannot be written"):
+    with pytest.raises(UsageError, match=r"--trace .*file.* cannot be written"):
         profiler._prepare(tmp_path / "file" / "below")
 
 

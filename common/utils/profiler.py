@@ -40,7 +40,7 @@ from common import comm
 from common.comm import Group
 from common.errors import UsageError
 from common.launch import spawn
-from common.launch.command_line import Checked, Within, parse
+from common.launch.command_line import Checked, Within, check_folder, parse
 from common.launch.launcher import resolve
 from common.launch.program import run_program
 from common.launch.runtime import Runtime
@@ -93,13 +93,8 @@ def _prepare(folder: Path | None) -> None:
         raise UsageError(
             "a profiler is already running in this process; use one of --script, --trace, profile()"
         )
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UsageError(f"trace folder {folder} cannot be written: {error.strerror}") from None
+    if folder is not None:
+        check_folder("trace", folder, folder)
 
 
 @contextmanager
