@@ -59,7 +59,7 @@ def overlapping(rt: Runtime) -> None:
     rank_1_is_late(rt, "overlapping")
     pending = comm.all_reduce(torch.ones(1000), rt.world, async_op=True)
     x = torch.ones(400, 400)
-    while pending.work and not pending.work.is_completed():
+    while not all(work.is_completed() for work in pending.works or ()):
         x @ x
     pending.wait()
 

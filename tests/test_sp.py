@@ -275,7 +275,7 @@ def order_of_events(rt: Runtime) -> list[str]:
         return plain(*args, **how)
 
     def waiting(pending):
-        if pending.work is not None and pending.op == "send":
+        if pending.works is not None and pending.op == "send":
             events.append("wait")
         wait(pending)
 
