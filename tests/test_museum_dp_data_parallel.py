@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from museum import Found, tour
+from steps import follow
 from torch import Tensor
 
 from common import comm

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from museum import UNSEEN, Found, show, tour
-from steps import Version, follow, training_step
+from steps import Version, Wrap, follow, plain, training_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR

@@ -125,13 +125,13 @@ class Trainer:
                 )
                 self.log.say(f"told to stop: after step {self.step} of {o.steps}; {kept}")
             elif o.export and not self.cut_short:
-                good &= self.attempt(partial(self.export, o.export), "the export")
+                good &= self.attempt(partial(self.export_model, o.export), "the export")
             self.log.record("end", self.step, stopped=self.cut_short)
             if o.plot and o.json and self.rt.rank == 0:
                 draw(o.json, o.plot)
         return good
 
-    def export(self, folder: Path) -> None:
+    def export_model(self, folder: Path) -> None:
         """Export the model, and say so. Raises UsageError on rank 0 if that fails."""
         export(self.hybrid, folder)
         self.log.say(f"exported to {folder}")
