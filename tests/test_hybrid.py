@@ -37,6 +37,7 @@ import hybrid_3d
 import hybrid_4d
 import hybrid_5d
 import hybrid_torch
+import hybrid_training
 from hybrid_bytes import StepBytes
 from hybrid_explain import label, members
 from hybrid_layout import HybridOptions, Layout
@@ -323,8 +324,8 @@ def torch_parts(rt: Runtime) -> list[tuple[bool, dict[str, Any]]]:
     """Run hybrid_torch on two meshes; return its verdict, and the `equal` of each implementation's record."""
     found = []
     for shape in ({"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}):
-        with patch.object(hybrid_torch, "report") as report:
-            good = hybrid_torch.main(rt, hybrid_torch.Options(steps=2, **shape))
+        with patch.object(hybrid_training, "report") as report:
+            good = hybrid_torch.main(rt, hybrid_torch.TorchOptions(steps=2, **shape))
         found.append((good, {record.implementation: record.equal for record in report.call_args.args[2]}))
     return found
 

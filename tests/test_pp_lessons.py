@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from beside_one_device import here
 from mpi.launch import refusal, refused
 
 from common.launch.runtime import Runtime
@@ -16,11 +17,11 @@ import pp_manual
 import pp_memory
 import pp_torch
 from pp_checker import held
-from pp_languages import LanguageOptions
-from pp_memory import VERSIONS, MemoryOptions, held_by_formula
-from pp_schedules import make_schedule
+from pp_memory import MemoryOptions, kept
+from pp_mlp import MLPOptions
+from pp_schedules import KINDS
 from pp_torch import TorchOptions
-from pp_training import PipelineOptions
+from pp_training import PipelineOptions, pipeline, timed_job
 
 CONFIGS["pp-four"] = gpt2(layers=4, width=16, heads=2, sequence=16)
 CHAPTER = Path(__file__).resolve().parents[1] / "02-pipeline-parallelism/pytorch"
@@ -54,14 +55,24 @@ def test_memory_is_measured() -> None:
     assert all(spawn(memory, 2, MemoryOptions(model="pp-four", sequence=6, micro_batches=4)))
 
 
-@pytest.mark.parametrize("name", VERSIONS)
+def test_memory_is_that_of_the_largest_micro_batch() -> None:
+    found = []
+    for batch, micro_batches in ((5, 2), (6, 2), (4, 2)):  # the larger micro-batch of 5 samples has 3
+        o = MemoryOptions(model="pp-four", sequence=6, batch=batch, micro_batches=micro_batches)
+        job = timed_job(here(), o, "gpipe")
+        found.append(kept(pipeline(job, KINDS["gpipe"].schedule(1, micro_batches)), job))
+    uneven, of_three, of_two = found
+    assert uneven == of_three > of_two
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_held_by_formula(name: str) -> None:
     known = 0
     for p in range(1, 7):
         for M in range(1, 15):
-            schedule = make_schedule(name, p, M, 3)
+            schedule = KINDS[name].schedule(p, M, 3)
             for rank in range(p):
-                formula = held_by_formula(name, rank, p, M, 3)
+                formula = KINDS[name].holds(rank, p, M, 3)
                 known += formula is not None
                 assert formula in (None, held(schedule, rank))
     assert known > 60
@@ -94,4 +105,4 @@ def test_bad_input_is_one_line(lesson: object, ranks: int, options: PipelineOpti
     ],
 )
 def test_languages_refuse(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refusal(pp_languages.main, LanguageOptions, capsys, *options)
+    assert said in refusal(pp_languages.main, MLPOptions, capsys, *options)

@@ -19,9 +19,9 @@ from common.benchmarks.measures import problem
 from common.data.text import rank_slice
 from common.models.mlp import MLP
 
-from pp_schedule import COMPUTE, Schedule, connect
+from pp_schedule import COMPUTE, Instruction, Schedule, connect
 from pp_schedules import KINDS, make_schedule
-from pp_simulator import Times, simulate
+from pp_simulator import simulate
 
 # Nine layers, all widths different from their neighbours', so that stages are uneven and messages differ in length.
 SIZES, STEPS = [16, 12, 10, 14, 8, 12, 10, 12, 9, 16], 3
@@ -166,9 +166,10 @@ def test_the_bubble_is_python_s(name: str) -> None:
 
     for ranks, micro_batches in itertools.product((1, 2, 4), (1, 3, 8)):
         schedule = make_schedule(name, ranks, micro_batches)
-        for times in ((1, 1, 1), (2, 5, 3)):
-            expected = float(simulate(schedule, Times(*times)).bubble)
-            assert pp_mpi.bubble(str(schedule), *times) == pytest.approx(expected, abs=1e-12)
+        for f, i, w in ((1, 1, 1), (2, 5, 3)):
+            takes = {"F": f, "B": i + w, "I": i, "W": w}
+            expected = float(simulate(schedule, lambda computed: takes[computed.op]).bubble)  # noqa: B023
+            assert pp_mpi.bubble(str(schedule), f, i, w) == pytest.approx(expected, abs=1e-12)
 
 
 RIGHT = """F 0 0;SX 0 0;F 0 1;SX 0 1;RG 0 0;B 0 0;RG 0 1;B 0 1
@@ -223,9 +224,12 @@ def test_a_list_that_is_wrong_is_refused(what: str, instead: str, says: str) -> 
 def test_ranks_that_wait_for_ever_are_refused() -> None:
     need_module("pp_mpi")
     import pp_mpi
-    from pp_schedule import read
 
-    computed = read("F 0 0;B 0 0;F 0 1;B 0 1\nF 1 0;F 1 1;B 1 0;B 1 1")
+    orders = ("F0 B0 F1 B1", "F0 F1 B0 B1")
+    computed = [
+        [Instruction(op, stage, int(m)) for op, m in order.split()]  # type: ignore[arg-type]
+        for stage, order in enumerate(orders)
+    ]
     with pytest.raises(
         ValueError, match="wait for one another for ever: rank 0 at 'B 0 0', rank 1 at 'F 1 1'"
     ):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from common.errors import UsageError
 
 from pp_checker import ScheduleError, check, held
-from pp_schedule import COMPUTE, Instruction, Schedule, connect, in_a_line, read, settled
-from pp_schedules import KINDS, bubble, make_schedule
-from pp_simulator import Times, simulate
+from pp_schedule import COMPUTE, Instruction, Schedule, connect, settled
+from pp_schedules import KINDS, make_schedule
+from pp_simulator import simulate
 from pp_stages import by_cost, evenly
 
 NAMES = tuple(KINDS)
@@ -27,6 +27,17 @@ sizes = {"ranks": st.integers(1, 8), "micro_batches": st.integers(1, 16), "chunk
 def drawn(**strategies: st.SearchStrategy) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return hypothesis' `given` with 60 examples and no deadline, for busy machines."""
     return lambda test: settings(deadline=None, max_examples=60)(given(**strategies)(test))
+
+
+def times(F: Fraction, I: Fraction, W: Fraction) -> Callable[[Instruction], Fraction]:  # noqa: E741
+    """Return the time of a computation, given those of a forward and of the two halves of a backward."""
+    return lambda i: {"F": F, "B": I + W, "I": I, "W": W}[i.op]
+
+
+def read(text: str) -> tuple[tuple[Instruction, ...], ...]:
+    """Return the lists of a schedule that was written as text."""
+    rows = [[item.split() for item in line.split(";")] for line in text.splitlines()]
+    return tuple(tuple(Instruction(op, int(s), int(m)) for op, s, m in row) for row in rows)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,12 +54,12 @@ def test_every_schedule_is_right(name: str, ranks: int, micro_batches: int, chun
 @drawn(**sizes)
 def test_the_bubble_is_the_formulas(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
     """With enough micro-batches the bubble is the formula's; only ZB schedules need equal times for this."""
-    formula = bubble(name, ranks, micro_batches, chunks)
+    formula = KINDS[name].bubble(ranks, micro_batches, chunks)
     schedule = make_schedule(name, ranks, micro_batches, chunks)
     if formula is not None:
         assert simulate(schedule).bubble == formula
         if not name.startswith("zb"):
-            assert simulate(schedule, Times(Fraction(2), Fraction(3), Fraction(7))).bubble == formula
+            assert simulate(schedule, times(Fraction(2), Fraction(3), Fraction(7))).bubble == formula
 
 
 @drawn(ranks=st.integers(2, 8), more=st.integers(0, 8))
@@ -58,7 +69,7 @@ def test_zb_h1_waits_a_third_and_holds_no_more(ranks: int, more: int) -> None:
     assert 3 * waits == plain_waits == 3 * (ranks - 1)
     assert max(held(ours, r) for r in range(ranks)) == max(held(plain, r) for r in range(ranks)) == ranks
     F, I, W = Fraction(5), Fraction(4), Fraction(3)  # noqa: E741
-    assert simulate(ours, Times(F, I, W)).length == (ranks + more) * (F + I + W) + (ranks - 1) * (F + I - W)
+    assert simulate(ours, times(F, I, W)).length == (ranks + more) * (F + I + W) + (ranks - 1) * (F + I - W)
 
 
 @drawn(ranks=st.integers(1, 8), more=st.integers(0, 8))
@@ -138,12 +149,7 @@ def test_a_deadlock_is_caught() -> None:
     with pytest.raises(
         ScheduleError, match="ranks wait for one another for ever: rank 0 at 'B 0 0', rank 1 at 'F 1 1'"
     ):
-        check(connect("stuck", 2, in_a_line(2), lists))
-
-
-def test_text_that_is_no_schedule() -> None:
-    with pytest.raises(ValueError, match="'F 0' is no instruction"):
-        read("F 0 0;F 0")
+        check(connect("stuck", 2, (0, 1), lists))
 
 
 def test_the_generators_need_no_torch() -> None:

@@ -45,7 +45,12 @@ def one_f_one_b(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iter
             yield Instruction("B", rank, m - ahead)
 
 
-ONE_F_ONE_B = Kind("1f1b", one_f_one_b, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
+ONE_F_ONE_B = Kind(
+    "1f1b",
+    one_f_one_b,
+    bubble=lambda p, M, v: Fraction(p - 1, M + p - 1),
+    holds=lambda r, p, M, v: min(M, p - r),
+)
 
 
 def train(job: Job[PipelineOptions], kind: Kind) -> Iterator[Tensor]:

@@ -61,21 +61,22 @@ def messages(schedule: Schedule) -> None:
     received: dict[Channel, list[Instruction]] = {}
     for rank, instructions in enumerate(schedule.lists):
         done: set[Instruction] = set()
+        unsent: list[Instruction] = []
         for i in instructions:
             if i.op[0] == "S":
-                if not any(schedule.makes(made) == i for made in makers(i) if made in done):
+                if i not in unsent:
                     raise ScheduleError(f"rank {rank} sends '{i}' before it has made it")
+                unsent.remove(i)
                 sent.setdefault(schedule.channel(i), []).append(i)
             elif i.op[0] == "R":
                 received.setdefault(schedule.channel(i), []).append(i)
             elif (message := schedule.needs(i)) and message not in done:
                 raise ScheduleError(f"rank {rank} computes '{i}' and never received what it needs before")
+            elif result := schedule.makes(i):
+                unsent.append(result)
             done.add(i)
-        missing = next(
-            (s for i in instructions if i.op in COMPUTE and (s := schedule.makes(i)) and s not in done), None
-        )
-        if missing:
-            raise ScheduleError(f"rank {rank} never sends '{missing}'")
+        if unsent:
+            raise ScheduleError(f"rank {rank} never sends '{unsent[0]}'")
     for channel in sent.keys() | received.keys():
         here, there = sent.get(channel, []), [other_end(i) for i in received.get(channel, [])]
         if here != there:
@@ -84,12 +85,6 @@ def messages(schedule: Schedule) -> None:
                 f"from rank {channel[0]} to {channel[1]}, message {first}: '{(*here[first:], 'nothing')[0]}' is sent, "
                 f"'{(*there[first:], 'nothing')[0]}' expected"
             )
-
-
-def makers(send: Instruction) -> tuple[Instruction, ...]:
-    """Return the computations that may have made the tensor of `send`."""
-    ops = ("F",) if send.op == "SX" else ("B", "I")
-    return tuple(Instruction(op, send.stage, send.micro) for op in ops)  # type: ignore[arg-type]
 
 
 def run_dry(schedule: Schedule) -> None:

@@ -6,7 +6,7 @@ B batch  S sequence  D width  n ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +20,14 @@ from common.models.transformer import Transformer
 from pp_kind import Kind
 
 
+def sides(owner: Sequence[int], rank: int) -> int:
+    """Return the number of sides on which the rank's stages have a neighbour on another rank.
+
+    owner: the rank of each stage.
+    """
+    return sum(rank in border for border in itertools.pairwise(owner) if len(set(border)) > 1)
+
+
 def step_bytes(kinds: Mapping[str, Kind]) -> Formula:
     """Return the formula of a step, given the kind of schedule of each version.
 
@@ -30,8 +38,7 @@ def step_bytes(kinds: Mapping[str, Kind]) -> Formula:
     def formula(name: str, model: nn.Module, group: Group, o: Any) -> Fraction:
         assert isinstance(model, Transformer)
         c, size, owner = model.config, DTYPES[o.dtype].itemsize, kinds[name].owner(group.size, o.chunks)
-        sides = sum(group.rank in border for border in itertools.pairwise(owner) if len(set(border)) > 1)
-        sent = Fraction(sides * o.batch * o.sequence * c.width * size)
+        sent = Fraction(sides(owner, group.rank) * o.batch * o.sequence * c.width * size)
         if c.tied and owner[0] != owner[-1] and group.rank in (owner[0], owner[-1]):
             sent += c.vocabulary * c.width * size
         return sent + Fraction(2 * (group.size - 1) * size, group.size)

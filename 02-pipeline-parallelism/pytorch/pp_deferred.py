@@ -63,15 +63,11 @@ class _Product(torch.autograd.Function):
         dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None
-        waiting = ctx.deferred.waiting
-        if waiting is None:
-            return dx, _weight_gradient(dy, x), None
-        waiting.append(lambda: _add(weight, _weight_gradient(dy, x)))
+        weight_gradient = lambda: dy.flatten(0, -2).T @ x.flatten(0, -2)  # noqa: E731
+        if ctx.deferred.waiting is None:
+            return dx, weight_gradient(), None
+        ctx.deferred.waiting.append(lambda: _add(weight, weight_gradient()))
         return dx, None, None
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def gpipe(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[I
     yield from (Instruction("B", stage, m) for m in range(micro_batches))
 
 
-GPIPE = Kind("gpipe", gpipe, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
+GPIPE = Kind("gpipe", gpipe, bubble=lambda p, M, v: Fraction(p - 1, M + p - 1), holds=lambda r, p, M, v: M)
 
 
 def train(job: Job[PipelineOptions], kind: Kind) -> Iterator[Tensor]:

@@ -57,11 +57,17 @@ def interleaved(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iter
             yield backward[i - ahead]
 
 
+def held(rank: int, ranks: int, micro_batches: int, chunks: int) -> int | None:
+    """Return the chunks of micro-batches that a rank holds at once; None if p does not divide M, or for few M."""
+    ahead = 2 * (ranks - 1 - rank) + (chunks - 1) * ranks
+    return ahead + 1 if micro_batches % ranks == 0 and ahead < chunks * micro_batches else None
+
+
 INTERLEAVED = Kind(
     "interleaved",
     interleaved,
-    idle=lambda p, M, v: Fraction(p - 1, v * M + p - 1),
-    enough=lambda p: p,
+    bubble=lambda p, M, v: Fraction(p - 1, v * M + p - 1) if p <= M else None,
+    holds=held,
     chunks=0,
 )
 

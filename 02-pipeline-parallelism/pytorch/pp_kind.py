@@ -1,6 +1,6 @@
 """Kind of schedule: which stages a rank has, what it computes in which order, and its bubble by formula.
 
-    ONE_F_ONE_B = Kind("1f1b", one_f_one_b, idle=lambda p, M, v: Fraction(p - 1, M + p - 1))
+    ONE_F_ONE_B = Kind("1f1b", one_f_one_b, bubble=lambda p, M, v: Fraction(p - 1, M + p - 1))
     schedule = ONE_F_ONE_B.schedule(4, 8)         # of 4 ranks and 8 micro-batches, with messages, checked
 
 p ranks, M micro-batches, v stages (chunks) per rank; bubbles if forward, I and W take the same time and messages none.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pp_checker import check
-from pp_schedule import Instruction, Schedule, connect, in_a_line
+from pp_schedule import Instruction, Schedule, connect
 
 Generator = Callable[
     [tuple[int, ...], int, int], Iterator[Instruction]
@@ -24,15 +24,16 @@ Generator = Callable[
 class Kind:
     """Kind of schedule.
 
-    generator: yields what the rank with these stages computes. idle(p, M, v): the bubble, for at least `enough`(p)
+    generator: yields what the rank with these stages computes. bubble(p, M, v): its share of the time, by formula.
+    holds(r, p, M, v): the chunks of micro-batches that rank r holds at once, by formula. Both are None for too few
     micro-batches. layout(p, v): the rank of each stage. chunks: stages per rank; 0 for any number.
     """
 
     name: str
     generator: Generator
-    idle: Callable[[int, int, int], Fraction]
-    enough: Callable[[int], int] = lambda p: 1
-    layout: Callable[[int, int], tuple[int, ...]] = in_a_line
+    bubble: Callable[[int, int, int], Fraction | None]
+    holds: Callable[[int, int, int, int], int | None]
+    layout: Callable[[int, int], tuple[int, ...]] = lambda p, v: (*range(p),) * v
     chunks: int = 1
 
     def owner(self, ranks: int, chunks: int) -> tuple[int, ...]:
@@ -51,8 +52,3 @@ class Kind:
         schedule = connect(self.name, micro_batches, owner, computed)
         check(schedule)
         return schedule
-
-    def bubble(self, ranks: int, micro_batches: int, chunks: int = 2) -> Fraction | None:
-        """Return the bubble by formula; None for too few micro-batches."""
-        enough = micro_batches >= self.enough(ranks)
-        return self.idle(ranks, micro_batches, self.chunks or chunks) if enough else None

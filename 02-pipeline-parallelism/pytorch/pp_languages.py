@@ -8,7 +8,8 @@
     sends  process group      process group        process group           MPI, pieces of 4000 bytes
 
 The two versions on the MLP are in pp_mlp.py. Cost: that of the schedule's lesson; both versions of a pair
-send the same activations and gradients. --benchmark times whole steps, in turn.
+send the same activations and gradients. --benchmark times whole steps, in turn; in each, every version cuts
+a new batch of the text.
 
     mpirun -np 3 python pp_languages.py --schedule zb-v
     OMP_NUM_THREADS=1 mpirun -np 2 --bind-to core python pp_languages.py --benchmark --model gpt2-10m --dtype float32
@@ -17,9 +18,8 @@ send the same activations and gradients. --benchmark times whole steps, in turn.
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -33,18 +33,17 @@ from common.comm.placement import tie
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson import languages
-from common.lesson.comparison import Lesson, report
-from common.lesson.comparison import check as check_versions
+from common.lesson.comparison import records, report
 from common.lesson.equality import OPTIMIZERS, Followed, Start, unmoved, watch
 from common.lesson.job import Job, Train, one_device
-from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.runner import run
 from common.lesson.training import Batches, TrainingOptions, make_model, shape_of
 from common.models.mlp import sizes
 
 from pp_costs import step_bytes
 from pp_interleaved import train
-from pp_mlp import InMPI, MLPOptions, Named, Samples, mlp_bytes, plain_mlp
+from pp_mlp import InMPI, MLPOptions, Samples, mlp_bytes, plain_mlp
 from pp_mlp import train as train_mlp
 from pp_schedules import KINDS, make_schedule
 from pp_stages import evenly
@@ -54,16 +53,15 @@ PAIRS = (("pytorch", "pp_libtorch"), ("pytorch-mlp", "pp_mpi"))
 LANGUAGES = {"pp_libtorch": "libtorch", "pp_mpi": "cpp-mpi"}
 
 
-@dataclass
-class LanguageOptions(MLPOptions, without=("balance", "checkpointing", "scaling")):
-    """Options of pp_mlp.py, for all versions."""
+class Named:
+    """Parameters under their names, with a module's interface."""
 
-    versions: tuple[str, ...] = tuple(itertools.chain(*PAIRS))
-    """Versions to run."""
+    def __init__(self, named: dict[str, Tensor]) -> None:
+        self.named_parameters = named.items
 
 
-def in_libtorch(job: Job[LanguageOptions]) -> tuple[Any, Named]:
-    """Return (GPT-2 under pp_libtorch, on the process groups of the executor in Python; this rank's parameters)."""
+def train_libtorch(job: Job[MLPOptions]) -> Iterator[Tensor]:
+    """Train GPT-2 under pp_libtorch, on the process groups of the executor in Python; yield the loss of each batch."""
     import pp_libtorch
 
     o, model, mesh = job.options, job.model, job.mesh
@@ -75,13 +73,7 @@ def in_libtorch(job: Job[LanguageOptions]) -> tuple[Any, Named]:
     holders = mesh.part("pp", (schedule.owner[0], schedule.owner[-1]), "tied")
     if holders and holders.size > 1:
         tie(mine["embed_tokens.weight"], holders)  # so that the norm counts it once
-    return pipe, Named(mine)
-
-
-def train_libtorch(job: Job[LanguageOptions]) -> Iterator[Tensor]:
-    """Train GPT-2 under pp_libtorch; yield the loss of each batch."""
-    pipe, owner = in_libtorch(job)
-    optimizer = job.optimizer(owner)  # of this rank's layers
+    optimizer = job.optimizer(Named(mine))  # of this rank's layers
     for batch in job.batches():  # the same on all ranks
         count = batch.count_targets()
         optimizer.zero_grad()
@@ -102,20 +94,20 @@ LOOPS: dict[str, Train] = {
 class Languages:
     """All versions, with their steps and their bytes by formula."""
 
-    def __init__(self, rt: Runtime, o: LanguageOptions) -> None:
+    def __init__(self, rt: Runtime, o: MLPOptions) -> None:
         self.rt, self.o, self.mesh = rt, o, Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
 
     def job(self, name: str, optimizer: str, steps: int | None = None) -> Job[Any]:
         """Return the run of a version in torch."""
         rt, o, mlp, make = self.rt, self.o, name in PAIRS[1], OPTIMIZERS[optimizer]
-        model: Any = plain_mlp(o) if mlp else make_model(o, rt.device)
+        model: Any = plain_mlp(o).to(rt.device) if mlp else make_model(o, rt.device)
         return Job(rt, o, name, model, self.mesh, "pp", make, steps, Samples if mlp else Batches)
 
     def train(
         self, pair: tuple[str, str], name: str, optimizer: str, start: Start = unmoved
     ) -> tuple[Followed, Fraction, Fraction]:
         """Train `o.steps` steps; return (the results, the bytes this rank sent, the bytes by formula)."""
-        o = self.o
+        o, n = self.o, self.rt.world_size
         with Ledger() as counted:
             if name == "pp_mpi":
                 found = InMPI(self.rt, o, optimizer).follow(o.steps, self.mesh)
@@ -126,73 +118,56 @@ class Languages:
             else:
                 job = self.job(name, optimizer, o.steps)
                 found = watch(LOOPS[name](job), job, self.mesh)
-        return found, counted.bytes(), self.formula(name)
+        norm = Fraction(0 if name == "pp_mpi" else 2 * (n - 1) * 8, n)  # pp_mpi's is inside MPI, uncounted
+        return found, counted.bytes(), o.steps * (self.formula(name) + norm)
 
-    def formula(self, name: str, steps: int | None = None) -> Fraction:
-        """Return the bytes this rank sends in the run, or with `steps` = 1 in one step without the norm."""
+    def formula(self, name: str) -> Fraction:
+        """Return the bytes this rank sends in a step."""
         o, rt = self.o, self.rt
-        if name in PAIRS[0]:
-            lesson = Lesson("pp", {}, step_bytes(KINDS))
-            bytes_of = lesson.bytes_of_run if steps is None else lesson.step_bytes
-            return bytes_of(o.schedule, shape_of(o), rt.world, o)
-        return mlp_bytes(o, rt.rank, rt.world_size, name == "pp_mpi", steps)
-
-    def step(self, name: str) -> Callable[[], object]:
-        """Return a function that does forward, backward and AdamW on a batch."""
-        if name == "pp_mpi":
-            mpi = InMPI(self.rt, self.o, "adamw")
-
-            def whole() -> None:
-                mpi.backward(0)
-                mpi.update()
-
-            return whole
-        return partial(next, LOOPS[name](self.job(name, "adamw")))
+        if name in PAIRS[1]:
+            return mlp_bytes(o, rt.rank, rt.world_size, name == "pp_mpi")
+        return step_bytes(KINDS)(o.schedule, shape_of(o), rt.world, o)
 
     def benchmark(self, given: TrainingOptions) -> list[BenchmarkRecord]:
-        """Time whole steps of `given.versions` in turn: `given.steps` rounds after a warm-up round."""
-        o = self.o
-        measured = in_turn({name: self.step(name) for name in given.versions}, given.steps, self.rt.world)
-        mlp, gpt2, memory = plain_mlp(o), shape_of(o), peak_memory(self.rt.world)
-        records = []
-        for name, m in measured.items():
-            of_gpt2 = name in PAIRS[0]
-            tokens = o.batch * (o.sequence if of_gpt2 else 1)
-            flop = gpt2.flops_per_token(o.sequence) if of_gpt2 else mlp.flops_per_sample()
-            records.append(
-                BenchmarkRecord(
-                    strategy="pp",
+        """Time whole steps of `given.versions` in turn, AdamW included: `given.steps` rounds after a warm-up round."""
+        rt, o, done = self.rt, self.o, []
+        runs: dict[str, Iterator[object]] = {
+            name: InMPI(rt, o, "adamw").steps() if name == "pp_mpi" else LOOPS[name](self.job(name, "adamw"))
+            for name in given.versions
+        }
+        measured = in_turn({name: partial(next, run) for name, run in runs.items()}, given.steps, rt.world)
+        mlp, shape = plain_mlp(o), sizes(o.context, o.hidden, o.layers)
+        for r in records(rt, o, measured, {name: self.formula(name) for name in measured}, axis="pp"):
+            name = r.implementation
+            if name in PAIRS[1]:
+                r = replace(
+                    r,
+                    model="mlp-" + "-".join(map(str, shape)),
+                    parameters=sum(p.numel() for p in mlp.parameters()),
+                    tokens_per_step=o.batch,
+                    flop_per_step=o.batch * mlp.flops_per_sample(),
+                )
+            backend, language = "mpi" if name == "pp_mpi" else rt.backend, LANGUAGES.get(name, "pytorch")
+            done.append(
+                replace(
+                    r,
                     implementation=f"{o.schedule}, {name}",
-                    language=LANGUAGES.get(name, "pytorch"),
-                    ranks=self.rt.world_size,
-                    backend="mpi" if name == "pp_mpi" else self.rt.backend,
-                    dtype=o.dtype,
-                    model=o.model
-                    if of_gpt2
-                    else "mlp-" + "-".join(map(str, sizes(o.context, o.hidden, o.layers))),
-                    parameters=sum(p.numel() for p in (gpt2 if of_gpt2 else mlp).parameters()),
-                    tokens_per_step=tokens,
-                    flop_per_step=tokens * flop,
-                    step_seconds=m.seconds,
-                    communication_seconds=statistics.median(m.blocked),
-                    bytes_counted=statistics.median(m.sent),
-                    bytes_formula=float(self.formula(name, 1)),
-                    peak_memory_bytes=memory,
-                    scaling="strong",
+                    language=language,
+                    backend=backend,
+                    seconds_by_axis=None,
                 )
             )
-        return records
+        return done
 
 
-def main(rt: Runtime, o: LanguageOptions) -> bool:
+def main(rt: Runtime, o: MLPOptions) -> bool:
     """Compare each pair with one device and with one another, or with --benchmark time all versions."""
-    check_versions(rt, tuple(itertools.chain(*PAIRS)), o)
     if o.schedule not in KINDS:
         raise UsageError(f"--schedule {o.schedule!r} is unknown; choose from {', '.join(KINDS)}")
     if not o.model.startswith("gpt2"):
         raise UsageError(f"--model {o.model}: pp_libtorch has GPT-2 alone; give gpt2-deep or gpt2-10m")
     kind = KINDS[o.schedule]
-    check(rt, o, [kind])
+    o = check(rt, o, dict.fromkeys(itertools.chain(*PAIRS), kind))
     evenly(o.layers, len(kind.owner(rt.world_size, o.chunks)))
     languages.check_modules(rt, "pp_languages.py", [name for name in o.versions if name in LANGUAGES])
     lesson = Languages(rt, o)
@@ -211,4 +186,4 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, LanguageOptions)
+    run(main, MLPOptions)

@@ -36,7 +36,6 @@ from common.comm.mesh import Mesh
 from common.comm.placement import sum_tied_gradients
 from common.errors import UsageError
 from common.launch.runtime import Runtime
-from common.lesson import comparison
 from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.job import Job
 from common.lesson.runner import console, run
@@ -52,7 +51,9 @@ from pp_training import PipelineOptions, check, timed_job
 
 T = TypeVar("T")
 ONE_PIECE = "one piece"
-VERSIONS = ("micro-batches", ONE_PIECE)
+KINDS = dict.fromkeys(
+    ("micro-batches", ONE_PIECE), ONE_F_ONE_B
+)  # the versions: in any number of pieces its bytes
 
 
 class TwoStages:
@@ -77,7 +78,7 @@ class TwoStages:
         left = []
         for m, (tokens_BS, _) in enumerate(parts):
             begin(m)
-            x_BSD = self.timed("F", m, self.stage, tokens_BS, positions(tokens_BS))
+            x_BSD = self.timed("F", m, self.stage, tokens_BS)
             comm.send(x_BSD.detach(), self.group, 1)
             left.append(x_BSD)
         for m, x_BSD in enumerate(left):
@@ -108,7 +109,7 @@ class TwoStages:
 
         `scale` divides it, once, by the tokens of the whole batch.
         """
-        return self.model.loss(self.stage(x_BSD, positions(targets_BS)), targets_BS)[0]
+        return self.model.loss(self.stage(x_BSD), targets_BS)[0]
 
     def timed(self, op: Op, m: int, compute: Callable[..., T], *given: Tensor) -> T:
         """Run `compute`, record its times, and return its result."""
@@ -119,11 +120,6 @@ class TwoStages:
         instruction = Instruction(op, self.group.rank, m)
         self.events.append(Event(self.group.rank, instruction, start, time.perf_counter()))
         return result
-
-
-def positions(tokens_BS: Tensor) -> Tensor:
-    """Return the positions 0 .. S - 1."""
-    return torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
 
 
 @dataclass
@@ -144,17 +140,14 @@ def train(job: Job[ManualOptions]) -> Iterator[Tensor]:
         yield loss_sum / count
 
 
-# in any number of pieces the same bytes, those of 1F1B
-LESSON = Lesson("pp", dict.fromkeys(VERSIONS, train), step_bytes(dict.fromkeys(VERSIONS, ONE_F_ONE_B)))
+LESSON = Lesson("pp", dict.fromkeys(KINDS, train), step_bytes(KINDS))
 
 
 def main(rt: Runtime, o: ManualOptions) -> bool:
     """Prove both versions equal to one device, or with --benchmark time them; print the bubble of each."""
     if rt.world_size != 2:
         raise UsageError(f"two stages need 2 ranks, here are {rt.world_size}; pp_gpipe.py takes any number")
-    o = replace(o, versions=o.versions or VERSIONS)
-    comparison.check(rt, VERSIONS, o)
-    check(rt, o, [ONE_F_ONE_B])
+    o = check(rt, o, KINDS)
     beside = replace(o, plot=None)  # --plot draws the timelines
     right = (time_in_turn if o.benchmark else prove)(rt, beside, LESSON)
     lines: dict[str, Timeline] = {}

@@ -12,8 +12,8 @@
 
 The tensors that wait for W, inputs of products and gradients of their outputs, take about K bytes, so they
 count as one micro-batch. Checkpointing reduces K to the input of each layer, B S D numbers, but not the
-tensors that wait for W, so zb-h1 and zb-v gain little from it. K is the mean over a rank's stages: zb-v's
-rank 0 has the head in one of its two.
+tensors that wait for W, so zb-h1 and zb-v gain little from it. K is that of the largest micro-batch, and the
+mean over a rank's stages: zb-v's rank 0 has the head in one of its two.
 
     python pp_memory.py --nproc 4      torchrun --nproc_per_node=4 pp_memory.py      mpirun -np 4 python pp_memory.py
     python pp_memory.py --nproc 4 --checkpointing
@@ -21,7 +21,8 @@ rank 0 has the head in one of its two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.table import Table
@@ -31,7 +32,6 @@ from common import comm
 from common.comm.ledger import show_bytes
 from common.launch.command_line import Size
 from common.launch.runtime import Runtime
-from common.lesson import comparison
 from common.lesson.job import Job
 from common.lesson.runner import DTYPES, console, run
 from common.utils.memory import LiveBytes, saved_bytes
@@ -41,8 +41,6 @@ from pp_pipeline import Pipeline
 from pp_schedules import KINDS
 from pp_stages import Stage
 from pp_training import PipelineOptions, check, pipeline, timed_job
-
-VERSIONS = tuple(KINDS)
 
 
 @dataclass
@@ -55,61 +53,34 @@ class MemoryOptions(PipelineOptions, without=("steps", "benchmark", "scaling", "
     """Tokens per sample."""
 
 
-def held_by_formula(name: str, rank: int, p: int, M: int, v: int) -> int | None:
-    """Return the chunks of micro-batches that `rank` holds at once.
-
-    None where there are too few micro-batches for the formula.
-    """
-    if name == "interleaved":
-        ahead = 2 * (p - 1 - rank) + (v - 1) * p
-        return ahead + 1 if M % p == 0 and ahead < v * M else None
-    of_kind = {
-        "gpipe": M,
-        "1f1b": min(M, p - rank),
-        "zb-h1": min(M, p),
-        "zb-v": 2 * p if 2 * p - 1 <= M else None,
-    }
-    return of_kind[name]
-
-
 def kept(pipe: Pipeline, job: Job[MemoryOptions]) -> int:
-    """Return the bytes that autograd keeps of the first micro-batch, the mean over this rank's stages."""
-    tokens_BS, targets_BS = next(job.batches()).parts[0]
-    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    shape, dtype = (*tokens_BS.shape, pipe.model.config.width), DTYPES[job.options.dtype]
-    x_BSD = torch.zeros(shape, dtype=dtype, device=tokens_BS.device)
-    total = 0
-    for stage in pipe.stages.values():
+    """Return the bytes that autograd keeps of the largest micro-batch, the mean over this rank's stages."""
+    tokens_BS, targets_BS = max(next(job.batches()).parts, key=lambda part: len(part[0]))
+    width, dtype = pipe.model.config.width, DTYPES[job.options.dtype]
+    x_BSD = torch.zeros(*tokens_BS.shape, width, dtype=dtype, device=tokens_BS.device, requires_grad=True)
 
-        def forward(stage: Stage = stage) -> Tensor:
-            y: Tensor = stage(tokens_BS if stage.first else x_BSD.requires_grad_(), positions_S)
-            return pipe.model.loss(y, targets_BS)[0] if stage.last else y
+    def forward(stage: Stage) -> Tensor:
+        y: Tensor = stage(tokens_BS if stage.first else x_BSD)
+        return pipe.model.loss(y, targets_BS)[0] if stage.last else y
 
-        total += saved_bytes(forward, pipe.model)
-    return total // len(pipe.stages)
+    stages = pipe.stages.values()
+    return sum(saved_bytes(partial(forward, stage), pipe.model) for stage in stages) // len(stages)
 
 
 def peak(pipe: Pipeline, job: Job[MemoryOptions]) -> int:
     """Return the most bytes that a step has allocated at once, if the gradients exist before it."""
     batches = job.batches()
-
-    def step() -> None:
-        batch = next(batches)
-        pipe.run(batch.parts, 1 / batch.count_targets(), batch.begin)
-        pipe.finish()
-
-    step()
-    with LiveBytes() as live:
-        step()
-    most: int = live.peak
-    return most
+    for _ in range(2):  # the first makes the gradients
+        with LiveBytes() as live:
+            batch = next(batches)
+            pipe.run(batch.parts, 1 / batch.count_targets(), batch.begin)
+            pipe.finish()
+    return int(live.peak)
 
 
 def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Check that held by the checker = held by formula; print bytes measured beside held x kept."""
-    o = replace(o, versions=o.versions or VERSIONS)
-    comparison.check(rt, VERSIONS, o)
-    check(rt, o, [KINDS[name] for name in o.versions])
+    o = check(rt, o, KINDS)
     title = (
         f"a rank's activations: {rt.world_size} ranks, {o.micro_batches} micro-batches, {o.model}, {o.dtype}"
     )
@@ -118,12 +89,12 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
         table.add_column(column, justify="right")
     right = True
     for name in o.versions:
-        job = timed_job(rt, o, name)
-        pipe = pipeline(job, KINDS[name].schedule(rt.world_size, o.micro_batches, o.chunks))
+        job, kind = timed_job(rt, o, name), KINDS[name]
+        pipe = pipeline(job, kind.schedule(rt.world_size, o.micro_batches, o.chunks))
         found = comm.everyones((kept(pipe, job), peak(pipe, job)), rt.world)
         for rank, (of_one, measured) in enumerate(found):
             most = held(pipe.schedule, rank)
-            formula = held_by_formula(name, rank, rt.world_size, o.micro_batches, o.chunks)
+            formula = kind.holds(rank, rt.world_size, o.micro_batches, o.chunks)
             right &= formula in (None, most)
             numbers = (most, "-" if formula is None else formula)
             sizes = (show_bytes(x) for x in (of_one, most * of_one, measured))

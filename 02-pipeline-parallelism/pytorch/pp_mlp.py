@@ -14,7 +14,7 @@ pp_languages.py runs both versions.   B batch  I inputs  H width  n ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -22,20 +22,21 @@ from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
-from common import comm
 from common.comm import Group, ledger
 from common.comm.mesh import Mesh
 from common.data.text import mlp_batch
 from common.launch.command_line import Width, Within
 from common.launch.runtime import Runtime
-from common.lesson.equality import Followed
+from common.lesson.equality import Followed, of_all_stages
 from common.lesson.job import Job
 from common.lesson.runner import DTYPES
 from common.lesson.training import Batches
 from common.models.mlp import MLP, sizes
 from common.models.transformer import cross_entropy_sum
 
+from pp_costs import sides
 from pp_deferred import Deferred
 from pp_executor import Executor
 from pp_schedule import Schedule
@@ -45,7 +46,7 @@ from pp_training import PipelineOptions
 
 
 @dataclass
-class MLPOptions(PipelineOptions):
+class MLPOptions(PipelineOptions, without=("balance", "checkpointing", "scaling")):
     """Options: the schedule, and the shape of the MLP."""
 
     schedule: str = "zb-h1"
@@ -63,24 +64,10 @@ class Samples(Batches):
 
     options: MLPOptions
 
-    def parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """Return (x_BI, y_B) of each micro-batch."""
+    def take(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Return (x_BI, y_B) of samples [lo, hi) of the step's batch."""
         o = self.options
-        return [
-            mlp_batch(self.text.train, o.seed, step, o.batch, o.context, lo, hi, DTYPES[o.dtype])
-            for lo, hi in self.samples()
-        ]
-
-
-class Named:
-    """Parameters under their names, with a module's interface."""
-
-    def __init__(self, named: dict[str, Tensor]) -> None:
-        self.named = named
-
-    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the pairs (name, parameter), as a module does."""
-        return self.named.items()
+        return mlp_batch(self.text.train, o.seed, step, o.batch, o.context, lo, hi, DTYPES[o.dtype])
 
 
 def plain_mlp(o: MLPOptions) -> MLP:
@@ -94,36 +81,30 @@ def mlp_stage(model: MLP, layers: range, x_BI: Tensor, positions: Tensor) -> Ten
     A stage returns the sum before the next GELU.
     """
     for i in layers:
-        x_BI = model.layers[i](x_BI if i == 0 else nn.functional.gelu(x_BI, approximate="tanh"))
+        x_BI = model.get_submodule(f"layers.{i}")(x_BI if i == 0 else gelu(x_BI, approximate="tanh"))
     return x_BI
 
 
-def mlp_in_stages(model: MLP, mesh: Mesh, schedule: Schedule, o: MLPOptions) -> tuple[Executor, Named]:
-    """Return the executor of this rank's stages, and their parameters."""
-    cuts, deferred, mine = evenly(o.layers, schedule.stages), Deferred(), schedule.mine(mesh.at["pp"])
-    if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
+def mlp_in_stages(model: MLP, mesh: Mesh, schedule: Schedule) -> Executor:
+    """Return the executor of this rank's stages. `model` keeps only their layers, under the same names."""
+    rank, deferred = mesh.at["pp"], Deferred()
+    cuts, mine = evenly(len(model.layers), schedule.stages), schedule.mine(rank)
+    first = next(model.parameters())  # [hidden, inputs]
+    width, dtype = len(first), first.dtype
+    model.layers = nn.ModuleDict({str(i): model.layers[i] for s in mine for i in cuts[s]})  # type: ignore[assignment]
+    if any(i.op == "W" for i in schedule.lists[rank]):
         deferred.replace(model)
     stages: dict[int, Any] = {s: partial(mlp_stage, model, cuts[s]) for s in mine}
-    kept = tuple(f"layers.{i}." for s in mine for i in cuts[s])
-    owner = Named({name: p for name, p in model.named_parameters() if name.startswith(kept)})
-    executor = Executor(
-        schedule,
-        stages,
-        mesh,
-        cross_entropy_sum,
-        lambda x_BI: (len(x_BI), o.hidden),
-        DTYPES[o.dtype],
-        deferred,
-    )
-    return executor, owner
+    between = lambda x_BI: (len(x_BI), width)  # noqa: E731
+    return Executor(schedule, stages, mesh, cross_entropy_sum, between, dtype, deferred)
 
 
 def train(job: Job[MLPOptions]) -> Iterator[Tensor]:
     """Train the MLP by --schedule; yield the loss of each batch."""
     o, model = job.options, cast(MLP, job.model)
     schedule = make_schedule(o.schedule, job.group.size, o.micro_batches, o.chunks)
-    executor, owner = mlp_in_stages(model, job.mesh, schedule, o)
-    optimizer = job.optimizer(owner)  # of this rank's layers
+    executor = mlp_in_stages(model, job.mesh, schedule)
+    optimizer = job.optimizer(model)  # of this rank's layers
     for batch in job.batches():  # the same on all ranks
         count = batch.count_targets()
         optimizer.zero_grad()
@@ -144,45 +125,36 @@ class InMPI:
         shape = sizes(o.context, o.hidden, o.layers)
         self.model = pp_mpi.MLP(shape, str(schedule), MPI.COMM_WORLD, o.dtype, o.seed)
         self.optimizer, self.batches = optimizer, Samples(o, Group.alone(), rt.device)
-        self.cut: dict[int, tuple[Any, Any]] = {}
 
-    def backward(self, t: int) -> float:
-        """Compute the gradients of step t; return the loss."""
-        if t not in self.cut:
-            x, y = (torch.cat(pieces) for pieces in zip(*self.batches.parts(t), strict=True))
-            self.cut[t] = x.numpy(), y.to(torch.uint8).numpy()
-        loss: float = self.model.loss_and_gradients(*self.cut[t])
-        ledger.record("send", "pp", self.model.bytes_sent, self.model.blocked_seconds)
-        return loss
-
-    def update(self) -> None:
-        """Run a step of the optimizer, with the hyperparameters of OPTIMIZERS."""
-        if self.optimizer == "sgd":
-            self.model.sgd(0.1)
-        else:
-            self.model.adamw(1e-3, epsilon=1e-5)
+    def steps(self) -> Iterator[float]:
+        """Train without end; yield each step's loss. Gradients stay until the next step."""
+        for t in itertools.count():
+            x_BI, y_B = self.batches.take(t, 0, self.batches.options.batch)
+            loss: float = self.model.loss_and_gradients(x_BI.numpy(), y_B.to(torch.uint8).numpy())
+            ledger.record("send", "pp", self.model.bytes_sent, self.model.blocked_seconds)
+            if self.optimizer == "sgd":  # the hyperparameters of OPTIMIZERS
+                self.model.sgd(0.1)
+            else:
+                self.model.adamw(1e-3, epsilon=1e-5)
+            yield loss
 
     def follow(self, steps: int, mesh: Mesh) -> Followed:
         """Train `steps` steps; return the same record as common.lesson.equality.watch does for a model in torch."""
         found = Followed()
 
         def gathered(values: dict[str, Any]) -> dict[str, Tensor]:
-            parts = comm.everyones(values, mesh.group("pp"))
-            return {name: torch.from_numpy(x) for part in parts for name, x in part.items()}
+            return of_all_stages({name: torch.from_numpy(x) for name, x in values.items()}, mesh)
 
-        for t in range(steps):
-            found.losses.append(self.backward(t))
+        for loss in itertools.islice(self.steps(), steps):
+            found.losses.append(loss)
             found.gradients.append(gathered(self.model.gradients()))
             found.norms.append(self.model.gradient_norm())
-            self.update()
         found.weights = gathered(self.model.weights())
         return found
 
 
-def mlp_bytes(o: MLPOptions, rank: int, n: int, in_mpi: bool, steps: int | None = None) -> Fraction:
-    """Return the bytes that a rank sends in the run, or in `steps` steps without the norm."""
+def mlp_bytes(o: MLPOptions, rank: int, n: int, in_mpi: bool) -> Fraction:
+    """Return the bytes that a rank sends in a step; pp_mpi sums the loss inside MPI, uncounted."""
     owner = make_schedule(o.schedule, n, o.micro_batches, o.chunks).owner
-    size, norm = DTYPES[o.dtype].itemsize, 8 if steps is None else 0
-    sides = sum(rank in border for border in itertools.pairwise(owner) if len(set(border)) > 1)
-    beside = 0 if in_mpi else Fraction(2 * (n - 1) * (size + norm), n)  # the loss, the norm
-    return (steps or o.steps) * Fraction(sides * o.batch * o.hidden * size + beside)
+    size = DTYPES[o.dtype].itemsize
+    return sides(owner, rank) * o.batch * o.hidden * size + Fraction(0 if in_mpi else 2 * (n - 1) * size, n)

@@ -25,7 +25,6 @@ from common.models.transformer import Transformer, need_transformer
 from pp_deferred import Deferred
 from pp_executor import Executor, Part
 from pp_schedule import Schedule, forward_only
-from pp_simulator import Event
 from pp_stages import cut_model, evenly
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -69,11 +68,6 @@ class Pipeline:
         )
         self.executor = self.make_executor(schedule, loss=self.loss)
         self.run = self.executor.run
-
-    @property
-    def events(self) -> list[Event]:
-        """Computations of this rank in the last run, with their times."""
-        return self.executor.events
 
     @torch.no_grad()
     def evaluate(self, parts: list[Part], loss: Loss | None = None) -> Tensor:

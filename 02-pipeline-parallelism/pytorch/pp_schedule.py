@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W", "SX", "RX", "SG", "RG"]
 COMPUTE = ("F", "B", "I", "W")
 Channel = tuple[int, int]  # from rank, to rank
+OTHER_END: dict[Op, tuple[Op, int]] = {"SX": ("RX", 1), "RX": ("SX", -1), "SG": ("RG", -1), "RG": ("SG", 1)}
 
 
 class Instruction(NamedTuple):
@@ -64,49 +65,32 @@ class Schedule:
 
     def channel(self, i: Instruction) -> Channel:
         """Return the channel of a message: (sending rank, receiving rank)."""
-        stage = i.stage
-        sender, receiver = {
-            "SX": (stage, stage + 1),
-            "RX": (stage - 1, stage),
-            "SG": (stage, stage - 1),
-            "RG": (stage + 1, stage),
-        }[i.op]
-        return self.owner[sender], self.owner[receiver]
+        here, there = self.owner[i.stage], self.owner[other_end(i).stage]
+        return (here, there) if i.op[0] == "S" else (there, here)
 
     def reads(self, i: Instruction) -> Instruction | None:
         """Return the computation, on any rank, whose result `i` reads; None for the batch or the loss."""
         if i.op == "F" and i.stage > 0:
             return Instruction("F", i.stage - 1, i.micro)
         if i.op in ("B", "I") and i.stage < self.stages - 1:
-            return self.backward(i.stage + 1, i.micro)
+            whole = Instruction("B", i.stage + 1, i.micro)  # or I, where the backward pass is split
+            return whole if whole in self.lists[self.owner[whole.stage]] else whole._replace(op="I")
         return None
 
     def needs(self, i: Instruction) -> Instruction | None:
         """Return the message that a computation waits for; None if its input was made on the same rank."""
-        message: Instruction | None = None
-        if i.op == "F" and i.stage > 0:
-            message = Instruction("RX", i.stage, i.micro)
-        elif i.op in ("B", "I") and i.stage < self.stages - 1:
-            message = Instruction("RG", i.stage, i.micro)
-        return message if message and self._travels(message) else None
+        return self._message(i, {"F": "RX", "B": "RG", "I": "RG"})
 
     def makes(self, i: Instruction) -> Instruction | None:
         """Return the message that sends a computation's result; None if the same rank reads the result."""
-        message: Instruction | None = None
-        if i.op == "F" and i.stage < self.stages - 1:
-            message = Instruction("SX", i.stage, i.micro)
-        elif i.op in ("B", "I") and i.stage > 0:
-            message = Instruction("SG", i.stage, i.micro)
-        return message if message and self._travels(message) else None
+        return self._message(i, {"F": "SX", "B": "SG", "I": "SG"})
 
-    def backward(self, stage: int, micro: int) -> Instruction:
-        """Return the instruction that computes a stage's input gradient: B, or I where it is split."""
-        whole = Instruction("B", stage, micro)
-        return whole if whole in self.lists[self.owner[stage]] else Instruction("I", stage, micro)
-
-    def _travels(self, message: Instruction) -> bool:
-        sender, receiver = self.channel(message)
-        return sender != receiver
+    def _message(self, i: Instruction, ops: dict[Op, Op]) -> Instruction | None:
+        if i.op not in ops:
+            return None
+        message = Instruction(ops[i.op], i.stage, i.micro)
+        inside = 0 <= other_end(message).stage < self.stages
+        return message if inside and len(set(self.channel(message))) > 1 else None
 
     def __str__(self) -> str:
         return "\n".join(";".join(map(str, instructions)) for instructions in self.lists)
@@ -185,34 +169,5 @@ def settled(schedule: Schedule, rank: int) -> dict[Instruction, list[Instruction
 
 def other_end(message: Instruction) -> Instruction:
     """Return the receive of a send, or the send of a receive."""
-    kind = message.op[1]
-    step = (1 if kind == "X" else -1) * (1 if message.op[0] == "S" else -1)
-    op = ("R" if message.op[0] == "S" else "S") + kind
-    assert op in get_args(Op)
-    return Instruction(op, message.stage + step, message.micro)  # type: ignore[arg-type]
-
-
-def in_a_line(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return the owners of ranks * chunks stages: 0 1 2 3 0 1 2 3."""
-    return tuple(range(ranks)) * chunks
-
-
-def in_a_v(ranks: int) -> tuple[int, ...]:
-    """Return the owners of two stages per rank: 0 1 2 3 3 2 1 0. Rank 0 has the first and the last."""
-    return (*range(ranks), *reversed(range(ranks)))
-
-
-def read(text: str) -> tuple[tuple[Instruction, ...], ...]:
-    """Return the lists of a schedule that was written as text. Raises ValueError for invalid text."""
-    lists = []
-    for line in text.strip().splitlines():
-        row = []
-        for item in line.split(";"):
-            op, *numbers = item.split()
-            if op not in get_args(Op) or len(numbers) != 2:
-                raise ValueError(
-                    f"{item!r} is no instruction; one is F 0 3: {', '.join(get_args(Op))}, stage, micro-batch"
-                )
-            row.append(Instruction(op, int(numbers[0]), int(numbers[1])))  # type: ignore[arg-type]
-        lists.append(tuple(row))
-    return tuple(lists)
+    op, step = OTHER_END[message.op]
+    return Instruction(op, message.stage + step, message.micro)

@@ -6,7 +6,6 @@ python pp_schedules.py --schedule 1f1b --ranks 4 --micro-batches 8        prints
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Annotated, Literal
 
 from common.errors import UsageError
@@ -30,11 +29,6 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 2) ->
     if name not in KINDS:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(KINDS)}")
     return KINDS[name].schedule(ranks, micro_batches, chunks)
-
-
-def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 2) -> Fraction | None:
-    """Return the bubble by formula for F = I = W and instant messages; None for too few micro-batches."""
-    return KINDS[name].bubble(ranks, micro_batches, chunks)
 
 
 LONGEST = 2**20  # computations; more take minutes to check

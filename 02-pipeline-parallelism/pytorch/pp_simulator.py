@@ -1,6 +1,7 @@
 """Simulation of a schedule, for given times of a forward, of the halves of a backward, and of a message.
 
-    simulate(schedule, Times(forward=1, input=1, weights=1), message=0).bubble       # Fraction(3, 11)
+    simulate(schedule).bubble                                           # Fraction(3, 11)
+    simulate(schedule, lambda i: 3 if i.op == "B" else 1, message=2)    # other times
 
 A computation starts when its rank is free and its inputs are there. A message arrives `message` after its
 tensor was computed, and slows nothing down. With integers or fractions all times are exact.
@@ -16,20 +17,6 @@ from typing import NamedTuple
 from pp_schedule import COMPUTE, Instruction, Schedule
 
 Time = Fraction | float
-
-
-@dataclass(frozen=True)
-class Times:
-    """Time of each kind of computation, the same in every stage. B takes the time of both halves."""
-
-    forward: Time = 1
-    input: Time = 1
-    weights: Time = 1
-
-    def __call__(self, i: Instruction) -> Time:
-        """Return the time of one computation."""
-        both = self.input + self.weights
-        return {"F": self.forward, "B": both, "I": self.input, "W": self.weights}[i.op]
 
 
 class Event(NamedTuple):
@@ -59,10 +46,12 @@ class Timeline:
         return 1 - sum(e.end - e.start for e in self.events) / (self.ranks * self.length)
 
 
-EQUAL = Times(Fraction(1), Fraction(1), Fraction(1))
+def equal(i: Instruction) -> Time:
+    """Return 1 for a forward and for each half of a backward, 2 for a whole backward."""
+    return Fraction(2 if i.op == "B" else 1)
 
 
-def simulate(schedule: Schedule, takes: Callable[[Instruction], Time] = EQUAL, message: Time = 0) -> Timeline:
+def simulate(schedule: Schedule, takes: Callable[[Instruction], Time] = equal, message: Time = 0) -> Timeline:
     """Return the timeline of a schedule.
 
     takes(i): the time of a computation. message: the time of a message. Raises ValueError for a schedule that

@@ -27,7 +27,12 @@ from common.models.transformer import Transformer
 
 
 class Stage(nn.Module):
-    """Part of a Transformer: maps tokens_BS or x_BSD to x_BSD or logits_BSV."""
+    """Part of a Transformer: maps tokens_BS or x_BSD to x_BSD or logits_BSV.
+
+    checkpointing: keep only the input of each layer, and recompute the layer for its backward pass.
+    """
+
+    checkpointing = False
 
     def __init__(self, model: Transformer, layers: range, stages: int, number: int) -> None:
         super().__init__()
@@ -39,8 +44,10 @@ class Stage(nn.Module):
         # methods, since the model itself would be a submodule and add all stages
         self.embed, self.head, self.run_layer = model.embed, model.head, model.run_layer
 
-    def forward(self, x: Tensor, positions_S: Tensor) -> Tensor:
-        """Run one micro-batch through these layers."""
+    def forward(self, x: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        """Run one micro-batch through these layers. positions_S: default: 0 to S - 1."""
+        if positions_S is None:
+            positions_S = torch.arange(x.shape[1], device=x.device)
         if self.first:
             x = self.embed(x, positions_S)
         for layer in self.layers:

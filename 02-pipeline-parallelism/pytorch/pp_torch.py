@@ -17,33 +17,29 @@ scale_grads must be False. To split the backward pass, torch walks autograd's gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from common import comm
-from common.comm.mesh import Mesh
 from common.comm.placement import sum_tied_gradients
-from common.errors import UsageError
 from common.launch.command_line import Size
 from common.launch.runtime import Runtime
-from common.lesson import comparison
 from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.job import Job
 from common.lesson.runner import DTYPES, run
-from common.models.transformer import Transformer
 
 from pp_1f1b import ONE_F_ONE_B
 from pp_costs import step_bytes
 from pp_gpipe import GPIPE
 from pp_interleaved import INTERLEAVED
 from pp_interleaved import train as train_ours
-from pp_stages import Stage, cut_model, evenly
-from pp_training import PipelineOptions, check
+from pp_stages import cut_model, evenly
+from pp_training import PipelineOptions, check, check_torch
 from pp_zero_bubble import ZB_V
 
 THEIRS: dict[str, Any] = {
@@ -65,57 +61,27 @@ class TorchOptions(PipelineOptions, without=("balance", "checkpointing")):
     """Number of samples in the batch, a multiple of --micro-batches."""
 
 
-class Sizes(Protocol):
-    """Options from which a schedule is made."""
-
-    dtype: Any
-    sequence: int
-    micro_batches: int
-    chunks: int
-
-
-class WithPositions(nn.Module):
-    """Stage that makes its positions itself."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the stage on tokens_BS or x_BSD."""
-        y: Tensor = self.stage(x, torch.arange(x.shape[1], device=x.device))
-        return y
-
-
 class InTorch:
-    """Our stages under torch's schedule.
-
-    B: samples of a micro-batch. wrap: function applied to each stage before it is scheduled.
-    """
+    """The job's model in our stages, under torch's schedule. wrap: applied to each stage before it is scheduled."""
 
     def __init__(
-        self,
-        name: str,
-        model: Transformer,
-        mesh: Mesh,
-        device: torch.device,
-        o: Sizes,
-        B: int,
-        wrap: Callable[[nn.Module], nn.Module] = lambda stage: stage,
+        self, name: str, job: Job[Any], wrap: Callable[[nn.Module], nn.Module] = lambda stage: stage
     ) -> None:
-        owner = VERSIONS[name].owner(mesh.shape["pp"], o.chunks)
-        cut = cut_model(model, owner, mesh, evenly(len(model.layers), len(owner)))
-        self.model, self.group, self.scale, c = model, mesh.group("pp"), 1.0, model.config
-        dtype = DTYPES[o.dtype]
-        tokens_BS = torch.empty(B, o.sequence, dtype=torch.long, device="meta")
-        x_BSD = torch.empty(B, o.sequence, c.width, dtype=dtype, device="meta", requires_grad=True)
-        logits_BSV = torch.empty(B, o.sequence, c.vocabulary, dtype=dtype, device="meta", requires_grad=True)
+        o, mesh, kind, c = job.options, job.mesh, VERSIONS[name], job.model.config
+        self.model, self.group, self.scale = job.model, mesh.group("pp"), 1.0
+        owner = kind.owner(self.group.size, o.chunks)
+        cut = cut_model(job.model, owner, mesh, evenly(c.layers, len(owner)))
+        B, S, dtype = o.batch // mesh.shape["dp"] // o.micro_batches, o.sequence, DTYPES[o.dtype]
+        with torch.device("meta"):
+            tokens_BS = torch.empty(B, S, dtype=torch.long)
+            x_BSD = torch.empty(B, S, c.width, dtype=dtype, requires_grad=True)
+            logits_BSV = torch.empty(B, S, c.vocabulary, dtype=dtype, requires_grad=True)
         stages = [
             PipelineStage(
-                wrap(WithPositions(stage)),
+                wrap(stage),
                 number,
                 len(owner),
-                device,
+                job.rt.device,
                 input_args=(tokens_BS if stage.first else x_BSD,),
                 output_args=(logits_BSV if stage.last else x_BSD,),
                 group=self.group.pg,
@@ -124,7 +90,7 @@ class InTorch:
         ]
         self.first, self.last = 0 in cut, len(owner) - 1 in cut
         self.schedule = THEIRS[name](
-            stages[0] if VERSIONS[name].chunks == 1 else stages, o.micro_batches, self.loss, scale_grads=False
+            stages[0] if kind.chunks == 1 else stages, o.micro_batches, self.loss, scale_grads=False
         )
 
     def loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -147,14 +113,13 @@ class InTorch:
 
 def train(job: Job[TorchOptions]) -> Iterator[Tensor]:
     """Train by torch's schedule; yield the loss of each batch."""
-    o, model = job.options, job.model
-    pipe = InTorch(job.version, model, job.mesh, job.rt.device, o, o.batch // o.micro_batches)
-    optimizer = job.optimizer(model)  # SGD or AdamW: the runner's choice
+    pipe = InTorch(job.version, job)
+    optimizer = job.optimizer(job.model)  # this rank's layers; SGD or AdamW: the runner's choice
     for batch in job.batches():  # the same on all ranks
         count = batch.count_targets()
         optimizer.zero_grad()
         loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forward and backward of all micro-batches
-        sum_tied_gradients(model.parameters())  # which torch does not do
+        sum_tied_gradients(job.model.parameters())  # which torch does not do
         optimizer.step()
         yield loss_sum / count
 
@@ -169,24 +134,8 @@ LESSON = Lesson(
 
 def main(rt: Runtime, o: TorchOptions) -> bool:
     """Prove our schedules and torch's equal to one device, or with --benchmark time them."""
-    o = replace(o, versions=o.versions or tuple(VERSIONS))
-    comparison.check(rt, tuple(VERSIONS), o)
-    check(rt, o, [VERSIONS[name] for name in o.versions])
-    if o.batch % o.micro_batches:
-        near = max(1, o.batch // o.micro_batches) * o.micro_batches
-        raise UsageError(
-            f"--batch {o.batch}: torch wants equal micro-batches; {near} divides into {o.micro_batches}"
-        )
-    M, n = o.micro_batches, rt.world_size
-    if n > M or M % (M // n):
-        raise UsageError(
-            f"--micro-batches {M}: torch wants at least as many as ranks, in groups of one length; "
-            f"{max(1, M // n) * n} would do"
-        )
-    if o.model_config().dropout:
-        raise UsageError(f"--model {o.model}: torch's schedules are shown without dropout")
-    if rt.world_size == 1:
-        raise UsageError("torch.distributed.pipelining needs a process group: start at least 2 ranks")
+    o = check(rt, o, VERSIONS)
+    check_torch(rt, o)
     return (time_in_turn if o.benchmark else prove)(rt, o, LESSON)
 
 

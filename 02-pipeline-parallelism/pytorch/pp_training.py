@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -50,6 +50,9 @@ class InOrderOptions(PipelineOptions, without=("chunks",)):
     """Options of the schedules that fix the number of stages per rank."""
 
 
+O = TypeVar("O", bound=PipelineOptions)  # noqa: E741
+
+
 def timed_job(rt: Runtime, o: PipelineOptions, name: str) -> Job[Any]:
     """Return a run of the version `name` on all ranks along pp, for measurements beside the proof."""
     mesh = Mesh(rt.world, pp=rt.world_size, timeout=rt.timeout)
@@ -66,8 +69,13 @@ def pipeline(job: Job[Any], schedule: Schedule) -> Pipeline:
     return Pipeline(job.model, job.mesh, schedule, cuts, o.checkpointing)
 
 
-def check(rt: Runtime, o: PipelineOptions, kinds: Iterable[Kind]) -> None:
-    """Raise UsageError for options that cannot run, before any rank waits for another."""
+def check(rt: Runtime, o: O, kinds: Mapping[str, Kind]) -> O:
+    """Return the options, with all of `kinds`, a kind of schedule per version, if they name no versions.
+
+    Raises UsageError for options that cannot run, before any rank waits for another.
+    """
+    o = replace(o, versions=o.versions or tuple(kinds))
+    comparison.check(rt, tuple(kinds), o)
     c = o.model_config()
     if c.positions == "learned" and o.sequence > c.sequence:
         raise UsageError(
@@ -77,7 +85,27 @@ def check(rt: Runtime, o: PipelineOptions, kinds: Iterable[Kind]) -> None:
         raise UsageError(
             f"--batch {o.batch} cannot be cut into {o.micro_batches} micro-batches; give between 1 and {o.batch}"
         )
-    evenly(c.layers, max(len(kind.owner(rt.world_size, o.chunks)) for kind in kinds))
+    evenly(c.layers, max(len(kinds[name].owner(rt.world_size, o.chunks)) for name in o.versions))
+    return o
+
+
+def check_torch(rt: Runtime, o: PipelineOptions) -> None:
+    """Raise UsageError for options that torch.distributed.pipelining cannot run."""
+    if o.batch % o.micro_batches:
+        near = max(1, o.batch // o.micro_batches) * o.micro_batches
+        raise UsageError(
+            f"--batch {o.batch}: torch wants equal micro-batches; {near} divides into {o.micro_batches}"
+        )
+    M, n = o.micro_batches, rt.world_size
+    if n > M or M % (M // n):
+        raise UsageError(
+            f"--micro-batches {M}: torch wants at least as many as ranks, in groups of one length; "
+            f"{max(1, M // n) * n} would do"
+        )
+    if o.model_config().dropout:
+        raise UsageError(f"--model {o.model}: torch's schedules are shown without dropout")
+    if rt.world_size == 1:
+        raise UsageError("torch.distributed.pipelining needs a process group: start at least 2 ranks")
 
 
 def lesson(
@@ -88,17 +116,14 @@ def lesson(
     These are by formula, simulated and measured.
     """
     by_name = {kind.name: kind for kind in kinds}
-    o = replace(o, versions=o.versions or tuple(by_name))
-    comparison.check(rt, tuple(by_name), o)
-    chosen = [by_name[name] for name in o.versions]
-    check(rt, o, chosen)
+    o = check(rt, o, by_name)
     versions = {name: partial(train, kind=kind) for name, kind in by_name.items()}
     proved = Lesson("pp", versions, step_bytes(by_name))
     beside = replace(o, plot=None)  # --plot draws the timelines of `waits`
     right = (time_in_turn if o.benchmark else prove)(rt, beside, proved)
     measured = []
-    for kind in chosen:
+    for kind in map(by_name.__getitem__, o.versions):
         schedule, job = kind.schedule(rt.world_size, o.micro_batches, o.chunks), timed_job(rt, o, kind.name)
-        measured.append((kind, schedule, measure(pipeline(job, schedule), job)))
+        measured.append((kind, schedule, measure(pipeline(job, schedule).executor, job)))
     waits(rt, o, measured)
     return right

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 from pp_1f1b import ONE_F_ONE_B
 from pp_kind import Kind
-from pp_schedule import Instruction, Op, in_a_v
+from pp_schedule import Instruction, Op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,13 +74,18 @@ def zb_v(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[In
             count[what] += 1
 
 
-ZB_H1 = Kind("zb-h1", zb_h1, idle=lambda p, M, v: Fraction(p - 1, 3 * M + p - 1), enough=lambda p: p)
+ZB_H1 = Kind(
+    "zb-h1",
+    zb_h1,
+    bubble=lambda p, M, v: Fraction(p - 1, 3 * M + p - 1) if p <= M else None,
+    holds=lambda r, p, M, v: min(M, p),
+)
 ZB_V = Kind(
     "zb-v",
     zb_v,
-    idle=lambda p, M, v: Fraction(p - 1, 6 * M + p - 1),
-    enough=lambda p: 2 * p - 1,
-    layout=lambda p, v: in_a_v(p),
+    bubble=lambda p, M, v: Fraction(p - 1, 6 * M + p - 1) if 2 * p - 1 <= M else None,
+    holds=lambda r, p, M, v: 2 * p if 2 * p - 1 <= M else None,
+    layout=lambda p, v: (*range(p), *reversed(range(p))),  # the V
     chunks=2,
 )
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.launch.command_line import Checked, Ranks, Size, Within
+from common.launch.command_line import Checked, Count, Ranks, Size, Within
 from common.launch.runtime import Runtime
 from common.lesson.training import TrainingOptions
 from common.models.configs import TransformerConfig
@@ -99,6 +99,22 @@ class HybridOptions(Layout, Axes, TrainingOptions, without=("versions",)):
         return mesh
 
 
+@dataclass
+class TorchOptions(
+    HybridOptions,
+    without=(
+        *("ep", "sp", "schedule", "chunks", "attention", "sequence_parallel"),
+        *("checkpointing", "precision", "clip", "scaling", "explain"),
+    ),
+):
+    """Options of hybrid_torch.py: a dense model on pp, dp and tp."""
+
+    steps: Count = 3
+    """Training steps."""
+    model: str = "llama-tiny"
+    """Name of a model in common/models/configs.py, dense and with an untied head."""
+
+
 def check_layout(layout: Layout, config: TransformerConfig, shape: Mapping[str, int]) -> None:
     """Raise UsageError if the layout does not fit the model on a mesh of this shape."""
     if shape["tp"] > 1:
@@ -147,4 +163,27 @@ def check_batch(
             f"--batch {batch} gives each of {places} places along dp and ep {batch // places} samples, too few for "
             f"{layout.micro_batches} micro-batches; give --batch {places * layout.micro_batches}, or fewer "
             f"micro-batches"
+        )
+
+
+def check_torch(o: TorchOptions, mesh: Mesh) -> None:
+    """Check that torch's parts can run these options. Raises UsageError."""
+    c, tp = o.model_config(), mesh.shape["tp"]
+    if mesh.world.size == 1:
+        raise UsageError("torch's parts need a process group: start at least 2 ranks")
+    if c.tied or c.experts:
+        raise UsageError(
+            f"--model {o.model}: give a dense one whose head is not its embedding, such as llama-tiny"
+        )
+    for what, number in (("key-value heads", c.kv_heads), ("columns of the MLP", c.mlp_width)):
+        if number % tp:
+            raise UsageError(
+                f"{number} {what} do not divide over {tp} ranks along tp, which DTensor's plan needs"
+            )
+    parts = mesh.shape["dp"] * o.micro_batches
+    if o.batch % parts or o.micro_batches < mesh.shape["pp"]:
+        raise UsageError(
+            f"--batch {o.batch} --micro-batches {o.micro_batches}: torch wants equal micro-batches, at least "
+            f"as many as stages; --batch {max(1, o.batch // parts) * parts} "
+            f"--micro-batches {max(o.micro_batches, o.pp)} would do"
         )

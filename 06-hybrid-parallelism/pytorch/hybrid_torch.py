@@ -15,51 +15,23 @@ with ZeRO-2, which is equivalent to FSDP2 if that keeps weights from the forward
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from common.comm.mesh import Mesh
-from common.errors import UsageError
-from common.launch.command_line import Count
 from common.launch.runtime import Runtime
-from common.lesson.comparison import report
-from common.lesson.equality import OPTIMIZERS, watch
 from common.lesson.job import Job, total
-from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import make_model
+from common.lesson.runner import run
 from common.models.transformer import Layer, Transformer
 
-from hybrid_explain import title
-from hybrid_layout import HybridOptions
-from hybrid_training import benchmark, reference
+from hybrid_layout import TorchOptions
+from hybrid_training import beside_torch
 from pp_torch import InTorch
 from tp_dtensor import dtensor_parallel
-
-
-@dataclass
-class Options(
-    HybridOptions,
-    without=(
-        *("ep", "sp", "schedule", "chunks", "attention", "sequence_parallel"),
-        *("checkpointing", "precision", "clip", "scaling", "explain"),
-    ),
-):
-    """Options: a dense model on pp, dp and tp."""
-
-    steps: Count = 3
-    """Training steps."""
-    model: str = "llama-tiny"
-    """Name of a model in common/models/configs.py, dense and with an untied head."""
 
 
 def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -85,17 +57,16 @@ def accumulate(
     return torch.stack(losses).sum()
 
 
-def train(job: Job[Options]) -> Iterator[Tensor]:
+def train(job: Job[TorchOptions]) -> Iterator[Tensor]:
     """Train with torch's tensor, data and pipeline parallelism; yield the loss of each global batch."""
-    model, mesh, o, device = job.model, job.mesh, job.options, job.rt.device
-    shape, dp = (mesh.shape["pp"], mesh.shape["dp"], mesh.shape["tp"]), mesh.group("dp")
-    devices = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    model, mesh, o, axes = job.model, job.mesh, job.options, ("pp", "dp", "tp")
+    shape, dp = tuple(mesh.shape[axis] for axis in axes), mesh.group("dp")
+    devices = init_device_mesh(job.rt.device.type, shape, mesh_dim_names=axes)
     if o.tp > 1:
         dtensor_parallel(model, devices["tp"])
     wrap = partial(shard, mesh=devices["dp"]) if dp.size > 1 else lambda module: module
     if o.pp > 1:
-        B = o.batch // dp.size // o.micro_batches
-        forward_backward = InTorch("torch-1f1b", model, mesh, device, o, B, wrap).run
+        forward_backward = InTorch("torch-1f1b", job, wrap).run
     else:
         wrap(model)
         forward_backward = partial(accumulate, model)
@@ -108,50 +79,10 @@ def train(job: Job[Options]) -> Iterator[Tensor]:
         yield total([loss_sum], dp) / count
 
 
-def refuse(rt: Runtime, o: Options, mesh: Mesh) -> None:
-    """Check that torch's parts can run these options. Raises UsageError."""
-    c, tp = o.model_config(), mesh.shape["tp"]
-    if rt.world_size == 1:
-        raise UsageError("torch's parts need a process group: start at least 2 ranks")
-    if c.tied or c.experts:
-        raise UsageError(
-            f"--model {o.model}: give a dense one whose head is not its embedding, such as llama-tiny"
-        )
-    for what, number in (("key-value heads", c.kv_heads), ("columns of the MLP", c.mlp_width)):
-        if number % tp:
-            raise UsageError(
-                f"{number} {what} do not divide over {tp} ranks along tp, which DTensor's plan needs"
-            )
-    parts = mesh.shape["dp"] * o.micro_batches
-    if o.batch % parts or o.micro_batches < mesh.shape["pp"]:
-        raise UsageError(
-            f"--batch {o.batch} --micro-batches {o.micro_batches}: torch wants equal micro-batches, at least "
-            f"as many as stages; --batch {max(1, o.batch // parts) * parts} "
-            f"--micro-batches {max(o.micro_batches, o.pp)} would do"
-        )
-
-
-def main(rt: Runtime, o: Options) -> bool:
+def main(rt: Runtime, o: TorchOptions) -> bool:
     """Compare torch's version with one device, then time it and ours in turn."""
-    mesh, out = o.mesh(rt), console(rt)
-    refuse(rt, o, mesh)
-    zero: Literal[0, 1, 2] = 0 if mesh.shape["dp"] == 1 else 1 if mesh.shape["pp"] > 1 else 2
-    o, torchs = replace(o, zero=o.zero or zero), f"{title(mesh)}, torch"
-    if o.benchmark:
-        report(rt, o, benchmark(rt, o, mesh, {torchs: train}))
-        return True
-    # full_tensor, which only the comparison calls, warns that it takes two messages where one would do
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    proof = Proof(mesh, DTYPES[o.dtype])
-    for optimizer, make in OPTIMIZERS.items():
-        job = Job(rt, o, torchs, make_model(o, rt.device), mesh, "dp", make, o.steps)
-        found = watch(train(job), job, mesh)
-        proof.add(torchs, optimizer, reference(rt, o, optimizer), found, None, Fraction(0))
-    out.print(proof.tables(f"{title(mesh)} of torch, {o.model}, {o.dtype}, {o.steps} steps"))
-    report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5), mesh, {torchs: train})))
-    out.print(proof.sentence())
-    return proof.holds
+    return beside_torch(rt, o, train)
 
 
 if __name__ == "__main__":
-    run(main, Options)
+    run(main, TorchOptions)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,7 @@ from common.models.transformer import Transformer
 
 from hybrid_bytes import Bytes, StepBytes
 from hybrid_explain import bytes_table, explain, title
-from hybrid_layout import HybridOptions
+from hybrid_layout import HybridOptions, TorchOptions, check_torch
 from hybrid_model import Hybrid
 
 
@@ -189,6 +191,32 @@ def lesson(rt: Runtime, o: HybridOptions, loop: Train) -> bool:
         out.print(f"NOT the same bits on all ranks that hold it: {apart[0]}")
     out.print(proof.sentence())
     return proof.holds and not apart
+
+
+def beside_torch(rt: Runtime, o: TorchOptions, loop: Train) -> bool:
+    """Compare a training loop of torch's parts with one device, and time it in turn with a Hybrid.
+
+    With --benchmark only the times are taken. The Hybrid has the stage of ZeRO that FSDP2 is equivalent to.
+    """
+    mesh, out = o.mesh(rt), console(rt)
+    check_torch(o, mesh)
+    zero: Literal[0, 1, 2] = 0 if mesh.shape["dp"] == 1 else 1 if mesh.shape["pp"] > 1 else 2
+    o, name = replace(o, zero=o.zero or zero), f"{title(mesh)}, torch"
+    if o.benchmark:
+        report(rt, o, benchmark(rt, o, mesh, {name: loop}))
+        return True
+    # full_tensor, which only the comparison calls, warns that it takes two messages where one would do
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    proof = Proof(mesh, DTYPES[o.dtype])
+    for optimizer, make in OPTIMIZERS.items():
+        job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", make, o.steps)
+        proof.add(
+            name, optimizer, reference(rt, o, optimizer), watch(loop(job), job, mesh), None, Fraction(0)
+        )
+    out.print(proof.tables(f"{title(mesh)} of torch, {o.model}, {o.dtype}, {o.steps} steps"))
+    report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5), mesh, {name: loop})))
+    out.print(proof.sentence())
+    return proof.holds
 
 
 def benchmark(
