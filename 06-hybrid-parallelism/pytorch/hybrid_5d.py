@@ -64,7 +64,7 @@ def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
     between = between_stages(model, region)  # the shape of what one stage sends to the next
     pipe = Pipeline(model, mesh, schedule, checkpointing=o.checkpointing, shape=between)  # chapter 02: layers
     materialise(model, mesh, job.rt.device, from_seed(model, o.seed))  # values, of this rank's shards alone
-    layers, stages = list(model.layers.children()), list(pipe.stages.values())
+    layers, stages = model.layers.children(), [*pipe.stages.values()]
     zero = Zero(model, layers, mesh.group("dp"), o.zero, stages) if o.zero else None  # chapter 01
     optimizer = job.optimizer(zero or model)  # SGD or AdamW: the runner's choice
     parameters = [p for _, p in (zero or model).named_parameters()]

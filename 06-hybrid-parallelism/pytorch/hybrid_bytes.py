@@ -16,7 +16,6 @@ with activation checkpointing, for layers without dropout.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import cast
 
@@ -154,18 +153,14 @@ class StepBytes:
         if zero := self.zero:
             group, M = self.mesh.group("dp"), len(self.samples)
             whole = [group.size * unit.share for unit in zero.units]
-            outside = sum(
-                w for w, unit in zip(whole, zero.units, strict=True) if not self.in_layer(unit.parameters)
-            )
+            # a layer's weights are freed after each use, the others after the backward pass
+            in_layers = [next(iter(unit.parameters)).startswith("layers.") for unit in zero.units]
+            outside = sum(w for w, inside in zip(whole, in_layers, strict=True) if not inside)
             reduced = sum(whole) * (M if zero.stage > 1 else 1)
             gathered = M * (2 * sum(whole) - outside) if zero.stage == 3 else sum(whole) * (not first)
             sent[group.axis] += Fraction((group.size - 1) * (reduced + gathered) * self.size, group.size)
             sent[group.axis] += of_sum(group, len(zero.names) * self.size)
         return sent
-
-    def in_layer(self, parameters: Mapping[str, object]) -> bool:
-        """Return True if a ZeRO unit holds a layer, whose weights are freed after each use."""
-        return next(iter(parameters)).startswith("layers.")
 
     def shared(self) -> Bytes:
         """Bytes of the number of targets (8) and of the loss; of the norm if gradients are clipped."""

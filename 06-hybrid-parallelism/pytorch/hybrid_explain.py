@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 
 from rich.console import Group as Stack
-from rich.table import Table
+from rich.table import Column, Table
 
 from common import comm
 from common.comm.ledger import Row, show_bytes
@@ -16,6 +17,7 @@ from common.comm.placement import TOKEN_AXES, gradient_axes
 
 from hybrid_model import Hybrid
 
+right = partial(Column, justify="right")
 WHAT = {
     "pp": "activations on to the next stage, gradients back; the loss",
     "dp": "ZeRO: gradients reduce-scattered, weights all-gathered",
@@ -37,9 +39,8 @@ def label(name: str, mesh: Mesh) -> str:
 
 def axes_table(mesh: Mesh) -> Table:
     """Return a table of the axes: ranks, stride, and the dimension of the work that each axis splits."""
-    table = Table(title=f"the mesh: {mesh.world.size} ranks, {title(mesh)}", title_justify="left")
-    for column in ("axis", "ranks", "stride", "splits"):
-        table.add_column(column, justify="right" if column in ("ranks", "stride") else "left")
+    said = f"the mesh: {mesh.world.size} ranks, {title(mesh)}"
+    table = Table("axis", right("ranks"), right("stride"), "splits", title=said, title_justify="left")
     splits = {
         "pp": "layers into stages",
         "dp": "samples; with ZeRO states, gradients, weights",
@@ -72,10 +73,9 @@ def ranks_table(hybrid: Hybrid) -> Table:
     """Return a table of each rank's place, layers and bytes held. All ranks call it."""
     mesh, names = hybrid.mesh, [name.split(".") for name, _ in hybrid.model.named_parameters()]
     layers = sorted({int(name[1]) for name in names if name[0] == "layers"})
-    table = Table(title="places, tp innermost, and bytes per rank; activations add to them")
-    table.title_justify = "left"
-    for column in ("rank", *AXES, "layers", "weights", "gradients", "AdamW's states"):
-        table.add_column(column, justify="left" if column == "layers" else "right")
+    said = "places, tp innermost, and bytes per rank; activations add to them"
+    bytes_held = map(right, ("weights", "gradients", "AdamW's states"))
+    table = Table(*map(right, ("rank", *AXES)), "layers", *bytes_held, title=said, title_justify="left")
     for rank, (numbers, *sizes) in enumerate(comm.everyones((layers, *held(hybrid)), mesh.world)):
         at = map(str, mesh.coordinates(rank).values())
         table.add_row(str(rank), *at, " ".join(map(str, numbers)), *map(show_bytes, sizes))
@@ -114,9 +114,8 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
     for axes, what in talks.items():
         name = "world" if axes == AXES else "+".join(axes)
         by_label.setdefault(label(name, mesh), (axes, []))[1].extend(what)
-    table = Table(title="groups that talk in a step, as rank 0 takes part in them", title_justify="left")
-    for column in ("along", "ranks", "what"):
-        table.add_column(column)
+    said = "groups that talk in a step, as rank 0 takes part in them"
+    table = Table("along", "ranks", "what", title=said, title_justify="left")
     for shown, (axes, what) in by_label.items():
         if shown:
             sets = " ".join("{" + " ".join(map(str, ranks)) + "}" for ranks in members(mesh, axes))
@@ -132,9 +131,8 @@ def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row]
     known = "formula" if rows is not None or "ep" not in formula else "if balanced"
     when = "before it runs" if rows is None else "formula and ledger"
     title = f"bytes that rank 0 sends in a step, {when}"
-    table = Table(title=title, title_justify="left", min_width=len(title))
-    for column in ("along", known, *(() if rows is None else ("counted", "calls", "seconds blocked"))):
-        table.add_column(column, justify="left" if column == "along" else "right")
+    columns = (known, *(() if rows is None else ("counted", "calls", "seconds blocked")))
+    table = Table("along", *map(right, columns), title=title, title_justify="left", min_width=len(title))
     by_label: dict[str, Fraction] = {}
     for name, sent in sorted(formula.items()):
         by_label[label(name, mesh)] = by_label.get(label(name, mesh), Fraction(0)) + sent
@@ -143,15 +141,10 @@ def bytes_table(mesh: Mesh, formula: Mapping[str, Fraction], rows: Sequence[Row]
         if rows is not None:
             mine = [row for row in rows if label(row.axis, mesh) == shown and row.bytes]
             counted = sum((row.bytes for row in mine), Fraction(0))
-            cells += [show_bytes(counted), calls(mine), f"{sum(row.seconds for row in mine):.4f}"]
+            calls = ", ".join(f"{n} {op}" for op, n in sorted(Counter(row.op for row in mine).items()))
+            cells += [show_bytes(counted), calls, f"{sum(row.seconds for row in mine):.4f}"]
         table.add_row(*cells)
     return table
-
-
-def calls(rows: Sequence[Row]) -> str:
-    """Return the number of calls by operation: `4 all_reduce, 2 send`."""
-    said = Counter(row.op for row in rows)
-    return ", ".join(f"{n} {op}" for op, n in sorted(said.items()))
 
 
 def explain(hybrid: Hybrid, clip: bool = False) -> Stack:

@@ -37,6 +37,7 @@ from common.comm.mesh import AXES, Mesh
 from common.comm.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients, sum_tied_gradients
 from common.data.text import rank_slice
 from common.errors import UsageError
+from common.lesson.job import Batch
 from common.models.dropout import Dropout
 from common.models.transformer import Transformer, TransformerConfig
 
@@ -90,7 +91,7 @@ class Hybrid:
         schedule = make_schedule(layout.schedule, shape["pp"], layout.micro_batches, layout.chunks)
         between = between_stages(model, region)
         self.pipe = Pipeline(model, mesh, schedule, checkpointing=layout.checkpointing, shape=between)
-        stages, layers = list(self.pipe.stages.values()), list(model.layers.children())
+        stages, layers = [*self.pipe.stages.values()], model.layers.children()
         materialise(model, mesh, device, whole or from_seed(model, seed))
         if layout.precision == "bfloat16":
             for stage in stages:
@@ -131,18 +132,12 @@ class Hybrid:
         check_batch(self.layout, self.config, self.mesh.shape, B * self.samples.size, S)
         cuts = [rank_slice(B, m, M) for m in range(M)]
         parts = [self.split(tokens_BS[lo:hi], targets_BS[lo:hi]) for lo, hi in cuts]
-        targets = torch.stack([targets_Bs.ne(-100).sum() for *_, targets_Bs in parts]).sum()
-        comm.all_reduce(targets, self.tokens)
-        count = targets.item()
-
-        def begin(m: int) -> None:
-            for dropout in self.dropouts:
-                dropout.step, dropout.first_sample = at[0], at[1] + cuts[m][0]
-
+        batch = Batch(at[0], parts, [at[1] + lo for lo, _ in cuts], self.dropouts)
+        count = batch.count_targets(self.tokens)
         for exchange in self.exchanges:
             exchange.forget()
         with self.zero.no_sync() if self.zero and self.zero.stage == 1 else nullcontext():
-            loss = self.pipe.run(parts, 1 / count, begin)
+            loss = self.pipe.run(batch.parts, 1 / count, batch.begin)
         self.finish()
         comm.all_reduce(loss, self.tokens)
         return loss / count

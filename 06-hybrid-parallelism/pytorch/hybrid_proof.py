@@ -48,7 +48,6 @@ class Row:
     """Proof rows, one per optimizer."""
     apart: list[str]
     """Parameters whose replicas differ between ranks."""
-    seconds: float
     record: BenchmarkRecord | None = None
 
     @property
@@ -79,34 +78,22 @@ def references(rt: Runtime, todo: list[RowOptions]) -> dict[Key, Followed]:
 
 
 def prove_rows(rt: Runtime, todo: list[RowOptions], show: bool = True, time_too: bool = False) -> list[Row]:
-    """Prove every row on the ranks of this world; with time_too add a record with the time of a step."""
-    expected = references(rt, todo)
-    proved = []
+    """Compare every row with one device on the ranks of this world; with time_too add a record of a timed step."""
+    expected, proved = references(rt, todo), []
     for o in todo:
-        row = prove_row(rt, o, expected)
+        start, mesh = time.perf_counter(), o.mesh(rt)
+        proof, apart, _ = prove(rt, o, mesh, train, lambda optimizer, o=o: expected[key(o, optimizer)])  # type: ignore[misc]
+        row = Row(o, proof, apart)
         if show and rt.rank == 0:
-            print(" | ".join(cells(row)), f"{row.seconds:.1f} s", flush=True)
-        proved.append(replace(row, record=record_of(rt, row)) if time_too else row)
+            print(" | ".join(cells(row)), f"{time.perf_counter() - start:.1f} s", flush=True)
+        if time_too:
+            (record,) = proof.recorded(benchmark(rt, replace(o, steps=1), mesh))
+            row = replace(row, record=replace(record, equal=row.holds))
+        mesh.close()
+        # process groups end with their ranks, and the row is sent to the process that started these
+        proof.mesh = Mesh(Group.alone())
+        proved.append(row)
     return proved
-
-
-def prove_row(rt: Runtime, o: HybridOptions, expected: dict[Key, Followed]) -> Row:
-    """Compare one mesh with one device."""
-    start, mesh = time.perf_counter(), o.mesh(rt)
-    proof, apart, _ = prove(rt, o, mesh, train, lambda optimizer: expected[key(o, optimizer)])
-    mesh.close()
-    proof.mesh = Mesh(
-        Group.alone()
-    )  # process groups end with their ranks, and the row is sent to who started these
-    return Row(o, proof, apart, time.perf_counter() - start)
-
-
-def record_of(rt: Runtime, row: Row) -> BenchmarkRecord:
-    """Return the record for --json: the row's verdict beside a timed step."""
-    mesh = row.options.mesh(rt)
-    (record,) = benchmark(rt, replace(row.options, steps=1), mesh)
-    mesh.close()
-    return replace(row.proof.recorded([record])[0], equal=row.holds)
 
 
 def cells(row: Row) -> list[str]:
@@ -114,19 +101,20 @@ def cells(row: Row) -> list[str]:
     o = row.options
     largest = [max(of.found[kind].value for of in row.proof.rows) for kind in KINDS]
     ulps = worst(of.ulps for of in row.proof.rows if of.ulps)
-    split: list[str] = [o.schedule] if o.pp > 1 else []
-    split += [o.attention] if o.sp > 1 else []
-    split += ["sequence parallel"] if o.sequence_parallel else []
-    split += [f"ZeRO-{o.zero}"] if o.zero else []
-    split += ["checkpointing"] if o.checkpointing else []
-    split += ["clipping"] if o.clip else []
-    shape = [str(getattr(o, axis)) for axis in AXES]
-    numbers = [*(f"{value:.1e}" for value in largest), f"{ulps.value:.1f}"]
+    options = {
+        o.schedule: o.pp > 1,
+        o.attention: o.sp > 1,
+        "sequence parallel": o.sequence_parallel,
+        f"ZeRO-{o.zero}": o.zero,
+        "checkpointing": o.checkpointing,
+        "clipping": o.clip,
+    }
     return [
-        *shape,
+        *(str(getattr(o, axis)) for axis in AXES),
         o.model.removeprefix("proof-").removesuffix("-deep"),
-        ", ".join(split) or "-",
-        *numbers,
+        ", ".join(name for name, on in options.items() if on) or "-",
+        *(f"{value:.1e}" for value in largest),
+        f"{ulps.value:.1f}",
         "yes" if row.holds else "**NO**",
     ]
 
