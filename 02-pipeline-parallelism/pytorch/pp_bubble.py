@@ -14,7 +14,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from common import comm
 from common.launch.runtime import Runtime
@@ -34,9 +34,8 @@ SHARES = ("formula", "simulated", "with measured times", "measured")
 def waits(rt: Runtime, o: TrainingOptions, measured: Sequence[tuple[Kind, Schedule, Timeline]]) -> None:
     """Print each schedule's bubbles and the chunks that ranks hold; with --plot draw the last timelines."""
     title = f"{rt.world_size} ranks, {o.micro_batches} micro-batches: share of the time that is bubble"
-    table, records = Table("schedule", title=title, title_justify="left"), []
-    for column in (*SHARES, "chunks held by rank"):
-        table.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in (*SHARES, "chunks held by rank"))
+    table, records = Table("schedule", *columns, title=title, title_justify="left"), []
     for kind, schedule, timeline in measured:
         took = {e.instruction: e.end - e.start for e in timeline.events}
         lines = {

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from common import comm
@@ -151,9 +151,8 @@ def main(rt: Runtime, o: ManualOptions) -> bool:
     beside = replace(o, plot=None)  # --plot draws the timelines
     right = (time_in_turn if o.benchmark else prove)(rt, beside, LESSON)
     lines: dict[str, Timeline] = {}
-    table = Table("version", title="share of the time that is bubble", title_justify="left")
-    for column in ("formula", "measured"):
-        table.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in ("formula", "measured"))
+    table = Table("version", *columns, title="share of the time that is bubble", title_justify="left")
     for name in o.versions:
         job, pieces = timed_job(rt, o, name), 1 if name == ONE_PIECE else o.micro_batches
         lines[name] = measure(TwoStages(job.model, job.mesh, name == ONE_PIECE), job)
