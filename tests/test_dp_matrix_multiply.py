@@ -17,9 +17,10 @@ from common.comm.ledger import Ledger
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
+from common.lesson.matrices import Product, benchmark
 
-from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_multiply import benchmark, bytes_by_formula, gather_on_rank_0, main, multiply, prepared
+from dp_matrices import SPLITS, MatrixOptions
+from dp_matrix_multiply import bytes_by_formula, gather_on_rank_0, main, multiply, prepared, products
 from dp_matrix_peers import dtensor
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_matrix_multiply.py"
@@ -102,14 +103,14 @@ def test_formula_by_hand() -> None:
 
 def checks_itself(rt: Runtime) -> list[float]:
     """Return the lesson's own difference for a right shard and for three wrong ones."""
-    factors = Factors(MatrixOptions(shape=(7, 4, 5)), rt.world, rt.device)
-    lies = SPLITS["rows"]
-    c = factors.piece("A", lies.a) @ factors.piece("B", lies.b)
+    o = MatrixOptions(shape=(7, 4, 5))
+    product, places = Product(o, rt.device), SPLITS["rows"].places(o.shape, rt.world)
+    c = product.tensor("A", *places["A"]) @ product.tensor("B", *places["B"])
     wrong, broken = c.clone(), c.clone()
     if rt.rank == 1:  # one rank alone
         wrong[-1, -1] += 1e-3
         broken[0, 0] = math.nan
-    return [factors.difference("C", x, lies.c) for x in (c, wrong, broken, c[:, :-1])]
+    return [product.apart("C", x, places["C"], rt.world) for x in (c, wrong, broken, c[:, :-1])]
 
 
 def test_the_comparison_sees_one_wrong_number() -> None:
@@ -137,7 +138,7 @@ def test_dtensor_has_the_same_pieces() -> None:
 
 def timed(rt: Runtime) -> list[dict[str, Any]]:
     o = MatrixOptions(shape=(64, 32, 48), dtype="float32", steps=3, panels=2, benchmark=True)
-    return [record.as_json() for record in benchmark(rt, o)]
+    return [record.as_json() for record in benchmark(rt, o, products(rt, o))]
 
 
 def test_benchmark_records_what_it_timed() -> None:

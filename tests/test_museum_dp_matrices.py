@@ -7,6 +7,8 @@ must be caught, then the right one must pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from torch import Tensor
@@ -14,9 +16,10 @@ from torch import Tensor
 from common.comm import Group, collectives, sizes_of
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
+from common.lesson.matrices import Product, follow
 
-from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_multiply import multiply
+from dp_matrices import SPLITS, MatrixOptions
+from dp_matrix_multiply import multiply, products
 
 
 def nobody_sums(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
@@ -39,14 +42,10 @@ Multiply = Callable[[str, Tensor, Tensor, Group], Tensor]
 
 def visit(rt: Runtime, version: Multiply, split: str) -> dict[str, float]:
     """Return the differences from numpy."""
-    factors, lies = Factors(MatrixOptions(shape=(9, 8, 7)), rt.world, rt.device), SPLITS[split]
-    a, b = factors.piece("A", lies.a).requires_grad_(), factors.piece("B", lies.b).requires_grad_()
-    c = version(split, a, b, rt.world)
-    c.backward(factors.piece("dC", lies.c))
-    assert a.grad is not None
-    assert b.grad is not None
-    pieces = {"C": (c, lies.c), "dA": (a.grad, lies.a), "dB": (b.grad, lies.b)}
-    return {name: factors.difference(name, x, dim) for name, (x, dim) in pieces.items()}
+    o = MatrixOptions(shape=(9, 8, 7), splits=(split,))
+    way = products(rt, o).ways[split]
+    way = replace(way, multiply=partial(version, split, group=rt.world))
+    return follow(Product(o, rt.device), way, rt.world)[0]
 
 
 @pytest.mark.parametrize("name", EXHIBITS)

@@ -19,12 +19,13 @@ from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
+from common.lesson.matrices import benchmark
 
 from tp_cannon import Cannon, finish, move
 from tp_grid import ALGORITHMS, Blocks, GridOptions, make_grid, most_square, panels
 from tp_grid_costs import best_layers, cannon, summa
 from tp_grid_product import Method, bytes_by_formula, multiply, prepared
-from tp_summa import Summa, benchmark, make_method
+from tp_summa import Summa, make_method, products
 from tp_summa_peers import dtensor
 
 LESSON = ROOT / "03-tensor-parallelism/pytorch/tp_summa.py"
@@ -265,9 +266,7 @@ def test_dtensor_has_the_same_blocks() -> None:
 
 def timed(rt: Runtime) -> list[dict[str, Any]]:
     o = GridOptions(shape=(32, 48, 64), dtype="float32", steps=3, panels=2, benchmark=True)
-    o.check(rt.world_size)
-    assert o.grid is not None
-    return [r.as_json() for r in benchmark(rt, o, make_grid(rt.world, *o.grid))]
+    return [r.as_json() for r in benchmark(rt, o, products(rt, o))]
 
 
 def test_benchmark_records_what_it_timed() -> None:

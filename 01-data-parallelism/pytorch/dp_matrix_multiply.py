@@ -32,21 +32,17 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.comm import Group, Pending, collectives, sizes_of
-from common.comm.ledger import Ledger, show_bytes
+from common.comm.ledger import Ledger
 from common.launch.runtime import Runtime
-from common.lesson.equality import difference
-from common.lesson.matrices import ALONE, proved, record, timed, times_table
-from common.lesson.measure import BenchmarkRecord, Measured, in_turn
-from common.lesson.runner import DTYPES, console, run
-from common.utils.visualizer import figure, throughput_bars
+from common.lesson.matrices import Product, Products, Way, run_products
+from common.lesson.runner import DTYPES, run
 
-from dp_matrices import SPLITS, Factors, MatrixOptions
-from dp_matrix_peers import PEERS
+from dp_matrices import SPLITS, MatrixOptions
+from dp_matrix_peers import libraries
 
 
 def multiply(split: str, a: Tensor, b: Tensor, group: Group) -> Tensor:
@@ -141,123 +137,44 @@ def bytes_by_formula(split: str, o: MatrixOptions, n: int) -> tuple[Fraction, Fr
     return Fraction((n - 1) * longest * J * item), Fraction((n - 1) * longest * J * item)
 
 
-def prove(rt: Runtime, o: MatrixOptions) -> bool:
-    """Check every split forward and backward against numpy, its bytes by the formula; then time it."""
-    group, factors = rt.world, Factors(o, rt.world, rt.device)
-    sizes = " x ".join(map(str, o.shape))
-    title = f"C = A B, {sizes}, on {group.size} rank(s), {o.dtype}: max|x - numpy| / max|numpy|"
-    equality = Table(title=title, title_justify="left")
-    for column in ("split", "A", "B", "C", "C forward", "C prepared", "dA", "dB", "C on rank 0"):
-        equality.add_column(column)
-    sent = Table(title="bytes a rank sent, mean", title_justify="left")
-    for column in ("split", "forward", "by formula", "backward", "by formula"):
-        sent.add_column(column, justify="left" if column == "split" else "right")
-    largest, agree = 0.0, True
-    for name in o.splits:
-        lies, formula = SPLITS[name], bytes_by_formula(name, o, group.size)
-        a, b = factors.piece("A", lies.a).requires_grad_(), factors.piece("B", lies.b).requires_grad_()
-        with Ledger() as forward:
-            c = multiply(name, a, b, group)
-        with Ledger() as backward:
-            c.backward(factors.piece("dC", lies.c))
-        with Ledger() as again:
-            c_prepared = prepared(name, a.detach(), b.detach(), group, o.panels)()
-        assert a.grad is not None
-        assert b.grad is not None
-        found = [
-            factors.difference("C", c, lies.c),
-            factors.difference("C", c_prepared, lies.c),
-            factors.difference("dA", a.grad, lies.a),
-            factors.difference("dB", b.grad, lies.b),
-        ]
-        if o.gather:
-            found.append(gathered_difference(c.detach(), lies.c, factors))
-        largest = max(largest, *found)
-        agree &= (forward.bytes(), backward.bytes()) == formula and again.bytes() == formula[0]
-        layout = ("R" if dim is None else f"S({dim})" for dim in (lies.a, lies.b, lies.c))
-        equality.add_row(name, *layout, *(f"{d:.1e}" for d in found), *([] if o.gather else ["not asked"]))
-        counted = (forward.bytes(), formula[0], backward.bytes(), formula[1])
-        sent.add_row(name, *(show_bytes(x) for x in counted))
-    out = console(rt)
-    out.print(equality, sent)
-    return proved(rt, benchmark(rt, o), o.json, largest, agree)
-
-
-def gathered_difference(c: Tensor, dim: int, factors: Factors) -> float:
+def gathered_difference(o: MatrixOptions, rt: Runtime, dim: int, c: Tensor) -> float:
     """Return the difference of the result on rank 0 from numpy's.
 
     It is infinite if the bytes differ from the formula, or if other ranks have the result, too.
     """
-    group = factors.group
+    M, _, J = o.shape
     with Ledger() as ledger:
-        whole = gather_on_rank_0(c, dim, sizes_of(factors.shapes["C"][dim], group.size), group)
-    right = ledger.bytes() == (group.rank > 0) * c.numel() * c.element_size()
-    right &= (whole is not None) == (group.rank == 0)
-    worst = 0.0 if right else math.inf
-    if whole is not None:
-        expected = torch.from_numpy(factors.expected("C", slice(None), slice(None)))
-        worst = max(worst, difference(expected, whole.double().cpu()))
-    over_ranks = torch.tensor(worst, dtype=torch.float64, device=c.device)
-    comm.all_reduce(over_ranks, group, "max")
-    return over_ranks.item()
+        whole = gather_on_rank_0(c, dim, sizes_of((M, J)[dim], rt.world_size), rt.world)
+    if ledger.bytes() != (rt.rank > 0) * c.nbytes or (whole is None) != (rt.rank > 0):
+        return math.inf
+    if whole is None:
+        return 0.0
+    return Product(o, rt.device).apart("C", whole, (slice(0, M), slice(0, J)), Group.alone())
 
 
-def benchmark(rt: Runtime, o: MatrixOptions) -> list[BenchmarkRecord]:
-    """Time in turn each split, its product without messages (the ceiling), libraries, and one rank."""
-    group, factors = rt.world, Factors(o, rt.world, rt.device)
-    even = all(length % group.size == 0 for length in o.shape)
-    cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
-    if rt.rank == 0:
-        a_MK, b_KJ = factors.piece("A", None), factors.piece("B", None)
-        cases["one rank"] = partial(torch.mm, a_MK, b_KJ, out=a_MK.new_empty(o.shape[0], o.shape[2]))
-    results: dict[str, Callable[[], Tensor]] = {}
+def products(rt: Runtime, o: MatrixOptions) -> Products:
+    """Return the chosen splits on these ranks."""
+    ways = {}
     for name in o.splits:
-        lies = SPLITS[name]
-        a, b = factors.piece("A", lies.a), factors.piece("B", lies.b)
-        results[name] = prepared(name, a, b, group, o.panels)
-        whole_b = factors.piece("B", None) if name == "gathered" else b
-        cases[name + ALONE] = partial(torch.mm, a, whole_b, out=a.new_empty(a.shape[0], b.shape[1]))
-        cases[name] = results[name]
-        for peer, make in PEERS.items():
-            if o.benchmark and even and (call := make(name, a, b, rt)) is not None:
-                cases[f"{name} {peer}"] = call
-    measured = in_turn(cases, o.steps, group, warm_up=1, device=rt.device.type)
-    show_times(rt, o, measured)
-    differences = {name: factors.difference("C", results[name](), SPLITS[name].c, 4) for name in o.splits}
-    return [
-        record(
-            rt,
-            name,
-            factors,
-            measured[name],
-            float(bytes_by_formula(name, o, group.size)[0]),
-            differences[name],
+        split = SPLITS[name]
+        places = split.places(o.shape, rt.world)
+        ways[name] = Way(
+            places,
+            places["A"][1],
+            partial(multiply, name, group=rt.world),
+            partial(prepared, name, group=rt.world, panels=o.panels),
+            bytes_by_formula(name, o, rt.world_size),
+            partial(libraries, name, rt=rt, shape=o.shape),
+            split.layout(),
+            {"C on rank 0": partial(gathered_difference, o, rt, split.c)} if o.gather else {},
         )
-        for name in o.splits
-    ]
-
-
-def show_times(rt: Runtime, o: MatrixOptions, measured: dict[str, Measured]) -> None:
-    """Print the table of times, and draw the picture of --plot."""
-    M, K, J = o.shape
-    flop, what = 2 * M * K * J, f"{M} x {K} x {J}, {o.dtype}"
-    console(rt).print(times_table(what, measured, flop, rt.world_size, SPLITS))
-    if o.plot and rt.rank == 0:
-        speeds = {
-            name: {rt.world_size: flop / m.median / 1e9}
-            for name, m in measured.items()
-            if name != "one rank" and not name.endswith(ALONE)
-        }
-        with figure(o.plot) as (axes,):
-            throughput_bars(axes, speeds, unit="GFLOP/s", title=what)
+    return Products("dp", ("split", "A", "B", "C"), f"{rt.world_size} rank(s)", ways)
 
 
 def main(rt: Runtime, o: MatrixOptions) -> bool:
     """Prove every split, or with --benchmark time it and check some rows."""
     o.check()
-    if rt.world_size > 1:
-        torch.set_num_threads(1)
-    return timed(rt, benchmark(rt, o), o.json) if o.benchmark else prove(rt, o)
+    return run_products(rt, o, products(rt, o))
 
 
 if __name__ == "__main__":

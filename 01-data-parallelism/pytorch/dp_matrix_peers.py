@@ -62,4 +62,11 @@ def heat(split: str, a: Tensor, b: Tensor, rt: Runtime) -> Callable[[], Tensor] 
     return call
 
 
-PEERS = {"DTensor": dtensor, "Heat": heat}
+def libraries(
+    split: str, a: Tensor, b: Tensor, rt: Runtime, shape: tuple[int, int, int]
+) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that compute C, by library; none if shards have different sizes."""
+    if any(length % rt.world_size for length in shape):
+        return {}
+    calls = {"DTensor": dtensor(split, a, b, rt), "Heat": heat(split, a, b, rt)}
+    return {name: call for name, call in calls.items() if call is not None}

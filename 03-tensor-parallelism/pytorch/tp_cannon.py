@@ -27,8 +27,9 @@ from torch import Tensor
 from common import comm
 from common.comm import Group, Pending
 from common.errors import UsageError
+from common.lesson.matrices import cut
 
-from tp_grid import Blocks, cut
+from tp_grid import Blocks
 
 
 class Cannon:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isqrt
 
-from common.comm import Group, sizes_of
+from common.comm import Group
 from common.errors import UsageError
 from common.launch.command_line import Count, Size
-from common.lesson.runner import LessonOptions
+from common.lesson.matrices import ProductOptions, cut
 
 ALGORITHMS = ("summa", "cannon")
 
@@ -29,13 +29,6 @@ def most_square(n: int) -> tuple[int, int]:
     """Return (rows, columns) of the grid of n ranks whose sides differ least, with rows <= columns."""
     rows = next(r for r in range(isqrt(n), 0, -1) if n % r == 0)
     return rows, n // rows
-
-
-def cut(whole: slice, parts: int, i: int) -> slice:
-    """Return piece i of the range `whole`, cut into `parts` pieces."""
-    sizes = sizes_of(whole.stop - whole.start, parts)
-    begin = whole.start + sum(sizes[:i])
-    return slice(begin, begin + sizes[i])
 
 
 @dataclass(frozen=True)
@@ -149,13 +142,9 @@ def panels(inner: slice, grid: Grid, each: int = 1) -> list[Panel]:
 
 
 @dataclass
-class GridOptions(LessonOptions, without=("data",)):
+class GridOptions(ProductOptions):
     """Sizes and grid of tp_summa.py."""
 
-    steps: Count = 5
-    """Timed rounds."""
-    shape: tuple[Size, Size, Size] = (211, 190, 167)
-    """Rows of A, inner dimension, columns of B."""
     grid: tuple[Count, Count] | None = None
     """Rows and columns of the grid of ranks; by default the most square one."""
     layers: Count = 1
@@ -166,8 +155,6 @@ class GridOptions(LessonOptions, without=("data",)):
     """Number of panels in which SUMMA broadcasts a block."""
     overlap: bool = True
     """Broadcast the next panel while one is multiplied."""
-    benchmark: bool = False
-    """Only time, beside one rank and the ceiling without communication; check only some rows of C."""
 
     def check(self, n: int) -> None:
         """Fill in the grid and the algorithms for n ranks. Raises UsageError for options that cannot run."""

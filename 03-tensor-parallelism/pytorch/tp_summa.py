@@ -29,21 +29,17 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.comm import Pending
-from common.comm.ledger import Ledger, show_bytes
 from common.launch.runtime import Runtime
-from common.lesson.matrices import ALONE, Product, proved, record, timed, times_table
-from common.lesson.measure import BenchmarkRecord, in_turn
-from common.lesson.runner import DTYPES, console, run
-from common.utils.visualizer import figure, throughput_bars
+from common.lesson.matrices import Products, Way, run_products
+from common.lesson.runner import DTYPES, run
 
 from tp_cannon import Cannon
-from tp_grid import Blocks, Grid, GridOptions, Panel, make_grid, panels
-from tp_grid_costs import table as costs_table
+from tp_grid import Blocks, GridOptions, Panel, make_grid, panels
+from tp_grid_costs import table
 from tp_grid_product import Method, bytes_by_formula, multiply, prepared
 from tp_summa_peers import dtensor
 
@@ -134,98 +130,30 @@ def make_method(name: str, blocks: Blocks, like: Tensor, o: GridOptions) -> Meth
     return Cannon(blocks, like) if name == "cannon" else Summa(blocks, like, o.panels, o.overlap)
 
 
-def prove(rt: Runtime, o: GridOptions, grid: Grid) -> bool:
-    """Compare each product with numpy, forward and backward, and its bytes with the formula; then time it."""
-    blocks = Blocks(o.shape, grid)
-    factors = Product(o.shape, o.dtype, o.seed, rt.device)
-    place, item = blocks.place, DTYPES[o.dtype].itemsize
-    equality = Table(title="max|x - numpy| / max|numpy|", title_justify="left")
-    for column in ("product", "C", "dA", "dB"):
-        equality.add_column(column, justify="left" if column == "product" else "right")
-    sent = Table(title="bytes a rank sent, mean", title_justify="left")
-    for column in ("product", "forward", "by formula", "backward", "by formula"):
-        sent.add_column(column, justify="left" if column == "product" else "right")
-    largest, agree = 0.0, True
+def products(rt: Runtime, o: GridOptions) -> Products:
+    """Return the chosen algorithms on a grid of these ranks."""
+    o.check(rt.world_size)
+    assert o.grid is not None
+    grid = make_grid(rt.world, *o.grid, o.layers, rt.timeout)
+    blocks, like = Blocks(o.shape, grid), torch.empty(0, dtype=DTYPES[o.dtype], device=rt.device)
+    ways = {}
     for name in o.algorithms:
-        a = factors.tensor("A", *place("A")).requires_grad_()
-        b = factors.tensor("B", *place("B")).requires_grad_()
-        method = make_method(name, blocks, a, o)
-        with Ledger() as forward:
-            c = multiply(a, b, method)
-        with Ledger() as backward:
-            c.backward(factors.tensor("dC", *place("C")))
-        assert a.grad is not None
-        assert b.grad is not None
-        results = {"C": c, "dA": a.grad, "dB": b.grad}
-        found = [factors.apart(what, x, *place(what), rt.world) for what, x in results.items()]
-        largest = max(largest, *found)
-        equality.add_row(name, *(f"{d:.1e}" for d in found))
-        counted, formula = (forward.bytes(), backward.bytes()), bytes_by_formula(method, item)
-        means = mean_over_ranks([counted[0], formula[0], counted[1], formula[1]], rt)
-        sent.add_row(name, *(show_bytes(x) for x in means))
-        agree &= counted == formula
-    out = console(rt)
-    M, K, J = o.shape
-    where = f"{grid.rows} x {grid.columns} ranks" + (f" in {grid.layers} layers" if grid.layers > 1 else "")
-    out.print(f"C = A B, {M} x {K} x {J}, {o.dtype}, on {where}")
-    out.print(equality, sent, costs_table((4096, 4096, 4096)))
-    return proved(rt, benchmark(rt, o, grid), o.json, largest, agree)
-
-
-def mean_over_ranks(values: list[Fraction], rt: Runtime) -> list[Fraction]:
-    """Return the means over ranks: where blocks differ by a row, ranks send different numbers of bytes."""
-    shares = torch.tensor([float(x) for x in values], dtype=torch.float64, device=rt.device)
-    comm.all_reduce(shares, rt.world)
-    return [Fraction(x).limit_denominator(1000) / rt.world_size for x in shares.tolist()]
-
-
-def benchmark(rt: Runtime, o: GridOptions, grid: Grid) -> list[BenchmarkRecord]:
-    """Time in turn each product, its local part without messages (the ceiling), DTensor, one rank."""
-    blocks = Blocks(o.shape, grid)
-    factors = Product(o.shape, o.dtype, o.seed, rt.device)
-    factors.axis = "tp"
-    cases: dict[str, Callable[[], object]] = {"one rank": lambda: None}
-    if rt.rank == 0:
-        a_MK, b_KJ = factors.tensor("A"), factors.tensor("B")
-        cases["one rank"] = partial(torch.mm, a_MK, b_KJ, out=a_MK.new_empty(o.shape[0], o.shape[2]))
-    a, b = factors.tensor("A", *blocks.place("A")), factors.tensor("B", *blocks.place("B"))
-    row_a, column_b = (
-        factors.tensor("A", blocks.rows, blocks.inner),
-        factors.tensor("B", blocks.inner, blocks.columns),
-    )
-    methods, results = {name: make_method(name, blocks, a, o) for name in o.algorithms}, {}
-    for name, method in methods.items():
-        results[name] = prepared(a, b, method)
-        cases[name + ALONE] = partial(
-            torch.mm, row_a, column_b, out=a.new_empty(len(row_a), column_b.shape[1])
+        method = make_method(name, blocks, like, o)
+        ways[name] = Way(
+            {matrix: blocks.place(matrix) for matrix in "ABC"},
+            blocks.inner,
+            partial(multiply, method=method),
+            partial(prepared, method=method),
+            bytes_by_formula(method, like.itemsize),
+            partial(dtensor, blocks=blocks) if name == "summa" else lambda a, b: {},
         )
-        cases[name] = results[name]
-    if o.benchmark and "summa" in methods:
-        cases |= {f"summa {peer}": call for peer, call in dtensor(a, b, blocks).items()}
-    measured = in_turn(cases, o.steps, rt.world, warm_up=1, device=rt.device.type)
-    M, K, J = o.shape
-    flop, what = 2 * M * K * J, f"{M} x {K} x {J} on {grid.rows} x {grid.columns} x {grid.layers}, {o.dtype}"
-    console(rt).print(times_table(what, measured, flop, rt.world_size, o.algorithms))
-    if o.plot and rt.rank == 0:
-        speeds = {name: {rt.world_size: flop / measured[name].median / 1e9} for name in o.algorithms}
-        with figure(o.plot) as (axes,):
-            throughput_bars(axes, speeds, unit="GFLOP/s", title=what)
-    records = []
-    for name, method in methods.items():
-        apart = factors.apart("C", results[name](), *blocks.place("C"), rt.world, at_most=4)
-        formula = float(bytes_by_formula(method, a.element_size())[0])
-        records.append(record(rt, name, factors, measured[name], formula, apart))
-    return records
+    where = f"{grid.rows} x {grid.columns} ranks" + (f" in {grid.layers} layers" if grid.layers > 1 else "")
+    return Products("tp", ("product",), where, ways, (table((4096, 4096, 4096)),))
 
 
 def main(rt: Runtime, o: GridOptions) -> bool:
     """Prove equality with numpy, or with --benchmark time and check some rows."""
-    o.check(rt.world_size)
-    assert o.grid is not None
-    if rt.world_size > 1:
-        torch.set_num_threads(1)
-    grid = make_grid(rt.world, *o.grid, o.layers, rt.timeout)
-    return timed(rt, benchmark(rt, o, grid), o.json) if o.benchmark else prove(rt, o, grid)
+    return run_products(rt, o, products(rt, o))
 
 
 if __name__ == "__main__":
