@@ -45,7 +45,7 @@ def on_ranks(rt: Runtime, o: Any, lesson: Lesson, name: str, optimizer: str) -> 
     make, model = OPTIMIZERS[optimizer], make_model(replace(o, seed=o.seed + mesh.at["dp"]), rt.device)
     job = Job(rt, o, name, model, mesh, lesson.axis, make, o.steps)
     with Listener(rt.world) if name in lesson.unseen else Ledger() as ledger:
-        found = watch(lesson.versions[name](job), job, mesh)
+        found = watch(lesson.versions[name](job), job, None if name in lesson.on_rank_0 else mesh)
     counted = ledger.bytes() - ledger.bytes("bookkeeping")
     assert counted == lesson.bytes_of_run(name, shape_of(o), rt.world, o), name
     return found, job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from beside_one_device import alone
 from museum import Found, tour
 from steps import follow
 from torch import Tensor
@@ -11,7 +12,7 @@ from common.launch.runtime import Runtime
 from common.lesson.equality import Difference, compare
 from common.lesson.training import make_model
 
-from dp_data_parallel import OneProcess, alone
+from dp_data_parallel import LESSON, OneProcess
 from dp_training import DataParallelOptions
 
 # 7 samples on 2 ranks: 4 and 3
@@ -51,7 +52,8 @@ def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
     one = EXHIBITS[name](model, OPTIONS, rt.world, rt.device)
     if rt.rank == 0:
         followed = follow(model, optimizer, OPTIONS.steps, one.step)
-        found = compare(alone(rt, OPTIONS, optimizer), followed)
+        reference, _ = alone(rt, OPTIONS, LESSON, "one process", optimizer)
+        found = compare(reference, followed)
     else:
         for t in range(OPTIONS.steps):
             one.step(t)

@@ -9,7 +9,8 @@ from fractions import Fraction
 
 from torch import nn
 
-from common.comm import Group
+from common.comm import Group, sizes_of
+from common.lesson.runner import DTYPES
 from common.lesson.training import TrainingOptions
 
 LIBRARY = ("ddp", "zero-redundancy", "fsdp-keep", "fsdp")
@@ -48,6 +49,16 @@ def basic_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) ->
 def basic_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
     """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
     return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
+
+
+def bytes_by_rank(model: nn.Module, o: TrainingOptions, n: int) -> list[tuple[int, int]]:
+    """Return (sent, received) of each rank in a step of dp_data_parallel.py: tokens in int64, the rest in --dtype."""
+    item, samples = DTYPES[o.dtype].itemsize, sizes_of(o.batch, n)
+    weights = item * sum(p.numel() for p in model.parameters())
+    logits = [b * o.sequence * o.model_config().vocabulary * item for b in samples]
+    tokens = [b * o.sequence * 8 for b in samples]
+    helpers = [(weights + logits[r], tokens[r] + weights + logits[r]) for r in range(1, n)]
+    return [(sum(received for _, received in helpers), sum(sent for sent, _ in helpers)), *helpers]
 
 
 def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: int) -> tuple[int, int]:
@@ -118,3 +129,39 @@ def fsdp_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> F
     return Fraction((group.size - 1) * start, group.size) + o.steps * (
         fsdp_step(name, model, group, o) + norm
     )
+
+
+def padding_of_step(model: nn.Module, group: Group, bucket_mb: float) -> Fraction:
+    """Return the bytes that ZeRO-1 sends beyond an all-reduce.
+
+    Each bucket is padded to n equal runs, in the reduce-scatter and in the all-gather.
+    """
+    numbers, size, padding = 0, next(model.parameters()).element_size(), 0
+    for p in reversed(list(model.parameters())):
+        if numbers * size >= int(bucket_mb * 2**20):
+            numbers, padding = 0, padding + -numbers % group.size
+        numbers += p.numel()
+    return Fraction(2 * (group.size - 1) * (padding + -numbers % group.size) * size, group.size)
+
+
+def mlp_step(name: str, model: nn.Module, group: Group, bucket_mb: float) -> Fraction:
+    """Return the bytes a rank sends in a step of dp_mlp.py.
+
+    The versions of dp_mpi count only gradients. The others also count the loss, the number of targets and,
+    except ddp-mlp, the flags.
+    """
+    if name.startswith("dp_mpi"):
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+        return Fraction(2 * (group.size - 1) * gradients, group.size)
+    padding = padding_of_step(model, group, bucket_mb) if name == "dp_libtorch-zero1" else 0
+    return bytes_of_step(model, group, flags=name != "ddp-mlp") + padding
+
+
+def mlp_run(name: str, model: nn.Module, group: Group, bucket_mb: float, steps: int) -> Fraction:
+    """Return the bytes a rank sends in a run of dp_mlp.py."""
+    step = steps * mlp_step(name, model, group, bucket_mb)
+    if name.startswith("dp_mpi"):
+        return step
+    ours = name != "ddp-mlp"
+    start = bytes_of_run(model, group, 0, order=ours and name != "dp_libtorch-zero1")
+    return start + step + steps * Fraction(2 * (group.size - 1) * 8, group.size)

@@ -23,11 +23,9 @@ loss and the step stay on device 0.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 
 import torch
 from rich.table import Table
@@ -39,17 +37,14 @@ from common.comm import Group, sizes_of
 from common.comm.ledger import Ledger, show_bytes
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
-from common.lesson.comparison import records, report
-from common.lesson.equality import OPTIMIZERS, Followed, Start, unmoved, watch, with_units
-from common.lesson.job import Job, Train, one_device, total
-from common.lesson.measure import BenchmarkRecord, in_turn
-from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console, run
+from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.job import Job, total
+from common.lesson.runner import console, run
 from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 
 import dp_basic
-from dp_costs import basic_step
+from dp_costs import basic_run, basic_step, bytes_by_rank
 from dp_training import DataParallelOptions, check
 
 
@@ -145,21 +140,22 @@ class OneProcess:
             self.model.zero_grad()
 
 
-def bytes_by_rank(model: Transformer, o: DataParallelOptions, n: int) -> list[tuple[int, int]]:
-    """Return (sent, received) of each rank in a step, in bytes: tokens in int64, the rest in --dtype."""
-    item, samples = DTYPES[o.dtype].itemsize, sizes_of(o.batch, n)
-    weights = item * sum(p.numel() for p in model.parameters())
-    logits = [b * o.sequence * model.config.vocabulary * item for b in samples]
-    tokens = [b * o.sequence * 8 for b in samples]
-    helpers = [(weights + logits[r], tokens[r] + weights + logits[r]) for r in range(1, n)]
-    return [(sum(received for _, received in helpers), sum(sent for sent, _ in helpers)), *helpers]
+def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
+    """Train with everything through rank 0; yield each step's loss there, zero on the other ranks."""
+    one = OneProcess(job.model, job.options, job.group, job.rt.device)
+    optimizer = job.optimizer(job.model)
+    for t in job.numbers():
+        optimizer.zero_grad()
+        loss = one.step(t)
+        optimizer.step()  # on rank 0; the others have no gradients
+        yield loss
 
 
 def train_library(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
     """Train with nn.DataParallel, which without GPUs calls the model itself; yield each step's loss."""
     parallel = nn.DataParallel(job.model)
     optimizer = job.optimizer(job.model)
-    for batch in job.batches():
+    for batch in replace(job, mesh=Mesh(Group.alone())).batches():  # whole batches
         count, losses = batch.count_targets(), []
         optimizer.zero_grad()
         for tokens_BS, targets_BS in batch:
@@ -171,106 +167,64 @@ def train_library(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
         yield total(losses)
 
 
-def alone(
-    rt: Runtime, o: DataParallelOptions, optimizer: str, loop: Train = one_device, start: Start = unmoved
-) -> Followed:
-    """Train on one device with this loop; return the result."""
-    model, given = start(make_model(o, rt.device)), replace(o, micro_batches=1)
-    job = Job(rt, given, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
-    return watch(loop(job), job)
+def step_bytes(name: str, model: Transformer, group: Group, o: DataParallelOptions) -> Fraction:
+    """Return the bytes that this rank sends in a step."""
+    if name == "bucketed":
+        return basic_step(name, model, group, o)
+    return Fraction(bytes_by_rank(model, o, group.size)[group.rank][0] if name == "one process" else 0)
 
 
-def train(rt: Runtime, o: DataParallelOptions, optimizer: str) -> tuple[Followed | None, OneProcess, Ledger]:
-    """Train `o.steps` steps; return (the result on rank 0, None elsewhere; the OneProcess; its ledger)."""
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # replicating must mend this
-    job = Job(rt, o, "one process", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
+def run_bytes(name: str, model: Transformer, group: Group, o: DataParallelOptions) -> Fraction:
+    """Return the bytes that this rank sends in `o.steps` steps; only "bucketed" sums its gradient norm."""
+    if name == "bucketed":
+        return basic_run(name, model, group, o)
+    return o.steps * step_bytes(name, model, group, o)
+
+
+LESSON = Lesson(
+    "dp",
+    {"one process": train, "nn.DataParallel": train_library, "bucketed": dp_basic.train},
+    step_bytes,
+    run_bytes,
+    unseen=("nn.DataParallel",),
+    on_rank_0=("one process", "nn.DataParallel"),
+)
+
+
+@dataclass
+class OneProcessOptions(DataParallelOptions):
+    """Options of dp_data_parallel.py."""
+
+    versions: tuple[str, ...] = tuple(LESSON.versions)
+    """Versions to run."""
+
+
+def bytes_table(rt: Runtime, o: OneProcessOptions) -> Table:
+    """Return a table of each rank's bytes in a step, beside dp_basic.py's, and of the logits that it holds."""
+    one = OneProcess(make_model(o, rt.device), o, rt.world, rt.device)
     with Ledger() as ledger:
-        one = OneProcess(model, o, rt.world, rt.device)
-        if rt.rank == 0:
-            return watch(train_one_process(job, one), job), one, ledger
-        for t in range(o.steps):
-            one.step(t)
-    return None, one, ledger
-
-
-def train_one_process(job: Job[DataParallelOptions], one: OneProcess) -> Iterator[Tensor]:
-    """Train on rank 0, which owns the model; the others compute in the same steps."""
-    optimizer = job.optimizer(job.model)
-    for t in job.numbers():
-        optimizer.zero_grad()
-        yield one.step(t)
-        optimizer.step()
-
-
-def prove(rt: Runtime, o: DataParallelOptions) -> bool:
-    """Prove equality with one device; print bytes and logits by rank; time beside dp_basic.py."""
-    n = rt.world_size
-    proof = Proof(Mesh(rt.world, dp=n), DTYPES[o.dtype])
-    agree = True
-    for optimizer in OPTIMIZERS:
-        followed, one, ledger = train(rt, o, optimizer)
-        reference = with_units(partial(alone, rt, o, optimizer, one_device))
-        by_rank = comm.all_gather(
-            torch.tensor([[int(ledger.bytes()), one.logits_bytes]], device=rt.device), rt.world
-        )
-        sent = [int(x) for x in by_rank[:, 0]]
-        formula = [o.steps * x for x, _ in bytes_by_rank(one.model, o, n)]
-        agree &= sent == formula
-        means = Fraction(sum(sent), n), Fraction(sum(formula), n)
-        proof.add("one process", optimizer, reference, followed, *means)
-        library = alone(rt, o, optimizer, train_library)
-        proof.add("nn.DataParallel", optimizer, reference, library, None, Fraction(0))
-    out = console(rt)
-    out.print(proof.tables(f"{n} rank(s), {o.model}, {o.dtype}, {o.steps} steps"))
+        one.step(0)
+    ranks = comm.everyones((ledger.bytes(), one.logits_bytes), rt.world)
     table = Table(title="by rank, bytes: a step, and logits held at once", title_justify="left")
     for column in ("rank", "sends", "by formula", "receives", "dp_basic.py sends", "logits", "a rank's own"):
         table.add_column(column, justify="right")
     basic = basic_step("bucketed", one.model, rt.world, o)
-    for r, (by_formula, received) in enumerate(bytes_by_rank(one.model, o, n)):
-        logits = int(by_rank[r, 1])
-        theirs = int(by_rank[0, 1]) * one.samples[r] // o.batch
-        row: list[Fraction | int] = [Fraction(sent[r], o.steps), by_formula, received, basic, logits, theirs]
-        table.add_row(str(r), *(show_bytes(x) for x in row))
-    out.print(table)
-    report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5))))
-    out.print(proof.sentence() if agree else "the bytes that ranks sent are NOT those of the formula")
-    return proof.holds and agree
+    for r, formula in enumerate(bytes_by_rank(one.model, o, rt.world_size)):
+        (sent, logits), own = ranks[r], ranks[0][1] * one.samples[r] // o.batch
+        table.add_row(str(r), *map(show_bytes, (sent, *formula, basic, logits, own)))
+    return table
 
 
-def benchmark(rt: Runtime, o: DataParallelOptions) -> list[BenchmarkRecord]:
-    """Time whole steps with AdamW in turn: everything through rank 0, and dp_basic.py's buckets."""
-    model = make_model(o, rt.device)
-    one = OneProcess(model, o, rt.world, rt.device)
-    optimizer, at = OPTIMIZERS["adamw"](list(model.parameters())), itertools.count()
-
-    def one_process() -> None:
-        optimizer.zero_grad()
-        one.step(next(at))
-        if rt.rank == 0:
-            optimizer.step()
-
-    mesh, given = Mesh(rt.world, dp=rt.world_size), replace(o, micro_batches=1)
-    job = Job(rt, given, "bucketed", make_model(o, rt.device), mesh, "dp", OPTIMIZERS["adamw"])
-    bucketed = partial(next, dp_basic.train(job))
-    measured = in_turn(
-        {"one process": one_process, "bucketed": bucketed}, o.steps, rt.world, device=rt.device.type
-    )
-    formula: dict[str, Fraction | int] = {
-        "one process": bytes_by_rank(model, o, rt.world_size)[rt.rank][0],
-        "bucketed": basic_step("bucketed", model, rt.world, o),
-    }
-    return records(rt, replace(o, scaling="strong"), measured, formula)
-
-
-def main(rt: Runtime, o: DataParallelOptions) -> bool:
+def main(rt: Runtime, o: OneProcessOptions) -> bool:
     """Prove equality with one device, or with --benchmark time."""
-    check(rt, ("naive", "bucketed", "ddp"), o)
+    check(rt, tuple(LESSON.versions), o)
     Batches(o, rt.world, rt.device)  # refuses a batch with fewer samples than ranks
-    if not o.benchmark:
-        return prove(rt, o)
-    report(rt, o, benchmark(rt, o))
-    return True
+    o = replace(o, micro_batches=1)  # nn.DataParallel has none
+    if o.benchmark:
+        return time_in_turn(rt, o, LESSON)
+    console(rt).print(bytes_table(rt, o))
+    return prove(rt, o, LESSON)
 
 
 if __name__ == "__main__":
-    run(main, DataParallelOptions)
+    run(main, OneProcessOptions)

@@ -55,6 +55,8 @@ class Lesson:
     """Training loop to compare with, where it is not that of the plain model; it differs by version."""
     unseen: Collection[str] = ()
     """Versions whose messages and waits the ledger does not see."""
+    on_rank_0: Collection[str] = ()
+    """Versions whose results rank 0 alone has."""
     examine: Callable[[Job[Any], str], None] = lambda job, optimizer: None
     """Called after each proved run, with the name of its optimizer."""
 
@@ -186,17 +188,19 @@ def prove(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
             job = Job(rt, o, name, model, mesh, lesson.axis, make, o.steps)
             # messages that the ledger does not see go through the library's dispatcher
             with Listener(rt.world) if name in lesson.unseen else Ledger() as ledger:
-                followed = watch(lesson.versions[name](job), job, mesh)
+                own = name in lesson.on_rank_0
+                followed = watch(lesson.versions[name](job), job, None if own else mesh)
             formula = lesson.bytes_of_run(name, shape, rt.world, o)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
-            proof.add(name, optimizer, references[compared], followed, counted, formula)
+            shown = None if own and rt.rank > 0 else followed
+            proof.add(name, optimizer, references[compared], shown, counted, formula)
             ledgers[name] = ledger
             lesson.examine(job, optimizer)
     proof.gather(rt.world)
     out = console(rt)
     out.print(proof.tables(f"{rt.world_size} ranks, {o.model}, {o.dtype}, {o.steps} steps"))
-    shown = next((name for name in reversed(o.versions) if name not in lesson.unseen), o.versions[0])
-    out.print(ledgers[shown].table(f"{shown}, {optimizer}: calls and seconds of rank 0, bytes mean"))
+    seen = next((name for name in reversed(o.versions) if name not in lesson.unseen), o.versions[0])
+    out.print(ledgers[seen].table(f"{seen}, {optimizer}: calls and seconds of rank 0, bytes mean"))
     report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5), lesson)))
     out.print(proof.sentence())
     return proof.holds

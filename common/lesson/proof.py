@@ -105,8 +105,13 @@ class Proof:
         return self.elsewhere and all(row.counted in (None, row.formula) for row in self.rows)
 
     def gather(self, group: comm.Group) -> None:
-        """Tell all ranks if the bytes of any rank do not agree. Collective."""
-        self.elsewhere = all(comm.everyones(self.bytes_agree, group))
+        """Tell all ranks if the bytes of any rank do not agree; then let rows have the ranks' mean. Collective."""
+        ranks = comm.everyones([(row.counted, row.formula) for row in self.rows], group)
+        self.elsewhere = all(counted in (None, formula) for rows in ranks for counted, formula in rows)
+        for i, row in enumerate(self.rows):
+            counted, formula = zip(*(rows[i] for rows in ranks), strict=True)
+            mean = None if None in counted else sum(counted, Fraction(0)) / len(ranks)
+            self.rows[i] = replace(row, counted=mean, formula=sum(formula, Fraction(0)) / len(ranks))
 
     @property
     def holds(self) -> bool:
