@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from beside_one_device import here
 from mpi.launch import ROOT, refusal
 from torch import Tensor
 
@@ -152,18 +153,15 @@ def test_benchmark_records_what_it_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("splits", "message"),
     [
-        (
-            {"splits": ("diagonal",)},
-            "--splits 'diagonal' is unknown; choose from rows, columns, inner, gather",
-        ),
-        ({"splits": ()}, "--splits is empty; choose from rows"),
+        (("diagonal",), "--splits 'diagonal' is unknown; choose from rows, columns, inner, gather"),
+        ((), "--splits is empty; choose from rows"),
     ],
 )
-def test_what_cannot_run_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_run_is_refused(splits: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        MatrixOptions(**given).check()
+        main(here(), MatrixOptions(splits=splits))
     assert str(error.value).startswith(message)
 
 

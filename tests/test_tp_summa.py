@@ -14,6 +14,7 @@ import torch
 from mpi.launch import ROOT, mpirun, python, run
 from torch import Tensor
 
+from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
 from common.errors import UsageError
@@ -22,7 +23,7 @@ from common.launch.spawn import spawn
 from common.lesson.matrices import benchmark
 
 from tp_cannon import Cannon, finish, move
-from tp_grid import ALGORITHMS, Blocks, GridOptions, make_grid, most_square, panels
+from tp_grid import ALGORITHMS, Blocks, Grid, GridOptions, make_grid, most_square, panels
 from tp_grid_costs import best_layers, cannon, summa
 from tp_grid_product import Method, bytes_by_formula, multiply, prepared
 from tp_summa import Summa, make_method, products
@@ -309,10 +310,6 @@ def test_lesson_under_mpirun_proves_and_writes_its_records(tmp_path: Path) -> No
         ({"shape": (4, 0, 4)}, "--shape 4 0 4: give a number from 1 to"),
         ({"grid": (2, 2)}, "--grid 2 2 --layers 1 needs 4 ranks, here are 6; --grid 2 3 would fit"),
         ({"layers": 4}, "--layers 4: 6 ranks divide into 1, 2, 3, 6 layers"),
-        (
-            {"algorithms": ("cannon",)},
-            "--algorithms cannon needs a square grid, 2 x 3 is given: --grid 3 3 on 9 ranks would fit",
-        ),
         ({"algorithms": ("strassen",)}, "--algorithms 'strassen' is unknown; choose from summa, cannon"),
     ],
 )
@@ -320,6 +317,16 @@ def test_what_cannot_run_is_refused(given: dict[str, Any], message: str) -> None
     with pytest.raises(UsageError) as error:
         GridOptions(**given).check(6)
     assert str(error.value).startswith(message)
+
+
+def test_cannon_on_a_grid_that_is_not_square_is_refused() -> None:
+    row, column = (Group(name, 0, n, tuple(range(n)), None) for name, n in (("row", 3), ("column", 2)))
+    with pytest.raises(UsageError) as error:
+        Cannon(Blocks((4, 4, 4), Grid(row, column, Group.alone())), torch.empty(0))
+    assert str(error.value) == (
+        "--algorithms cannon needs a square grid, 2 x 3 is given: --grid 3 3 on 9 ranks would fit, "
+        "and summa takes any grid"
+    )
 
 
 def test_defaults_take_what_the_grid_allows() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.comm import Group
-from common.errors import UsageError
 from common.launch.command_line import Size
 from common.lesson.matrices import Place, ProductOptions, cut
 
@@ -51,11 +50,3 @@ class MatrixOptions(ProductOptions):
     """Number of row panels in which `inner` is computed; one is sent while the next is computed."""
     gather: bool = False
     """Gather each result on rank 0, too."""
-
-    def check(self) -> None:
-        """Raise UsageError for splits that are unknown or missing."""
-        for name in self.splits:
-            if name not in SPLITS:
-                raise UsageError(f"--splits {name!r} is unknown; choose from {', '.join(SPLITS)}")
-        if not self.splits:
-            raise UsageError(f"--splits is empty; choose from {', '.join(SPLITS)}")

@@ -37,6 +37,7 @@ from torch import Tensor
 from common import comm
 from common.comm import Group, Pending, collectives, sizes_of
 from common.comm.ledger import Ledger
+from common.launch.command_line import check_names
 from common.launch.runtime import Runtime
 from common.lesson.matrices import Product, Products, Way, run_products
 from common.lesson.runner import DTYPES, run
@@ -173,7 +174,7 @@ def products(rt: Runtime, o: MatrixOptions) -> Products:
 
 def main(rt: Runtime, o: MatrixOptions) -> bool:
     """Prove every split, or with --benchmark time it and check some rows."""
-    o.check()
+    check_names("splits", o.splits, SPLITS)
     return run_products(rt, o, products(rt, o))
 
 

@@ -43,8 +43,8 @@ class Cannon:
         if grid.rows != grid.columns:
             q = max(grid.rows, grid.columns)
             raise UsageError(
-                f"cannon needs a square grid, {grid.rows} x {grid.columns} is given: --grid {q} {q} on {q * q} "
-                f"ranks would fit, and summa takes any grid"
+                f"--algorithms cannon needs a square grid, {grid.rows} x {grid.columns} is given: --grid {q} {q} "
+                f"on {q * q * grid.layers} ranks would fit, and summa takes any grid"
             )
         self.blocks, self.grid, self.q = blocks, grid, grid.rows
         self.m, self.j = (x.stop - x.start for x in (blocks.rows, blocks.columns))

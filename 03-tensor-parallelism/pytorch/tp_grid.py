@@ -19,7 +19,7 @@ from math import isqrt
 
 from common.comm import Group
 from common.errors import UsageError
-from common.launch.command_line import Count, Size
+from common.launch.command_line import Count, Size, check_names
 from common.lesson.matrices import ProductOptions, cut
 
 ALGORITHMS = ("summa", "cannon")
@@ -55,18 +55,26 @@ class Grid:
         return self.depth.size
 
 
+def check_grid(n: int, rows: int, columns: int, layers: int) -> None:
+    """Raise UsageError unless n ranks make a grid of rows x columns in this many layers."""
+    if layers < 1 or n % layers:
+        fitting = ", ".join(str(x) for x in range(1, n + 1) if n % x == 0)
+        raise UsageError(f"--layers {layers}: {n} ranks divide into {fitting} layers")
+    if min(rows, columns) < 1 or rows * columns * layers != n:
+        near = " ".join(map(str, most_square(n // layers)))
+        raise UsageError(
+            f"--grid {rows} {columns} --layers {layers} needs {rows * columns * layers} ranks, "
+            f"here are {n}; --grid {near} would fit"
+        )
+
+
 def make_grid(group: Group, rows: int, columns: int, layers: int = 1, timeout: float | None = None) -> Grid:
     """Lay out the ranks of a group as a grid. Every rank of the group must call this.
 
     timeout: of the new process groups, in seconds. Raises UsageError unless the group has rows * columns *
     layers ranks.
     """
-    if min(rows, columns, layers) < 1 or rows * columns * layers != group.size:
-        near = " ".join(map(str, most_square(group.size)))
-        raise UsageError(
-            f"a grid of {rows} x {columns} in {layers} layer(s) is {rows * columns * layers} ranks, here are "
-            f"{group.size}; --grid {near} in one layer would fit"
-        )
+    check_grid(group.size, rows, columns, layers)
     layer, place = divmod(group.rank, rows * columns)
     r, c = divmod(place, columns)
 
@@ -158,26 +166,9 @@ class GridOptions(ProductOptions):
 
     def check(self, n: int) -> None:
         """Fill in the grid and the algorithms for n ranks. Raises UsageError for options that cannot run."""
-        if n % self.layers:
-            fitting = ", ".join(str(x) for x in range(1, n + 1) if n % x == 0)
-            raise UsageError(f"--layers {self.layers}: {n} ranks divide into {fitting} layers")
         if self.grid is None:
-            self.grid = most_square(n // self.layers)
-        rows, columns = self.grid
-        if rows * columns * self.layers != n:
-            near = " ".join(map(str, most_square(n // self.layers)))
-            raise UsageError(
-                f"--grid {rows} {columns} --layers {self.layers} needs {rows * columns * self.layers} ranks, "
-                f"here are {n}; --grid {near} would fit"
-            )
-        for name in self.algorithms:
-            if name not in ALGORITHMS:
-                raise UsageError(f"--algorithms {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
-        if "cannon" in self.algorithms and rows != columns:
-            q = max(rows, columns)
-            raise UsageError(
-                f"--algorithms cannon needs a square grid, {rows} x {columns} is given: --grid {q} {q} on "
-                f"{q * q * self.layers} ranks would fit, and summa takes any grid"
-            )
+            self.grid = most_square(max(1, n // self.layers))
+        check_grid(n, *self.grid, self.layers)
         if not self.algorithms:
-            self.algorithms = ALGORITHMS if rows == columns else ALGORITHMS[:1]
+            self.algorithms = ALGORITHMS if self.grid[0] == self.grid[1] else ALGORITHMS[:1]
+        check_names("algorithms", self.algorithms, ALGORITHMS)

@@ -17,7 +17,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,15 @@ def fits(value: object, hint: Any) -> bool:
     if hint is float and type(value) is int:
         return abs(value) <= sys.float_info.max
     return type(value) is (type(None) if hint is None else hint)
+
+
+def check_names(option: str, given: Sequence[str], known: Collection[str]) -> None:
+    """Raise UsageError for names of an option that are unknown or missing."""
+    for name in given:
+        if name not in known:
+            raise UsageError(f"--{option} {name!r} is unknown; choose from {', '.join(known)}")
+    if not given:
+        raise UsageError(f"--{option} is empty; choose from {', '.join(known)}")
 
 
 def parse(

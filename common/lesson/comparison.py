@@ -21,7 +21,7 @@ from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
-from common.errors import UsageError
+from common.launch.command_line import check_names
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
 from common.lesson.equality import OPTIMIZERS, Followed, MakeOptimizer, Start, watch, with_units
@@ -214,8 +214,4 @@ def time_in_turn(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
 
 def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:
     """Check the names of the versions before any rank waits. Raises UsageError."""
-    for name in o.versions:
-        if name not in known:
-            raise UsageError(f"--versions {name!r} is unknown; choose from {', '.join(known)}")
-    if not o.versions:
-        raise UsageError(f"--versions is empty; choose from {', '.join(known)}")
+    check_names("versions", o.versions, known)
