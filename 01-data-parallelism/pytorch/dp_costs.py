@@ -61,6 +61,20 @@ def bytes_by_rank(model: nn.Module, o: TrainingOptions, n: int) -> list[tuple[in
     return [(sum(received for _, received in helpers), sum(sent for sent, _ in helpers)), *helpers]
 
 
+def one_process_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes that this rank sends in a step."""
+    if name == "bucketed":
+        return basic_step(name, model, group, o)
+    return Fraction(bytes_by_rank(model, o, group.size)[group.rank][0] if name == "one process" else 0)
+
+
+def one_process_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes that this rank sends in `o.steps` steps; only "bucketed" sums its gradient norm."""
+    if name == "bucketed":
+        return basic_run(name, model, group, o)
+    return o.steps * one_process_step(name, model, group, o)
+
+
 def bytes_of_weights(stage: int, model: nn.Module, group: Group, micro_batches: int) -> tuple[int, int]:
     """Return the bytes of the tensors (reduce-scattered, all-gathered) in a step, padding included."""
     of = lambda module: [p for p in module.parameters() if p.requires_grad]  # noqa: E731

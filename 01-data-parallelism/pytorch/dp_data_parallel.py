@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 from rich.table import Table
@@ -44,7 +43,7 @@ from common.lesson.training import Batches, make_model
 from common.models.transformer import Transformer, cross_entropy_sum
 
 import dp_basic
-from dp_costs import basic_run, basic_step, bytes_by_rank
+from dp_costs import basic_step, bytes_by_rank, one_process_run, one_process_step
 from dp_training import DataParallelOptions, check
 
 
@@ -167,25 +166,11 @@ def train_library(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
         yield total(losses)
 
 
-def step_bytes(name: str, model: Transformer, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes that this rank sends in a step."""
-    if name == "bucketed":
-        return basic_step(name, model, group, o)
-    return Fraction(bytes_by_rank(model, o, group.size)[group.rank][0] if name == "one process" else 0)
-
-
-def run_bytes(name: str, model: Transformer, group: Group, o: DataParallelOptions) -> Fraction:
-    """Return the bytes that this rank sends in `o.steps` steps; only "bucketed" sums its gradient norm."""
-    if name == "bucketed":
-        return basic_run(name, model, group, o)
-    return o.steps * step_bytes(name, model, group, o)
-
-
 LESSON = Lesson(
     "dp",
     {"one process": train, "nn.DataParallel": train_library, "bucketed": dp_basic.train},
-    step_bytes,
-    run_bytes,
+    one_process_step,
+    one_process_run,
     unseen=("nn.DataParallel",),
     on_rank_0=("one process", "nn.DataParallel"),
 )

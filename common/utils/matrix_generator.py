@@ -90,14 +90,6 @@ def outer_sum(left_Mk: Array, right_Nk: Array) -> Array:
     return out
 
 
-def outer_sum_of_both(z_Mk: Array, y_Mk: Array, z_Nk: Array, y_Nk: Array) -> Array:
-    """Return z y^T + y z^T, the two products of each k added first, so that (i, j) and (j, i) round alike."""
-    out = np.zeros((len(z_Mk), len(z_Nk)))
-    for k in range(z_Mk.shape[1]):
-        out += z_Mk[:, k, None] * y_Nk[:, k] + y_Mk[:, k, None] * z_Nk[:, k]
-    return out
-
-
 def dot(x: Array, y: Array) -> float:
     """Return the sum of x * y, rounded once at the end, so that its order does not matter."""
     return math.fsum((x * y).tolist())
@@ -152,7 +144,8 @@ def spd_block(a: Matrix, i: Index, j: Index) -> Array:
     dv_Nk = d_N[:, None] * v_Nk
     s_kk = np.array([[dot(v_N, dv_N) for v_N in v_Nk.T] for dv_N in dv_Nk.T])
     y_Nk = dv_Nk - outer_sum(z_Nk, s_kk) / 2
-    block: Array = (i[:, None] == j) * d_N[j] - outer_sum_of_both(z_Nk[i], y_Nk[i], z_Nk[j], y_Nk[j])
+    both = outer_sum(z_Nk[i], y_Nk[j]) + outer_sum(y_Nk[i], z_Nk[j])  # (i, j) and (j, i) round alike
+    block: Array = (i[:, None] == j) * d_N[j] - both
     return block
 
 
