@@ -20,7 +20,7 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 
 import dp_languages
-from dp_mlp import VERSIONS
+from dp_languages import LOOPS
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_languages.py"
 # 7 and 5 samples do not divide by 2, 3 or 4; buckets of 1 kB are many, in one of 100 MB there are all gradients
@@ -61,7 +61,7 @@ def outcomes(request: pytest.FixtureRequest, found: Any) -> Any:
 @pytest.mark.parametrize(("to", "limit"), [("one device", 1e-12), ("one another", 1e-10)])
 def test_equal(outcomes: Any, to: str, limit: float) -> None:
     for case, outcome in zip(CASES_OF[outcomes[0]], outcomes[1], strict=True):
-        n = len(VERSIONS)
+        n = len(LOOPS)
         assert len(outcome[to]) == 2 * (n if to == "one device" else n * (n - 1) // 2)
         for versions, kinds in outcome[to].items():
             for kind, (value, where) in kinds.items():
@@ -258,7 +258,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
 
 def test_ranks_without_mpi_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(dp_languages.main, dp_languages.MLPOptions, capsys, "--nproc", "2")
+    line = refusal(dp_languages.main, dp_languages.LanguageOptions, capsys, "--nproc", "2")
     assert line.endswith(
         "dp_mpi needs MPI between its 2 ranks; start them with mpirun -np 2 python dp_languages.py"
     )

@@ -62,7 +62,7 @@ LESSONS = (
         "02-pipeline-parallelism/pytorch/pp_languages.py",
         2,
         "--sequence 4 --batch 5 --micro-batches 4 --schedule zb-v",
-        (EQUAL, EQUAL, *2 * ("the languages " + AGREE,)),
+        (EQUAL, EQUAL, *2 * ("the versions " + AGREE,)),
         ("pytorch", "pp_libtorch", "pytorch-mlp", "pp_mpi"),
     ),
     Lesson(
@@ -76,7 +76,7 @@ LESSONS = (
         "03-tensor-parallelism/pytorch/tp_languages.py",
         2,
         "--batch 2 --sequence 8",
-        (EQUAL, "the languages " + AGREE),
+        (EQUAL, "the versions " + AGREE),
         ("pytorch-layer", "tp_libtorch", "tp_mpi"),
     ),
     Lesson(
@@ -97,7 +97,7 @@ LESSONS = (
         "05-expert-parallelism/pytorch/ep_languages.py",
         2,
         "--batch 4 --sequence 8",
-        (EQUAL, "the languages " + AGREE),
+        (EQUAL, "the versions " + AGREE),
         ("pytorch-mixture", "ep_libtorch", "ep_mpi"),
     ),
 )
@@ -180,7 +180,7 @@ def unlike(rt: Runtime, lesson: str, options: str, module: str, file: Path) -> b
 @pytest.mark.parametrize(
     "names",
     [
-        ("dp_languages", "MLPOptions", "dp_languages"),
+        ("dp_languages", "LanguageOptions", "common.lesson.languages"),
         ("tp_languages", "LanguageOptions", "common.lesson.languages"),
     ],
 )

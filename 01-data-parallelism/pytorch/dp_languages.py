@@ -11,7 +11,16 @@
 
 Cost of a step: in all versions each rank sends 2(n-1)/n bytes per byte of gradient. We count the bytes that
 our own code, or DDP, sends, as the mean over ranks. Bytes sent inside MPI_Iallreduce are not visible, so
-dp_mpi is counted in its second form, our ring. `dp_mlp.py` has the code that runs each language.
+dp_mpi is counted in its second form, our ring. The versions:
+
+                        forward, backward, optimizer    gradients are summed by
+    pytorch-mlp         torch                           DataParallel of dp_basic.py, process group
+    dp_libtorch         torch                           the same hooks and buckets in C++, the same process group
+    dp_libtorch-zero1   torch, the optimizer on shards  the same hooks, buckets reduce-scattered: ZeRO-1
+    dp_mpi              its own C++ on BLAS             buckets by MPI_Iallreduce
+    dp_mpi-ring         the same                        our ring of MPI messages, each counted
+    dp_mpi-zero1        the same, step on a shard       buckets by MPI_Ireduce: ZeRO-1
+    ddp-mlp             torch                           DistributedDataParallel (on one rank plain torch)
 
 dp_mpi communicates through mpi4py, so several ranks need mpirun. --benchmark times whole steps, AdamW
 included, in turn, with one thread per rank.
@@ -22,202 +31,145 @@ included, in turn, with one thread per rank.
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from typing import Any
 
 import torch
-from rich.table import Table
+from torch import Tensor, nn
 
-from common.comm import Group
-from common.comm.mesh import Mesh
-from common.errors import UsageError
+from common.comm import ledger
+from common.comm.placement import FlatShard, place
 from common.launch.runtime import Runtime
-from common.lesson.comparison import timing_table
-from common.lesson.equality import OPTIMIZERS, TOLERANCE, Followed, compare, worst_of_world
-from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
-from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console, run, write_records
+from common.lesson.job import Job, Train, total
+from common.lesson.languages import check_modules
+from common.lesson.runner import run
 from common.models.mlp import sizes
+from common.models.transformer import cross_entropy_sum
 
-from dp_costs import bytes_of_run
-from dp_mlp import (
-    LOOPS,
-    VERSIONS,
-    MLPOptions,
-    MPIModel,
-    Samples,
-    bytes_of_gradients,
-    make_model,
-    on_one_device,
-    padding_of_step,
-    torch_job,
-    train,
-)
+import dp_basic
+from dp_mlp import MLPOptions, prove, time_in_turn
 from dp_training import check
 
-LANGUAGES = {
-    "dp_libtorch": "libtorch",
-    "dp_libtorch-zero1": "libtorch",
-    "dp_mpi": "cpp-mpi",
-    "dp_mpi-ring": "cpp-mpi",
-    "dp_mpi-zero1": "cpp-mpi",
+
+class Pieces:
+    """Shards of the parameters that Zero1's optimizers step on, under the parameters' names."""
+
+    def __init__(self, model: nn.Module, zero: Any) -> None:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.pieces: list[tuple[str, Tensor]] = []
+        for (name, p), piece, lengths in zip(trained, zero.pieces(), zero.sizes(), strict=True):
+            place(piece, "dp", FlatShard(p.shape, tuple(lengths)))
+            self.pieces.append((name, piece))
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return (name, this rank's run, flat) of each parameter."""
+        return self.pieces
+
+
+def train_libtorch(job: Job[MLPOptions]) -> Iterator[Tensor]:
+    """Train with the hooks and buckets of dp_libtorch, in C++; yield the loss of each global batch."""
+    import dp_libtorch
+
+    model, group, zero = job.model, job.group, job.version == "dp_libtorch-zero1"
+    kind = dp_libtorch.Zero1 if zero else dp_libtorch.DataParallel
+    tensors = [*model.parameters(), *model.buffers()]
+    dp = kind(tensors, job.rt.world.pg, int(job.options.bucket_mb * 2**20))
+    optimizer = job.optimizer(Pieces(model, dp) if zero else model)
+    for batch in job.batches():
+        count, losses = batch.count_targets(group), []
+        optimizer.zero_grad()
+        for i, (x_BI, y_B) in enumerate(batch, 1):
+            with dp.no_sync() if i < len(batch) else nullcontext():
+                loss_sum, _ = cross_entropy_sum(model(x_BI), y_B)
+                loss = loss_sum / count
+                loss.backward()
+            losses.append(loss.detach())
+        dp.finish()
+        optimizer.step()
+        if zero:
+            dp.gather()
+        for operation, n_bytes, seconds in dp.take_messages():  # of the C++ code
+            ledger.record(operation, group.axis, Fraction(n_bytes, group.size), seconds)
+        yield total(losses, group)
+
+
+class InMPI:
+    """Copies of the weights and gradients of dp_mpi's MLP, named as those of a module."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.mlp = mlp
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield (name, weight with its gradient). Collective with ZeRO-1."""
+        gradients = self.mlp.gradients()
+        for name, values in self.mlp.weights().items():
+            weight = torch.from_numpy(values)
+            weight.grad = torch.from_numpy(gradients[name])
+            yield name, weight
+
+
+def train_mpi(job: Job[MLPOptions]) -> Iterator[Tensor]:
+    """Train dp_mpi's MLP, whose passes, messages and optimizer are in C++; yield the loss of each global batch."""
+    from mpi4py import MPI
+
+    import dp_mpi
+
+    o, zero = job.options, job.version == "dp_mpi-zero1"
+    mlp = dp_mpi.MLP(
+        sizes(o.context, o.hidden, o.layers),
+        dtype=o.dtype,
+        comm=MPI.COMM_WORLD,
+        seed=o.seed + job.rt.rank,  # the broadcast must mend this
+        bucket_mb=o.bucket_mb,
+        reduction="ring" if job.version == "dp_mpi-ring" else "overlapped",
+        zero=int(zero),
+    )
+    rates = job.optimizer(InMPI(mlp)).defaults  # of torch's optimizer, which takes no step
+    for batch in job.batches():
+        x_BI, y_B = batch.whole()
+        loss = mlp.loss_and_gradients(x_BI.numpy(), y_B.to(torch.uint8).numpy(), o.batch, len(batch))
+        if "betas" in rates:
+            mlp.adamw(rates["lr"], rates["betas"], rates["eps"], rates["weight_decay"])
+        else:
+            mlp.sgd(rates["lr"])
+        # with ZeRO-1 the step gathers the weights
+        ledger.record("all_reduce", job.group.axis, mlp.bytes_sent, mlp.exposed_seconds)
+        yield torch.tensor(loss, dtype=torch.float64)
+
+
+LOOPS: dict[str, Train] = {
+    "pytorch-mlp": dp_basic.train,
+    "dp_libtorch": train_libtorch,
+    "dp_libtorch-zero1": train_libtorch,
+    "dp_mpi": train_mpi,
+    "dp_mpi-ring": train_mpi,
+    "dp_mpi-zero1": train_mpi,
+    "ddp-mlp": dp_basic.train_ddp,
 }
-INSIDE_MPI = ("dp_mpi", "dp_mpi-zero1")
-"""Versions whose messages are sent inside MPI and cannot be counted."""
 
 
-def prepare(rt: Runtime, o: MLPOptions) -> None:
+@dataclass
+class LanguageOptions(MLPOptions):
+    """Options of dp_languages.py."""
+
+    versions: tuple[str, ...] = tuple(LOOPS)
+    """Versions to run."""
+
+
+def prepare(rt: Runtime, o: LanguageOptions) -> None:
     """Raise UsageError for options that cannot run; limit every library of this rank to one thread."""
-    check(rt, VERSIONS, o)
-    how = f"mpirun -np {rt.world_size} python dp_languages.py"
-    if rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
-        raise UsageError(f"dp_mpi needs MPI between its {rt.world_size} ranks; start them with {how}")
-    try:
-        from fived import blas
-        from mpi4py import MPI
-
-        import dp_libtorch  # noqa: F401
-        import dp_mpi  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
-    if MPI.COMM_WORLD.size != rt.world_size:
-        raise UsageError(
-            f"mpi4py sees {MPI.COMM_WORLD.size} rank(s), the launcher {rt.launcher} started {rt.world_size}; "
-            f"start them with the mpirun of the MPI that mpi4py was built for: {how}"
-        )
-    torch.set_num_threads(1)
-    blas.set_threads(1)
+    check(rt, tuple(LOOPS), o)
+    check_modules(rt, "dp_languages.py", ("dp_mpi", "dp_libtorch"))
 
 
-Runs = dict[str, dict[str, Followed]]  # optimizer: version: its results
-
-
-def prove(rt: Runtime, o: MLPOptions) -> bool:
-    """Train every version with SGD and AdamW; compare each with one device and with every other version."""
-    mesh = Mesh(rt.world, dp=rt.world_size)
-    proof = Proof(mesh, DTYPES[o.dtype])
-    runs: Runs = {optimizer: {} for optimizer in OPTIMIZERS}
-    for optimizer in OPTIMIZERS:
-        reference = on_one_device(optimizer, rt, o)
-        for name in o.versions:
-            followed, counted = train(name, optimizer, rt, o)
-            unseen = name in INSIDE_MPI and rt.world_size > 1
-            sent, formula = None if unseen else counted, bytes_by_formula(name, rt.world, o)
-            proof.add(name, optimizer, reference, followed, sent, formula)
-            runs[optimizer][name] = followed
-    table, largest = between(runs, o.versions, mesh)
-    limit = 100 * TOLERANCE[proof.dtype]
-    out = console(rt)
-    title = f"{rt.world_size} rank(s), MLP, {o.dtype}, {o.steps} steps"
-    out.print(proof.tables(title), table)
-    records = benchmark(rt, replace(o, steps=5, benchmark=False))
-    console(rt).print(timing_table(records))
-    proof.agree = largest <= limit
-    if rt.rank == 0:
-        write_records(o.json, [r.as_json() for r in proof.recorded(records)])
-    out.print(proof.sentence())
-    agree = "agree with one another within" if proof.agree else "do NOT agree with one another within"
-    out.print(f"the versions {agree} {limit:.0e}")
-    return proof.holds
-
-
-def between(runs: Runs, versions: Sequence[str], mesh: Mesh) -> tuple[Table, float]:
-    """Return (a table of the largest differences between any two versions, the largest of all)."""
-    table = Table(title="largest relative difference between two versions", title_justify="left")
-    for column in ("versions", "", *runs):
-        table.add_column(column, justify="right" if column in runs else "left")
-    largest = 0.0
-    for a, b in itertools.combinations(versions, 2):
-        found = [worst_of_world(compare(by[a], by[b]), mesh) for by in runs.values()]
-        values = [max(d.value for d in kinds.values()) for kinds in found]
-        table.add_row(a, b, *(f"{v:.1e}" for v in values))
-        largest = max(largest, *values)
-    return table, largest
-
-
-def bytes_by_formula(name: str, group: Group, o: MLPOptions) -> Fraction:
-    """Return the bytes a rank sends in the whole run."""
-    model = make_model(o, o.seed)
-    if name.startswith("dp_mpi"):
-        return o.steps * bytes_of_gradients(name, model, group, o)
-    ours, zero1 = name != "ddp-mlp", name == "dp_libtorch-zero1"
-    padding = padding_of_step(model, group, o) if zero1 else 0
-    return bytes_of_run(model, group, o.steps, order=ours and not zero1, flags=ours) + o.steps * padding
-
-
-def benchmark(rt: Runtime, o: MLPOptions) -> list[BenchmarkRecord]:
-    """Time whole steps of every version in turn, on one batch: `o.steps` rounds after a warm-up round."""
-    if o.benchmark and o.scaling == "weak":
-        o = replace(o, batch=o.batch * rt.world_size)
-    samples = Samples(o, rt.world, rt.device)
-    measured = in_turn({name: whole_step(name, rt, o, samples) for name in o.versions}, o.steps, rt.world)
-    model, widths = make_model(o, o.seed), sizes(o.context, o.hidden, o.layers)
-    return [
-        BenchmarkRecord(
-            strategy="dp",
-            implementation=name,
-            language=LANGUAGES.get(name, "pytorch"),
-            ranks=rt.world_size,
-            backend="mpi" if name.startswith("dp_mpi") else rt.backend,
-            dtype=o.dtype,
-            model="mlp-" + "-".join(map(str, widths)),
-            parameters=sum(p.numel() for p in model.parameters()),
-            tokens_per_step=o.batch,
-            flop_per_step=o.batch * model.flops_per_sample(),
-            step_seconds=m.seconds,
-            communication_seconds=None if name == "ddp-mlp" else statistics.median(m.blocked),
-            bytes_counted=None if name in (*INSIDE_MPI, "ddp-mlp") else statistics.median(m.sent),
-            bytes_formula=float(bytes_of_gradients(name, model, rt.world, o)),
-            peak_memory_bytes=peak_memory(rt.world),
-            scaling=o.scaling,
-        )
-        for name, m in measured.items()
-    ]
-
-
-def whole_step(name: str, rt: Runtime, o: MLPOptions, samples: Samples) -> Callable[[], None]:
-    """Return a function that does forward, backward, sum over ranks and AdamW, always on the same batch."""
-    if name.startswith("dp_mpi"):
-        mpi = MPIModel(name, "adamw", rt, o, samples)
-
-        def mpi_step() -> None:
-            mpi.backward(0)
-            mpi.update()
-
-        return mpi_step
-    job = torch_job(name, "adamw", rt, o, make_model(o, o.seed))
-    job.make_batches = partial(Samples, first_only=True)
-    return partial(next, LOOPS[name](job))
-
-
-def show_times(rt: Runtime, records: list[BenchmarkRecord]) -> None:
-    """Print the times, and the ratio of dp_mpi's to those of each version in torch, round by round."""
-    out, times = console(rt), {r.implementation: r.step_seconds for r in records}
-    out.print(timing_table(records))
-    for name in (v for v in times if v not in LANGUAGES and "dp_mpi" in times):
-        ratios = [ours / theirs for ours, theirs in zip(times["dp_mpi"], times[name], strict=True)]
-        out.print(
-            f"dp_mpi takes {statistics.median(ratios):.2f} of the time of {name} "
-            f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds, one thread a rank)",
-            soft_wrap=True,
-        )
-
-
-def main(rt: Runtime, o: MLPOptions) -> bool:
+def main(rt: Runtime, o: LanguageOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
     prepare(rt, o)
-    if not o.benchmark:
-        return prove(rt, o)
-    records = benchmark(rt, o)
-    show_times(rt, records)
-    if rt.rank == 0:
-        write_records(o.json, [r.as_json() for r in records])
-    return True
+    return time_in_turn(rt, o, LOOPS) if o.benchmark else prove(rt, o, LOOPS)
 
 
 if __name__ == "__main__":
-    run(main, MLPOptions)
+    run(main, LanguageOptions)

@@ -1,57 +1,44 @@
-"""The MLP of chapter 01, trained data-parallel in each language; `dp_languages.py` compares and times them.
-
-                        forward, backward, optimizer    gradients are summed by
-    pytorch-mlp         torch                           DataParallel of dp_basic.py, process group
-    dp_libtorch         torch                           the same hooks and buckets in C++, the same process group
-    dp_libtorch-zero1   torch, the optimizer on shards  the same hooks, buckets reduce-scattered: ZeRO-1
-    dp_mpi              its own C++ on BLAS             buckets by MPI_Iallreduce
-    dp_mpi-ring         the same                        our ring of MPI messages, each counted
-    dp_mpi-zero1        the same, step on a shard       buckets by MPI_Ireduce: ZeRO-1
-    ddp-mlp             torch                           DistributedDataParallel (on one rank plain torch)
+"""The MLP of chapter 01: its options and samples, and the comparison of the versions of dp_languages.py.
 
 I inputs (8 a byte of context)  B samples
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
-import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.comm import Group, ledger
+from common import comm
+from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
-from common.comm.placement import FlatShard, place
 from common.data.text import mlp_batch
 from common.launch.command_line import Width, Within
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, Followed, Start, watch, with_units
-from common.lesson.job import Job, Train, one_device, total
-from common.lesson.runner import DTYPES
+from common.lesson import languages
+from common.lesson.comparison import report
+from common.lesson.equality import OPTIMIZERS, Followed, Start, unmoved, watch
+from common.lesson.job import Job, Train, one_device
+from common.lesson.measure import BenchmarkRecord, in_turn, peak_memory
+from common.lesson.runner import DTYPES, console
 from common.lesson.training import Batches
 from common.models.mlp import MLP, sizes
-from common.models.transformer import cross_entropy_sum
 
-import dp_basic
-from dp_costs import bytes_of_step
+from dp_costs import mlp_run, mlp_step
 from dp_training import DataParallelOptions
 
-VERSIONS = (
-    "pytorch-mlp",
-    "dp_libtorch",
-    "dp_libtorch-zero1",
-    "dp_mpi",
-    "dp_mpi-ring",
-    "dp_mpi-zero1",
-    "ddp-mlp",
-)
+Loops = Mapping[str, Train]
+LANGUAGES = {"dp_libtorch": "libtorch", "dp_mpi": "cpp-mpi"}
+INSIDE_MPI = ("dp_mpi", "dp_mpi-zero1")
+"""Versions whose messages are sent inside MPI and cannot be counted."""
 
 
 @dataclass
@@ -66,8 +53,6 @@ class MLPOptions(DataParallelOptions, without=("plot",)):
     """Width of the hidden layers."""
     layers: Annotated[int, Within(1, 1000)] = 3
     """Number of linear layers."""
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
 
 
 @dataclass
@@ -97,177 +82,98 @@ def make_model(o: MLPOptions, seed: int) -> MLP:
     return MLP(sizes(o.context, o.hidden, o.layers), seed, DTYPES[o.dtype])
 
 
-def train_libtorch(job: Job[MLPOptions]) -> Iterator[Tensor]:
-    """Train with the hooks and buckets of dp_libtorch, in C++; yield the loss of each global batch."""
-    import dp_libtorch
-
-    model, group, zero = job.model, job.group, job.version == "dp_libtorch-zero1"
-    kind = dp_libtorch.Zero1 if zero else dp_libtorch.DataParallel
-    tensors = [*model.parameters(), *model.buffers()]
-    dp = kind(tensors, job.rt.world.pg, int(job.options.bucket_mb * 2**20))
-    optimizer = job.optimizer(Pieces(model, dp) if zero else model)
-    for batch in job.batches():
-        count, losses = batch.count_targets(group), []
-        optimizer.zero_grad()
-        for i, (x_BI, y_B) in enumerate(batch, 1):
-            with dp.no_sync() if i < len(batch) else nullcontext():
-                loss_sum, _ = cross_entropy_sum(model(x_BI), y_B)
-                loss = loss_sum / count
-                loss.backward()
-            losses.append(loss.detach())
-        dp.finish()
-        optimizer.step()
-        if zero:
-            dp.gather()
-        for operation, n_bytes, seconds in dp.take_messages():  # of the C++ code
-            ledger.record(operation, group.axis, Fraction(n_bytes, group.size), seconds)
-        yield total(losses, group)
+def make_job(
+    rt: Runtime, o: MLPOptions, name: str, optimizer: str, steps: int | None = None
+) -> Job[MLPOptions]:
+    """Return the run of a version, or of "one device", which takes whole batches on every rank."""
+    world = rt.world
+    if name == "one device":
+        world, o = Group.alone(), replace(o, micro_batches=1)
+    mesh, model = (
+        Mesh(world, dp=world.size),
+        make_model(o, o.seed + world.rank),
+    )  # the broadcast must mend this
+    return Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], steps, Samples)  # type: ignore[arg-type]
 
 
-LOOPS: dict[str, Train] = {
-    "pytorch-mlp": dp_basic.train,
-    "dp_libtorch": train_libtorch,
-    "dp_libtorch-zero1": train_libtorch,
-    "ddp-mlp": dp_basic.train_ddp,
-}
-
-
-def torch_job(name: str, optimizer: str, rt: Runtime, o: MLPOptions, model: MLP) -> Job[MLPOptions]:
-    """Return the training run of one of LOOPS on all ranks."""
-    mesh = Mesh(rt.world, dp=rt.world_size)
-    return Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], make_batches=Samples)  # type: ignore[arg-type]
-
-
-class Pieces:
-    """Shards of the parameters that Zero1's optimizers step on, under the parameters' names."""
-
-    def __init__(self, model: nn.Module, zero: Any) -> None:
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.pieces: list[tuple[str, Tensor]] = []
-        for (name, p), piece, lengths in zip(trained, zero.pieces(), zero.sizes(), strict=True):
-            place(piece, "dp", FlatShard(p.shape, tuple(lengths)))
-            self.pieces.append((name, piece))
-
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return (name, this rank's run, flat) of each parameter."""
-        return self.pieces
-
-
-class MPIModel:
-    """MLP of dp_mpi with one of OPTIMIZERS, on the same samples as the other versions."""
-
-    def __init__(self, name: str, optimizer: str, rt: Runtime, o: MLPOptions, samples: Samples) -> None:
-        from mpi4py import MPI
-
-        import dp_mpi
-
-        self.batch, self.samples, self.axis = o.batch, samples, rt.world.axis
-        self.zero = name == "dp_mpi-zero1"
-        self.model = dp_mpi.MLP(
-            sizes(o.context, o.hidden, o.layers),
-            dtype=o.dtype,
-            comm=MPI.COMM_WORLD,
-            seed=o.seed + rt.rank,  # the broadcast must mend this
-            bucket_mb=o.bucket_mb,
-            reduction="ring" if name == "dp_mpi-ring" else "overlapped",
-            zero=int(self.zero),
-        )
-        self.optimizer = optimizer
-        self.rates = OPTIMIZERS[optimizer]([nn.Parameter(torch.zeros(1))]).defaults
-        self.arrays: dict[int, tuple[Any, Any, int]] = {}
-
-    def backward(self, t: int) -> float:
-        """Compute the summed gradients of global step t; return the global loss."""
-        if t not in self.arrays:
-            x, y = zip(*self.samples.parts(t), strict=True)
-            self.arrays[t] = torch.cat(x).numpy(), torch.cat(y).to(torch.uint8).numpy(), len(x)
-        x_BI, y_B, micro_batches = self.arrays[t]
-        loss: float = self.model.loss_and_gradients(x_BI, y_B, self.batch, micro_batches)
-        operation = "reduce_scatter" if self.zero else "all_reduce"
-        ledger.record(operation, self.axis, self.model.bytes_sent, self.model.exposed_seconds)
-        return loss
-
-    def update(self) -> None:
-        """Run one step of the optimizer; with ZeRO-1, then gather the weights."""
-        r, before = self.rates, (self.model.bytes_sent, self.model.exposed_seconds)
-        if self.optimizer == "sgd":
-            self.model.sgd(r["lr"])
-        else:
-            self.model.adamw(r["lr"], r["betas"], r["eps"], r["weight_decay"])
-        if self.zero:
-            n_bytes, seconds = self.model.bytes_sent - before[0], self.model.exposed_seconds - before[1]
-            ledger.record("all_gather", self.axis, n_bytes, seconds)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of AdamW's two moments on this rank."""
-        n_bytes: int = self.model.state_bytes
-        return n_bytes
-
-    def follow(self, steps: int) -> Followed:
-        """Train `steps` steps; return the same record as common.lesson.equality.follow does for a model in torch."""
-        result = Followed()
-        for t in range(steps):
-            result.losses.append(self.backward(t))
-            gradients = self.model.gradients()
-            result.gradients.append({name: torch.from_numpy(g) for name, g in gradients.items()})
-            result.norms.append(self.model.gradient_norm())
-            self.update()
-        result.weights = {name: torch.from_numpy(w) for name, w in self.model.weights().items()}
-        return result
-
-
-def train(name: str, optimizer: str, rt: Runtime, o: MLPOptions) -> tuple[Followed, Fraction]:
-    """Train `o.steps` steps of a version; return (the results, the bytes a rank sent on average)."""
-    from mpi4py import MPI
-
-    samples = Samples(o, rt.world, rt.device)
+def train(
+    rt: Runtime, o: MLPOptions, loops: Loops, name: str, optimizer: str, start: Start = unmoved
+) -> tuple[Followed, Fraction, Fraction]:
+    """Train `o.steps` steps; return (the results, the mean bytes that ranks sent, the bytes by formula)."""
+    job = make_job(rt, o, name, optimizer, o.steps)
+    start(job.model)
+    # dp_mpi has whole gradients, and sends none of torch's messages
+    mesh = None if name == "one device" or name.startswith("dp_mpi") else job.mesh
     with Listener(rt.world) if name == "ddp-mlp" else Ledger() as counted:
-        if name.startswith("dp_mpi"):
-            followed = MPIModel(name, optimizer, rt, o, samples).follow(o.steps)
-        else:
-            # the broadcast must mend the other weights
-            job = torch_job(name, optimizer, rt, o, make_model(o, o.seed + rt.rank))
-            job.steps = o.steps
-            followed = watch(LOOPS[name](job), job, job.mesh)
-    sent = counted.bytes() - counted.bytes("bookkeeping")
-    return followed, MPI.COMM_WORLD.allreduce(sent) / rt.world_size
+        followed = watch(loops.get(name, one_device)(job), job, mesh)
+    sent = sum(comm.everyones(counted.bytes() - counted.bytes("bookkeeping"), rt.world), Fraction(0))
+    return followed, sent / rt.world_size, mlp_run(name, make_model(o, 0), rt.world, o.bucket_mb, o.steps)
 
 
-def on_one_device(optimizer: str, rt: Runtime, o: MLPOptions) -> Followed:
-    """Train in plain torch on the whole batch, on every rank separately; return the result, with units."""
+def benchmark(rt: Runtime, loops: Loops, o: MLPOptions) -> list[BenchmarkRecord]:
+    """Time whole steps of every version in turn, on one batch: `o.steps` rounds after a warm-up round."""
+    if o.benchmark and o.scaling == "weak":
+        o = replace(o, batch=o.batch * rt.world_size)
+    jobs = {name: make_job(rt, o, name, "adamw") for name in o.versions}
+    for job in jobs.values():
+        job.make_batches = partial(Samples, first_only=True)
+    measured = in_turn(
+        {name: partial(next, loops[name](job)) for name, job in jobs.items()}, o.steps, rt.world
+    )
+    model, widths = make_model(o, o.seed), sizes(o.context, o.hidden, o.layers)
+    return [
+        BenchmarkRecord(
+            strategy="dp",
+            implementation=name,
+            language=LANGUAGES.get(name.split("-")[0], "pytorch"),
+            ranks=rt.world_size,
+            backend="mpi" if name.startswith("dp_mpi") else rt.backend,
+            dtype=o.dtype,
+            model="mlp-" + "-".join(map(str, widths)),
+            parameters=sum(p.numel() for p in model.parameters()),
+            tokens_per_step=o.batch,
+            flop_per_step=o.batch * model.flops_per_sample(),
+            step_seconds=m.seconds,
+            communication_seconds=None if name == "ddp-mlp" else statistics.median(m.blocked),
+            bytes_counted=None if name in (*INSIDE_MPI, "ddp-mlp") else statistics.median(m.sent),
+            bytes_formula=float(mlp_step(name, model, rt.world, o.bucket_mb)),
+            peak_memory_bytes=peak_memory(rt.world),
+            scaling=o.scaling,
+        )
+        for name, m in measured.items()
+    ]
 
-    def run(start: Start) -> Followed:
-        model, whole = start(make_model(o, o.seed)), replace(o, micro_batches=1)
-        job = Job(rt, whole, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
-        job.make_batches = Samples
-        return watch(one_device(job), job)
 
-    return with_units(run)
-
-
-def padding_of_step(model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
-    """Return the bytes that ZeRO-1 sends beyond an all-reduce.
-
-    Each bucket is padded to n equal runs, in the reduce-scatter and in the all-gather.
-    """
-    numbers, size, padding = 0, next(model.parameters()).element_size(), 0
-    for p in reversed(list(model.parameters())):
-        if numbers * size >= int(o.bucket_mb * 2**20):
-            numbers, padding = 0, padding + -numbers % group.size
-        numbers += p.numel()
-    return Fraction(2 * (group.size - 1) * (padding + -numbers % group.size) * size, group.size)
+def show_ratios(rt: Runtime, records: list[BenchmarkRecord]) -> None:
+    """Print the ratio of dp_mpi's times to those of each version in torch, round by round."""
+    times = {r.implementation: r.step_seconds for r in records}
+    for r in records:
+        if r.language == "pytorch" and "dp_mpi" in times:
+            ratios = [ours / theirs for ours, theirs in zip(times["dp_mpi"], r.step_seconds, strict=True)]
+            console(rt).print(
+                f"dp_mpi takes {statistics.median(ratios):.2f} of the time of {r.implementation} "
+                f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds, one thread a rank)",
+                soft_wrap=True,
+            )
 
 
-def bytes_of_gradients(name: str, model: nn.Module, group: Group, o: MLPOptions) -> Fraction:
-    """Return the bytes a rank sends in a step.
+def prove(rt: Runtime, o: MLPOptions, loops: Loops) -> bool:
+    """Compare the versions with one device and with one another, then time them."""
 
-    The versions of dp_mpi count only gradients. The others also count the loss, the number of targets and,
-    except ddp-mlp, the flags.
-    """
-    if name == "dp_libtorch-zero1":
-        return bytes_of_step(model, group) + padding_of_step(model, group, o)
-    if not name.startswith("dp_mpi"):
-        return bytes_of_step(model, group, flags=name != "ddp-mlp")
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Fraction(2 * (group.size - 1) * gradients, group.size)
+    def compared(name: str, optimizer: str, start: Start) -> tuple[Followed, Fraction | None, Fraction]:
+        followed, sent, formula = train(rt, o, loops, name, optimizer, start)
+        return followed, None if name in INSIDE_MPI and rt.world_size > 1 else sent, formula
+
+    mesh, title = (
+        Mesh(rt.world, dp=rt.world_size),
+        f"{rt.world_size} rank(s), MLP, {o.dtype}, {o.steps} steps",
+    )
+    return languages.prove_languages(rt, o, mesh, compared, partial(benchmark, rt, loops), title)
+
+
+def time_in_turn(rt: Runtime, o: MLPOptions, loops: Loops) -> bool:
+    """Time the versions in turn and report; True, since nothing is compared."""
+    records = benchmark(rt, loops, o)
+    report(rt, o, records)
+    show_ratios(rt, records)
+    return True

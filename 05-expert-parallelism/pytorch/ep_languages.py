@@ -30,6 +30,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import sizes_of
+from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
 from common.comm.placement import Shard, place, sum_gradients
 from common.data.text import rank_slice
@@ -153,8 +154,9 @@ class Lesson:
         cases: dict[str, Callable[[], object]] = {}
         for name in o.versions:
             part = self.make(name, "adamw")
-            self.step(part)  # count bytes with the first weights, because training changes the choices
-            sent[name] = float(self.mean(part.sent()))
+            with Ledger() as ledger:
+                self.step(part)  # count bytes with the first weights, because training changes the choices
+            sent[name] = float(self.mean(ledger.bytes()))
             cases[name] = partial(whole_step, part)
         measured = in_turn(cases, o.steps, self.rt.world)
         tokens, numbers = o.batch * o.sequence, sum(p.numel() for p in self.plain.parameters())

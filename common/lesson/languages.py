@@ -3,7 +3,8 @@
 InTorch     a layer in autograd: a module, or functions of C++ on LibTorch
 InNumpy     a layer of a module in plain C++, on numpy arrays, with its own backward pass
 
-Used by tp_languages.py and ep_languages.py; pp_languages.py also uses `prove_languages` and `check_modules`.
+Used by tp_languages.py and ep_languages.py; dp_languages.py and pp_languages.py use `prove_languages` and
+`check_modules`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from common import random
 from common.comm import sizes_of
-from common.comm.ledger import Ledger
+from common.comm.ledger import Ledger, record
 from common.comm.mesh import Mesh
 from common.comm.placement import Shard, gradient_norm, place
 from common.errors import UsageError
@@ -45,25 +46,6 @@ from common.lesson.runner import DTYPES, console
 from common.lesson.training import TrainingOptions
 
 
-class Part(Protocol):
-    """A layer in some language. Its pieces have the names of the plain layer's parameters."""
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return y_BSD."""
-
-    def backward(self, dy_BSD: Tensor) -> Tensor:
-        """Return dx_BSD; store new gradients."""
-
-    def update(self) -> None:
-        """Take a step of the optimizer."""
-
-    def pieces(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return this rank's parameters and gradients by name."""
-
-    def sent(self) -> Fraction:
-        """Return the bytes this rank sent since the last call."""
-
-
 class InTorch:
     """A layer in autograd. finish: called after the backward pass."""
 
@@ -74,7 +56,7 @@ class InTorch:
         optimizer: str,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        self.call, self.named, self.finish, self.bytes = call, named, finish, Fraction(0)
+        self.call, self.named, self.finish = call, named, finish
         self.optimizer = OPTIMIZERS[optimizer](list(named.values()))
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -84,18 +66,14 @@ class InTorch:
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return y_BSD."""
         self.x = x_BSD.clone().requires_grad_()
-        with Ledger() as ledger:
-            self.y = self.call(self.x)
-        self.bytes += ledger.bytes()
+        self.y = self.call(self.x)
         return self.y.detach()
 
     def backward(self, dy_BSD: Tensor) -> Tensor:
         """Return dx_BSD; store new gradients."""
         self.optimizer.zero_grad()
-        with Ledger() as ledger:
-            self.y.backward(dy_BSD)
-            self.finish()
-        self.bytes += ledger.bytes()
+        self.y.backward(dy_BSD)
+        self.finish()
         return cast(Tensor, self.x.grad)
 
     def update(self) -> None:
@@ -106,11 +84,6 @@ class InTorch:
         """Return this rank's parameters and gradients by name."""
         return {name: (p.detach(), cast(Tensor, p.grad)) for name, p in self.named.items()}
 
-    def sent(self) -> Fraction:
-        """Return the bytes this rank sent since the last call."""
-        counted, self.bytes = self.bytes, Fraction(0)
-        return counted
-
 
 class InLibTorch(InTorch):
     """InTorch on the `Ranks` of a C++ module, which reports this rank's bytes times the number of ranks."""
@@ -119,16 +92,19 @@ class InLibTorch(InTorch):
         self.ranks = ranks
         super().__init__(*arguments)
 
-    def sent(self) -> Fraction:
-        """Return the bytes this rank sent since the last call."""
-        return Fraction(sum(n_bytes for _, n_bytes, _ in self.ranks.take_messages()), self.ranks.size)
+    def backward(self, dy_BSD: Tensor) -> Tensor:
+        """Return dx_BSD; store new gradients, and tell the ledger of both passes' messages."""
+        dx_BSD = super().backward(dy_BSD)
+        for operation, n_bytes, seconds in self.ranks.take_messages():
+            record(operation, "C++", Fraction(n_bytes, self.ranks.size), seconds)
+        return dx_BSD
 
 
 class InNumpy:
     """A layer of a module in plain C++."""
 
     def __init__(self, layer: Any, whole: Mapping[str, Tensor], optimizer: str) -> None:
-        self.layer, self.optimizer, self.bytes = layer, optimizer, 0
+        self.layer, self.optimizer = layer, optimizer
         self.layer.set_weights({name: p.detach().numpy() for name, p in whole.items()})
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -136,9 +112,9 @@ class InNumpy:
         return torch.from_numpy(self.layer.forward(x_BSD.numpy()))
 
     def backward(self, dy_BSD: Tensor) -> Tensor:
-        """Return dx_BSD; store new gradients."""
+        """Return dx_BSD; store new gradients, and tell the ledger of both passes' bytes."""
         dx = torch.from_numpy(self.layer.backward(dy_BSD.numpy()))
-        self.bytes += self.layer.bytes_sent
+        record("all", "C++", self.layer.bytes_sent, 0.0)
         return dx
 
     def update(self) -> None:
@@ -155,10 +131,9 @@ class InNumpy:
             name: (torch.from_numpy(weights[name]), torch.from_numpy(gradients[name])) for name in weights
         }
 
-    def sent(self) -> Fraction:
-        """Return the bytes this rank sent since the last call."""
-        counted, self.bytes = self.bytes, 0
-        return Fraction(counted)
+
+Part = InTorch | InNumpy
+"""A layer in some language. Its pieces have the names of the plain layer's parameters."""
 
 
 def samples(o: TrainingOptions) -> tuple[Tensor, Tensor]:
@@ -193,8 +168,9 @@ def watch_layer(
         return value
 
     for _ in range(steps):
-        loss, dx = step(part)
-        sent += part.sent()
+        with Ledger() as ledger:
+            loss, dx = step(part)
+        sent += ledger.bytes()
         pieces = {name: (lying(name, p), g) for name, (p, g) in part.pieces().items()}
         for p, g in pieces.values():
             p.grad = g
@@ -210,29 +186,30 @@ def prove_languages(
     rt: Runtime,
     o: TrainingOptions,
     mesh: Mesh,
-    train: Callable[[str, str, Start], tuple[Followed, Fraction, Fraction]],
+    train: Callable[[str, str, Start], tuple[Followed, Fraction | None, Fraction]],
     benchmark: Callable[[TrainingOptions], list[BenchmarkRecord]],
     title: str,
 ) -> bool:
     """Compare every version with one device and with every other version; return True if the proof holds.
 
-    train: of a version and an optimizer returns the results of the steps, the bytes sent and those by
-    formula. Its first version is "one device", whose parameters pass through the third argument.
+    train: of a version and an optimizer returns the results of the steps, the bytes sent, None if they cannot
+    be counted, and those by formula. Its version "one device" passes its parameters through the third argument.
     """
-    proof = Proof(mesh, DTYPES[o.dtype])
-    heads = ("versions", "", "optimizer", ">difference")
+    proof, runs = Proof(mesh, DTYPES[o.dtype]), dict[str, dict[str, Followed]]()
+    for optimizer in OPTIMIZERS:
+        reference, runs[optimizer] = with_units(lambda start: train("one device", optimizer, start)[0]), {}  # noqa: B023
+        for name in o.versions:
+            found, sent, formula = train(name, optimizer, unmoved)
+            proof.add(name, optimizer, reference, found, sent, formula)
+            runs[optimizer][name] = found
+    heads = ("versions", "", *(f">{optimizer}" for optimizer in OPTIMIZERS))
     table = make_table("largest relative difference between two versions", heads)
     largest = 0.0
-    for optimizer in OPTIMIZERS:
-        reference = with_units(lambda start: train("one device", optimizer, start)[0])  # noqa: B023
-        runs = {name: train(name, optimizer, unmoved) for name in o.versions}
-        for name, (found, sent, formula) in runs.items():
-            proof.add(name, optimizer, reference, found, sent, formula)
-        for a, b in itertools.combinations(o.versions, 2):
-            kinds = worst_of_world(compare(runs[a][0], runs[b][0]), mesh).values()
-            value = max(d.value for d in kinds)
-            table.add_row(a, b, optimizer, f"{value:.1e}")
-            largest = max(largest, value)
+    for a, b in itertools.combinations(o.versions, 2):
+        pairs = [worst_of_world(compare(of[a], of[b]), mesh).values() for of in runs.values()]
+        values = [max(d.value for d in kinds) for kinds in pairs]
+        table.add_row(a, b, *(f"{value:.1e}" for value in values))
+        largest = max(largest, *values)
     proof.gather(rt.world)
     out, limit = console(rt), 100 * TOLERANCE[DTYPES[o.dtype]]
     out.print(proof.tables(title), table)
@@ -241,7 +218,7 @@ def prove_languages(
     report(rt, o, proof.recorded(records, dict.fromkeys(o.versions)))
     out.print(proof.sentence())
     agree = "agree with one another within" if proof.agree else "do NOT agree with one another within"
-    out.print(f"the languages {agree} {limit:.0e}")
+    out.print(f"the versions {agree} {limit:.0e}")
     return proof.holds
 
 
@@ -249,8 +226,8 @@ def check_modules(rt: Runtime, lesson: str, modules: Iterable[str]) -> None:
     """Give every library of this rank one thread. Raises UsageError if these C++ modules cannot run."""
     modules = list(modules)
     mpi = [name for name in modules if name.endswith("_mpi")]
+    how = f"mpirun -np {rt.world_size} python {lesson}"
     if mpi and rt.world_size > 1 and rt.launcher not in ("openmpi", "mpich", "slurm"):
-        how = f"mpirun -np {rt.world_size} python {lesson}"
         raise UsageError(f"{mpi[0]} needs MPI between its {rt.world_size} ranks; start them with {how}")
     if mpi and rt.device.type != "cpu":
         raise UsageError(f"{mpi[0]} computes on CPUs: give --device cpu")
@@ -259,5 +236,10 @@ def check_modules(rt: Runtime, lesson: str, modules: Iterable[str]) -> None:
             importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UsageError(f"the Python module {error.name} is not built; run make setup") from None
+    if mpi and (seen := importlib.import_module("mpi4py.MPI").COMM_WORLD.size) != rt.world_size:
+        raise UsageError(
+            f"mpi4py sees {seen} rank(s), the launcher {rt.launcher} started {rt.world_size}; "
+            f"start them with the mpirun of the MPI that mpi4py was built for: {how}"
+        )
     torch.set_num_threads(1)
     importlib.import_module("fived").blas.set_threads(1)

@@ -1,6 +1,6 @@
 """Train the MLP in every language on the world's first ranks, for each of a list of options, and compare.
 
-python dp_languages_worker.py RESULT CASES, under mpirun; CASES is {number of ranks: [MLPOptions as dict]}.
+python dp_languages_worker.py RESULT CASES, under mpirun; CASES is {number of ranks: [LanguageOptions as dict]}.
 For each case rank 0 writes differences from one device and between versions (maxima over ranks), and bytes,
 counted and by formula.
 """
@@ -18,8 +18,8 @@ from common.comm import Group
 from common.launch.runtime import runtime
 from common.lesson.equality import OPTIMIZERS, compare
 
-from dp_languages import bytes_by_formula, prepare
-from dp_mlp import MLPOptions, on_one_device, train
+from dp_languages import LOOPS, LanguageOptions, prepare
+from dp_mlp import train
 
 
 def worst(found):
@@ -33,11 +33,11 @@ def outcome(rt, options):
     prepare(rt, options)
     one, pairs, sent = {}, {}, {}
     for optimizer in OPTIMIZERS:
-        reference, runs = on_one_device(optimizer, rt, options), {}
+        (reference, *_), runs = train(rt, options, LOOPS, "one device", optimizer), {}
         for name in options.versions:
-            runs[name], counted = train(name, optimizer, rt, options)
+            runs[name], counted, formula = train(rt, options, LOOPS, name, optimizer)
             one[f"{name}, {optimizer}"] = worst(compare(reference, runs[name]))
-            sent[name] = [str(counted), str(bytes_by_formula(name, rt.world, options))]
+            sent[name] = [str(counted), str(formula)]
         for a, b in itertools.combinations(runs, 2):
             pairs[f"{a} and {b}, {optimizer}"] = worst(compare(runs[a], runs[b]))
     return {"one device": one, "one another": pairs, "bytes": sent}
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
         def work(size):
             part = first_ranks(rt, size, comms[size], groups[size])
-            return [outcome(part, MLPOptions(**case)) for case in cases[size]]
+            return [outcome(part, LanguageOptions(**case)) for case in cases[size]]
 
         found = on_first_ranks(cases, work)
         mpi4py.MPI.COMM_WORLD = WORLD
