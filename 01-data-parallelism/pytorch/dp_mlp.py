@@ -89,10 +89,8 @@ def make_job(
     world = rt.world
     if name == "one device":
         world, o = Group.alone(), replace(o, micro_batches=1)
-    mesh, model = (
-        Mesh(world, dp=world.size),
-        make_model(o, o.seed + world.rank),
-    )  # the broadcast must mend this
+    model = make_model(o, o.seed + world.rank)  # the broadcast must mend this
+    mesh = Mesh(world, dp=world.size)
     return Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], steps, Samples)  # type: ignore[arg-type]
 
 
