@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from rich.table import Table
@@ -196,7 +197,8 @@ def bytes_table(rt: Runtime, o: OneProcessOptions) -> Table:
     basic = basic_step("bucketed", one.model, rt.world, o)
     for r, formula in enumerate(bytes_by_rank(one.model, o, rt.world_size)):
         (sent, logits), own = ranks[r], ranks[0][1] * one.samples[r] // o.batch
-        table.add_row(str(r), *map(show_bytes, (sent, *formula, basic, logits, own)))
+        row: list[Fraction | int] = [sent, *formula, basic, logits, own]
+        table.add_row(str(r), *map(show_bytes, row))
     return table
 
 

@@ -177,7 +177,7 @@ def prove(rt: Runtime, o: ProductOptions, lesson: Products) -> tuple[float, bool
         largest = max(largest, *found.values())
         every = comm.everyones((counted, way.formula), rt.world)
         agree &= all(mine == (*formula, formula[0]) for mine, formula in every)
-        means = [sum(of[i][j] for of in every) / len(every) for j in (0, 1) for i in (0, 1)]
+        means = [sum((of[i][j] for of in every), Fraction(0)) / len(every) for j in (0, 1) for i in (0, 1)]
         sent.add_row(name, *map(show_bytes, means))
         equality.add_row(name, *way.layout, *(f"{d:.1e}" for d in found.values()))
     console(rt).print(f"C = A B, {described(o, lesson)}")
