@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,10 @@ from small_models import Branches
 from torch import Tensor, nn
 
 from common.comm import Group
-from common.comm.ledger import Ledger
-from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, watch
-from common.lesson.job import Job
-from common.lesson.training import make_model
+from common.lesson.equality import KINDS, OPTIMIZERS, compare
+from common.lesson.training import shape_of
 
 from dp_basic import DataParallel
 from dp_compression import (
@@ -27,12 +25,12 @@ from dp_compression import (
     main,
     make_compressor,
     pack,
-    run_bytes,
     unpack,
 )
-from dp_compression_proof import on_one_device, on_ranks, quarrel, same_on_all_ranks, stall
-from dp_compression_simulated import Compression, Simulation, powersgd, signs, top_k, train
+from dp_compression_proof import quarrel, same_on_all_ranks, simulated, stall
+from dp_compression_simulated import Simulation, compression, train
 from dp_compressor import COMPRESSORS, CompressionOptions, Compressor
+from dp_training import on_one_device, on_ranks
 
 # 7 samples do not divide by 2, 3 or 4; the buckets are cut anew after the first of three steps
 OPTIONS = CompressionOptions(
@@ -41,24 +39,17 @@ OPTIONS = CompressionOptions(
 ALL = replace(OPTIONS, k=1.0, rank=256)
 
 
-def trained(name: str, optimizer: str, rt: Runtime, o: CompressionOptions) -> tuple[Followed, Ledger]:
-    """Train a version on all ranks; return the result and its ledger."""
-    mesh, model = Mesh(rt.world, dp=rt.world_size), make_model(replace(o, seed=o.seed + rt.rank), rt.device)
-    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
-    return on_ranks(LESSON.versions[name], job, mesh)
-
-
 def check(rt: Runtime, name: str, o: CompressionOptions, reference: str) -> None:
     """Check gradients, norm, loss, weights and bytes under both optimizers, and that ranks agree bitwise."""
     for optimizer in OPTIMIZERS:
-        followed, ledger = trained(name, optimizer, rt, o)
+        followed, _, sent = on_ranks(rt, o, LESSON.versions[name], name, optimizer)
         if rt.rank == 0:  # the others have the same, bit by bit
-            found = compare(on_one_device(reference, optimizer, rt, o), followed)
+            found = compare(simulated(reference, optimizer, rt, o), followed)
             for kind in KINDS:
                 assert found[kind].value <= 1e-12, (name, optimizer, o, kind, found[kind])
         assert same_on_all_ranks(followed, rt.world), (name, optimizer, o)
         if not name.startswith("torch"):
-            assert ledger.bytes() == run_bytes(name, make_model(o, rt.device), rt.world, o)
+            assert sent == LESSON.bytes_of_run(name, shape_of(o), rt.world, o)
 
 
 def ours(rt: Runtime) -> None:
@@ -101,13 +92,10 @@ def test_as_a_hook_of_ddp_and_beside_torchs_own(world: int) -> None:
 
 def one_memory(rt: Runtime) -> None:
     """Check that PowerSGD equals one device with the whole batch and one error memory: it uses sums only."""
-    followed, _ = trained("powersgd", "sgd", rt, OPTIONS)
+    followed, *_ = on_ranks(rt, OPTIONS, LESSON.versions["powersgd"], "powersgd", "sgd")
     whole = replace(OPTIONS, micro_batches=1)
-    job = Job(
-        rt, whole, "powersgd", make_model(OPTIONS, rt.device), Mesh(Group.alone()), "dp", OPTIMIZERS["sgd"]
-    )
-    job.steps = OPTIONS.steps
-    found = compare(watch(train(job, Simulation(powersgd(OPTIONS.rank)), 1), job), followed)
+    alone = on_one_device(rt, whole, partial(train, ranks=1), "powersgd", "sgd")
+    found = compare(alone, followed)
     assert max(d.value for d in found.values()) <= 1e-12, found
 
 
@@ -117,11 +105,6 @@ def test_powersgd_is_linear() -> None:
 
 # per step and rank: inputs of Branches; in the second no rank uses `rarely`, in the third rank 0 has nothing
 STEPS = [[[1.0, -2.0], [3.0]], [[0.5], [1.5, 2.5]], [[], [-1.0, 0.7]], [[-0.3], [2.0]]]
-
-
-def simulation(name: str) -> Simulation:
-    made: dict[str, Compression] = {"top-k": top_k(0.4), "powersgd": powersgd(1), "sign": signs()}
-    return Simulation(made[name])
 
 
 def sum_of(model: nn.Module, samples: list[float]) -> None:
@@ -148,7 +131,8 @@ def branches(rt: Runtime, name: str) -> list[dict[str, Tensor | None]]:
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_what_nobody_used_keeps_its_memory(name: str) -> None:
-    model, simulated, expected = Branches(), simulation(name), []
+    model, expected = Branches(), []
+    simulation = Simulation(compression(name, CompressionOptions(k=0.4, rank=1)))
     parameters = list(model.parameters())
     for samples in STEPS:
         parts = []
@@ -156,7 +140,7 @@ def test_what_nobody_used_keeps_its_memory(name: str) -> None:
             model.zero_grad()
             sum_of(model, part)
             parts.append([p.grad for p in parameters])
-        simulated.exchange(parts, parameters)
+        simulation.exchange(parts, parameters)
         expected.append({n: p.grad for n, p in model.named_parameters()})
     assert expected[0]["rarely.weight"] is not None
     assert expected[1]["rarely.weight"] is None

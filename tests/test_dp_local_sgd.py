@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,18 @@ from torch import nn
 
 from common import comm
 from common.comm import Group
+from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare
-from common.lesson.training import Batches, make_model
+from common.lesson.equality import KINDS, OPTIMIZERS, Followed, compare, largest
+from common.lesson.job import Job
+from common.lesson.training import make_model, shape_of
 
 import dp_basic
-from dp_local_sgd import VERSIONS, LocalSGD, main
-from dp_local_sgd_proof import bytes_formula, on_ranks
-from dp_replicas import LocalOptions, joined, local_step, mean_of_replicas, simulated
+from dp_local_sgd import VERSIONS, LocalSGD, local_step, main
+from dp_local_sgd_proof import bytes_formula
+from dp_replicas import LocalOptions, joined, mean_of_replicas, simulated
+from dp_training import on_ranks
 
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
 OPTIONS = LocalOptions(model="gpt2-nano", batch=7, sequence=12, micro_batches=2, steps=5)
@@ -32,6 +36,13 @@ ALONE = Group.alone()
 def one_device(rt: Runtime, o: LocalOptions) -> Followed:
     """Train with plain SGD on the whole batch."""
     return alone(rt, o, dp_basic.LESSON, "naive", "sgd")[0]
+
+
+def trained(
+    rt: Runtime, o: LocalOptions, name: str, optimizer: str
+) -> tuple[Followed, Job[LocalOptions], Fraction]:
+    """Train this rank's replica; return (its record, its job, the bytes it sent)."""
+    return on_ranks(rt, o, VERSIONS[name], name, optimizer, ("torch",), replicas=True)
 
 
 # steps between two meetings, version, optimizer
@@ -49,23 +60,21 @@ def world_of(rt: Runtime) -> None:
     more = dict(model="llama-nano", batch=9, steps=3) if rt.world_size > 4 else {}
     o = replace(OPTIONS, **more)
     plain = replace(o, every=1)
-    seen, targets, *_ = on_ranks(VERSIONS["local-sgd"], "local-sgd", "sgd", rt, plain)
-    mean = mean_of_replicas(seen, targets, rt.world)
+    seen, job, _ = trained(rt, plain, "local-sgd", "sgd")
+    mean = mean_of_replicas(seen, job)
     if rt.rank == 0:
         found = compare(one_device(rt, plain), mean)
         assert max(found[kind].value for kind in KINDS) <= 1e-12, found
     for case in ON_MANY if rt.world_size > 4 else CASES:
         every, name, optimizer = CASES[case]
         given = replace(o, every=every)
-        seen, _, model, sent = on_ranks(VERSIONS[name], name, optimizer, rt, given)
+        seen, job, sent = trained(rt, given, name, optimizer)
         found = compare(simulated(name, optimizer, rt, given), seen)
         for kind in KINDS:
             assert found[kind].value <= 1e-12, (case, kind, found[kind])
-        assert sent == bytes_formula(make_model(o, rt.device), rt.world, given)
-        low, high = (
-            joined(model.parameters()),
-            joined(model.parameters()),
-        )  # the ranks have just met, or have parted since
+        assert sent == bytes_formula(shape_of(o), rt.world, given)
+        # the ranks have just met, or have parted since
+        low, high = joined(job.model.parameters()), joined(job.model.parameters())
         comm.all_reduce(low, rt.world, "min")
         comm.all_reduce(high, rt.world, "max")
         assert torch.equal(low, high) == (o.steps % every == 0 or rt.world_size == 1)
@@ -81,12 +90,12 @@ def beside_torch(rt: Runtime) -> None:
     for every in (2, 3):
         o = replace(OPTIONS, batch=2 * rt.world_size, every=every, sequence=3)
         for optimizer in OPTIMIZERS:
-            theirs, *_ = on_ranks(VERSIONS["torch"], "torch", optimizer, rt, o)
-            ours, *_ = on_ranks(VERSIONS["local-sgd"], "local-sgd", optimizer, rt, o)
+            theirs, *_ = trained(rt, o, "torch", optimizer)
+            ours, *_ = trained(rt, o, "local-sgd", optimizer)
             found = compare(ours, theirs)
             assert max(found[kind].value for kind in KINDS) <= 1e-12, (every, optimizer, found)
-    theirs, *_ = on_ranks(VERSIONS["torch"], "torch", "sgd", rt, OPTIONS)  # 3 and 4 samples
-    ours, *_ = on_ranks(VERSIONS["local-sgd"], "local-sgd", "sgd", rt, OPTIONS)
+    theirs, *_ = trained(rt, OPTIONS, "torch", "sgd")  # 3 and 4 samples
+    ours, *_ = trained(rt, OPTIONS, "local-sgd", "sgd")
     assert compare(ours, theirs)["weights"].value > 1e-4
 
 
@@ -100,14 +109,14 @@ def unweighted(rt: Runtime) -> tuple[float, float]:
     o = replace(OPTIONS, every=1)
     found = []
     for weigh in (True, False):
-        model, batches, seen = make_model(o, rt.device), Batches(o, rt.world, rt.device), Followed()
-        local = LocalSGD(model, rt.world, 1)
-        optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-        for t in range(o.steps):
-            targets = local_step(model, optimizer, batches.parts(t), seen)
+        mesh, model = Mesh(rt.world, dp=rt.world_size), make_model(o, rt.device)
+        job = Job(rt, o, "local-sgd", model, mesh, "dp", OPTIMIZERS["sgd"], o.steps)
+        local, optimizer = LocalSGD(model, rt.world, 1), job.optimizer(model)
+        for batch in job.batches():
+            _, targets = local_step(model, batch, optimizer)
             local.step(targets if weigh else 1)
-        seen.weights = {name: p.detach() for name, p in model.named_parameters()}
-        found.append(compare(one_device(rt, o), seen)["weights"].value)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        found.append(largest(one_device(rt, o).weights, weights).value)
     return found[0], found[1]
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +21,11 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import KINDS, Difference
 
-from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone
-from dp_loss_scaling import main as scaling_main
-from dp_loss_scaling import on_ranks as scaled_on_ranks
-from dp_loss_scaling import prove as prove_scaling
-from dp_mixed_precision import VERSIONS
-from dp_mixed_precision import main as precision_main
-from dp_precision_proof import Comparison, PrecisionOptions, formats, on_one_device
-from dp_precision_proof import prove as prove_precision
+import dp_loss_scaling
+import dp_mixed_precision
+from dp_loss_scaling import LossScaler
+from dp_precision_proof import Comparison, PrecisionOptions, Scales, ScalingOptions, formats, overflowing
+from dp_training import on_one_device, on_ranks
 
 ALONE = Group.alone()
 PRECISION = PrecisionOptions(batch=9, sequence=6, steps=2)
@@ -39,20 +37,23 @@ SCALING = ScalingOptions(batch=9, sequence=6, steps=4, overflow=2)
 def test_bfloat16(world: int) -> None:
     o = PRECISION if world in (2, 3) else replace(PRECISION, versions=("bucketed",), steps=1)
     o = replace(o, model="llama-nano") if world > 4 else o
-    assert spawn(prove_precision, world, o, VERSIONS) == [True] * world
+    assert spawn(dp_mixed_precision.main, world, o) == [True] * world
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_loss_scaling(world: int) -> None:
     o = SCALING if world in (2, 3) else replace(SCALING, versions=("zero2",))
     o = replace(o, model="gpt2-nano", micro_batches=1) if world > 4 else o
-    assert spawn(prove_scaling, world, o) == [True] * world
+    assert spawn(dp_loss_scaling.main, world, o) == [True] * world
 
 
 def decisions(rt: Runtime, name: str, o: ScalingOptions) -> tuple[list[float], list[bool], list[float]]:
     """Return the scales, the overflows, and the final weights of one matrix."""
-    followed, scaler = scaled_on_ranks(name, "sgd", rt, o)
-    return scaler.factors, scaler.seen, followed.weights["layers.1.mlp.up_proj.weight"].flatten().tolist()
+    scales: Scales = []
+    train = partial(overflowing, version=dp_loss_scaling.VERSIONS[name], scales=scales)
+    followed, *_ = on_ranks(rt, o, train, name, "sgd")
+    factors, seen = zip(*scales, strict=True)
+    return list(factors), list(seen), followed.weights["layers.1.mlp.up_proj.weight"].flatten().tolist()
 
 
 @pytest.mark.parametrize("name", ["bucketed", "zero2", "ddp"])
@@ -77,25 +78,33 @@ def test_an_overflow_of_its_own_accord_finds_a_scale_that_works() -> None:
     assert any(a <= b for a, b in pairwise(factors))  # and some later one was not
 
 
+def step(scaler: LossScaler | torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Step unless a gradient overflowed, and set the next scale."""
+    if isinstance(scaler, torch.amp.GradScaler):
+        scaler.step(optimizer)
+        scaler.update()
+    elif scaler.unscale(optimizer):
+        optimizer.step()
+
+
 def test_the_scaler_takes_the_librarys_decisions() -> None:
     """Our scaler equals torch's over good steps and overflows: scales after each step, and weights."""
     good = [True, True, False, True, False, False, True, True, True, True, True]
-    device = torch.device("cpu")
     runs: list[tuple[list[float], list[float]]] = []
-    scalers: list[LossScaler | TorchScaler] = [LossScaler(ALONE, 1024.0, 2), TorchScaler(device, 1024.0, 2)]
-    for scaler in scalers:
+    for scaler in (LossScaler(ALONE, 1024.0, 2), torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)):
         weight = nn.Parameter(torch.zeros(3))
-        optimizer: Any = scaler.wrap(lambda tensors: torch.optim.SGD(tensors, lr=1.0), [weight])
-        weights = []
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        factors, weights = [], []
         for t, fine in enumerate(good):
             optimizer.zero_grad()
+            factors.append(scaler.get_scale())
             scaler.scale((weight * (t + 1)).sum()).backward()
             assert weight.grad is not None
             if not fine:
                 weight.grad[1] = math.inf if t % 2 else math.nan
-            optimizer.step()
+            step(scaler, optimizer)
             weights.append(weight[0].item())
-        runs.append((scaler.factors, weights))
+        runs.append((factors, weights))
     assert runs[0] == runs[1]
     assert runs[0][0] == [1024, 1024, 2048, 1024, 1024, 512, 256, 256, 512, 512, 1024]
     assert runs[0][1][:4] == [-1, -3, -3, -7]
@@ -105,14 +114,14 @@ def skip_moments(rt: Runtime) -> tuple[float, float]:
     """Return AdamW's step count and first moment after a good step and a skipped one."""
     scaler = LossScaler(rt.world, 8.0, 100)
     weight = nn.Parameter(torch.ones(2))
-    optimizer = scaler.wrap(lambda tensors: torch.optim.AdamW(tensors, lr=0.1), [weight])
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
     for broken in (False, True):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
         assert weight.grad is not None
         if broken and rt.rank == 1:
             weight.grad[0] = math.inf
-        optimizer.step()
+        step(scaler, optimizer)
     state = optimizer.state[weight]
     return state["step"].item(), state["exp_avg"][0].item()
 
@@ -140,14 +149,13 @@ def test_16_bits_are_used_and_scaling_helps() -> None:
 
 
 def test_the_weights_stay_float32() -> None:
-    followed = on_one_device(torch.bfloat16, "adamw", here(), PRECISION)
+    followed = on_one_device(here(), PRECISION, dp_mixed_precision.train_ddp, "ddp", "adamw")
     assert {g.dtype for g in followed.gradients[0].values()} == {torch.float32}
     assert {w.dtype for w in followed.weights.values()} == {torch.float32}
 
 
 def test_references_overflow_where_the_ranks_do() -> None:
-    _, scaler = alone("sgd", here(), SCALING)
-    assert scaler.seen == [False, False, True, False]
+    assert decisions(here(), "ddp", SCALING)[1] == [False, False, True, False]
 
 
 def test_a_comparison_fails_where_it_should() -> None:
@@ -169,10 +177,10 @@ def test_a_comparison_fails_where_it_should() -> None:
 @pytest.mark.parametrize(
     ("main", "options", "message"),
     [
-        (precision_main, {"versions": ("float8",)}, "--versions 'float8' is unknown"),
-        (scaling_main, {"overflow": 3}, "--overflow 3 --steps 4: .* --overflow 1 --steps 4 would do"),
+        (dp_mixed_precision.main, {"versions": ("float8",)}, "--versions 'float8' is unknown"),
+        (dp_loss_scaling.main, {"overflow": 3}, "--overflow 3 --steps 4: .* --overflow 1 --steps 4 would do"),
     ],
 )
 def test_bad_input_is_one_line(main: Any, options: dict[str, Any], message: str) -> None:
-    base: PrecisionOptions = SCALING if main is scaling_main else PRECISION
+    base: PrecisionOptions = SCALING if main is dp_loss_scaling.main else PRECISION
     assert re.search(message, refused(main, 1, replace(base, **options)))

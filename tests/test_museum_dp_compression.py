@@ -6,7 +6,7 @@ Each bug trains without a crash. `pytest -s tests/test_museum_dp_compression.py`
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from beside_one_device import here
@@ -14,13 +14,11 @@ from museum import UNSEEN, Found, tour
 from steps import Version, follow, training_step
 
 from common import comm
-from common.comm import Group
 from common.comm.mesh import Mesh
 from common.data.text import PADDING
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare, watch
-from common.lesson.job import Job
+from common.lesson.equality import OPTIMIZERS, Difference, Followed, compare
 from common.lesson.training import Batches, make_model
 from common.models.configs import CONFIGS, gpt2
 from common.models.transformer import cross_entropy_sum
@@ -28,8 +26,9 @@ from common.models.transformer import cross_entropy_sum
 from dp_basic import Bucket, DataParallel
 from dp_compression import TopK
 from dp_compression_proof import same_on_all_ranks
-from dp_compression_simulated import Simulation, top_k, train
+from dp_compression_simulated import train
 from dp_compressor import CompressionOptions, Message
+from dp_training import on_one_device
 
 CONFIGS["gpt2-nano"] = gpt2(layers=2, width=20, heads=2, sequence=12)
 # 7 samples on 2 ranks: 3 and 4
@@ -124,9 +123,7 @@ def behind_the_optimizer(rt: Runtime, optimizer: str, o: CompressionOptions) -> 
 @cache
 def one_device(optimizer: str, k: float, ranks: int) -> Followed:
     """Simulate the ranks on one device, once for all exhibits."""
-    rt, mesh, o = here(), Mesh(Group.alone()), replace(OPTIONS, k=k)
-    job = Job(rt, o, "top-k", make_model(o, rt.device), mesh, "dp", OPTIMIZERS[optimizer], o.steps)
-    return watch(train(job, Simulation(top_k(o.k)), ranks), job)
+    return on_one_device(here(), replace(OPTIONS, k=k), partial(train, ranks=ranks), "top-k", optimizer)
 
 
 EXHIBITS = {

@@ -39,7 +39,9 @@ from dp_accumulation import (
     scheduled_by_torch,
 )
 from dp_basic import DataParallel
-from dp_loss_scaling import LossScaler, ScalingOptions, TorchScaler, alone, on_ranks
+from dp_loss_scaling import LossScaler, by_torch, train, train_by_torch
+from dp_precision_proof import Scales, ScalingOptions, finite, overflowing
+from dp_training import on_one_device, on_ranks
 
 ALONE = Group.alone()
 # an epoch of 7 samples on 2 ranks: 3 and 4, where a padded sampler takes 4 and 4
@@ -177,9 +179,15 @@ def scaled(rt: Runtime, group: str) -> tuple[list[float], Found]:
     """Train ZeRO-2 with a scaler that asks all ranks or its own only; return scales and differences."""
     found, deciding = {}, rt.world if group == "all" else ALONE
     for optimizer in OPTIMIZERS:
-        mine, scaler = on_ranks("zero2", optimizer, rt, SCALING, deciding)
-        found[optimizer] = compare(alone(optimizer, rt, SCALING)[0], mine)
-    return scaler.factors, found
+        scales: Scales = []
+        zero2 = (train, lambda _: LossScaler(deciding, SCALING.scale, SCALING.interval))
+        mine, *_ = on_ranks(
+            rt, SCALING, partial(overflowing, version=zero2, scales=scales), "zero2", optimizer
+        )
+        reference = partial(overflowing, version=(train_by_torch, by_torch), scales=[])
+        alone = on_one_device(rt, replace(SCALING, micro_batches=1), reference, "one device", optimizer)
+        found[optimizer] = compare(finite(alone), finite(mine))
+    return [scale for scale, _ in scales], found
 
 
 def test_a_scaler_that_skips_on_one_rank_only() -> None:
@@ -202,17 +210,23 @@ def test_a_scaler_that_asks_all_ranks() -> None:
 
 def own_pieces(rt: Runtime) -> tuple[list[float], list[float]]:
     """Return the scales of torch's scaler and of ours if only rank 1 has a shard that overflows."""
-    scalers: list[TorchScaler | LossScaler] = [TorchScaler(rt.device, 8.0, 9), LossScaler(rt.world, 8.0, 9)]
-    for scaler in scalers:
+    theirs, ours = torch.amp.GradScaler(rt.device.type, 8.0, growth_interval=9), LossScaler(rt.world, 8.0, 9)
+    scales: list[list[float]] = [[], []]
+    for scaler, factors in zip((theirs, ours), scales, strict=True):
         piece = nn.Parameter(torch.ones(2))
-        optimizer: Any = scaler.wrap(OPTIMIZERS["sgd"], [piece])
+        optimizer = OPTIMIZERS["sgd"]([piece])
         for t in range(3):
             optimizer.zero_grad()
+            factors.append(scaler.get_scale())
             scaler.scale(piece.sum()).backward()
             if rt.rank == t == 1:
                 piece.grad = torch.full_like(piece, torch.inf)
-            optimizer.step()
-    return scalers[0].factors, scalers[1].factors
+            if scaler is theirs:
+                theirs.step(optimizer)
+                theirs.update()
+            elif ours.unscale(optimizer):
+                optimizer.step()
+    return scales[0], scales[1]
 
 
 def test_torchs_scaler_looks_at_its_own_rank() -> None:

@@ -56,13 +56,13 @@ from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.equality import MakeOptimizer
 from common.lesson.job import Job, total
-from common.lesson.runner import console, run
+from common.lesson.runner import console, new_table, run
 from common.lesson.training import Batches
 from common.models.transformer import cross_entropy_sum
 
 from dp_basic import DataParallel
 from dp_checkpointing import checkpoint_layers
-from dp_costs import basic_step, bytes_of_run
+from dp_costs import basic_start, basic_step
 from dp_training import DataParallelOptions, check
 
 LOWEST = 0.1  # end of the cosine, as a fraction of the full rate
@@ -252,26 +252,15 @@ def train_by_torch(job: Job[StepOptions]) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-def more_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
-    """Return the bytes a rank sends beyond a plain step.
+def step_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
+    """Return the bytes a rank sends in a step.
 
-    `sync` sends the gradients and flags M - 1 more times, our clipping the norm.
+    `sync` sends the gradients and flags M - 1 times more than a plain step, our clipping the norm.
     """
     recipe, parameters = RECIPES[name], list(model.parameters())
     gradients = (sum(p.numel() for p in parameters) + len(parameters)) * parameters[0].element_size()
     more = (o.micro_batches - 1) * gradients * recipe.sync_each + 8 * (recipe.clip and not recipe.library)
-    return Fraction(2 * (group.size - 1) * more, group.size)
-
-
-def step_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
-    """Return the bytes a rank sends in a step."""
-    return basic_step(name, model, group, o) + more_bytes(name, model, group, o)
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: StepOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
-    plain_steps = bytes_of_run(model, group, o.steps, order=name != "ddp", flags=name != "ddp")
-    return plain_steps + o.steps * more_bytes(name, model, group, o)
+    return basic_step(name, model, group, o) + Fraction(2 * (group.size - 1) * more, group.size)
 
 
 def epoch_of(samples: int, ranks: int, seed: int) -> dict[str, Indices]:
@@ -290,9 +279,8 @@ def epoch_of(samples: int, ranks: int, seed: int) -> dict[str, Indices]:
 
 def sampler_table(o: StepOptions, ranks: int) -> Table:
     """Count, for each sampler, the samples that an epoch sees once, repeats and leaves out."""
-    table = Table(title=f"an epoch of {o.samples} samples on {ranks} ranks", title_justify="left")
-    for column in ("sampler", "seen once", "seen again", "never seen"):
-        table.add_column(column, justify="left" if column == "sampler" else "right")
+    title = f"an epoch of {o.samples} samples on {ranks} ranks"
+    table = new_table(title, "sampler", "seen once", "seen again", "never seen", left=("sampler",))
     for name, seen in epoch_of(o.samples, ranks, o.seed).items():
         times = np.bincount(seen, minlength=o.samples)
         table.add_row(name, *(str(int(n.sum())) for n in (times == 1, times > 1, times == 0)))
@@ -300,7 +288,7 @@ def sampler_table(o: StepOptions, ranks: int) -> Table:
 
 
 VERSIONS = {name: train_by_torch if recipe.library else train for name, recipe in RECIPES.items()}
-LESSON = Lesson("dp", VERSIONS, step_bytes, run_bytes=run_bytes, one_device=train_by_torch, unseen=("ddp",))
+LESSON = Lesson("dp", VERSIONS, step_bytes, basic_start, one_device=train_by_torch, unseen=("ddp",))
 
 
 def main(rt: Runtime, o: StepOptions) -> bool:

@@ -41,7 +41,7 @@ from common.lesson.job import Job, one_device, total
 from common.lesson.runner import run
 from common.models.transformer import cross_entropy_sum
 
-from dp_costs import basic_run, basic_step
+from dp_costs import basic_start, basic_step
 from dp_training import DataParallelOptions, check
 
 
@@ -299,7 +299,7 @@ def train_ddp(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
 
 
 VERSIONS = {"naive": train_naive, "bucketed": train, "ddp": train_ddp}
-LESSON = Lesson("dp", VERSIONS, basic_step, run_bytes=basic_run, unseen=("ddp",))
+LESSON = Lesson("dp", VERSIONS, basic_step, start_bytes=basic_start, unseen=("ddp",))
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:

@@ -24,29 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.comm import Group
-from common.comm.ledger import show_bytes
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.job import Job, total
-from common.lesson.runner import DTYPES, console, run
-from common.lesson.training import Batches, make_model
-from common.models.configs import TransformerConfig
+from common.lesson.runner import console, run
 from common.models.transformer import Transformer, cross_entropy_sum
-from common.utils.memory import LiveBytes, saved_bytes
 
 from dp_basic import DataParallel
-from dp_costs import basic_run, basic_step
+from dp_costs import basic_start, basic_step
+from dp_memory import activations
 from dp_training import DataParallelOptions, check
 
 VERSIONS = ("none", "by-hand", "library")
@@ -94,67 +88,6 @@ def checkpoint_layers(model: Transformer, version: str = "library") -> None:
         model.run_layer = partial(checkpoint, use_reentrant=False)
 
 
-def activation_bytes(c: TransformerConfig, batch: int, sequence: int, size: int, checkpointed: bool) -> int:
-    """Return the bytes that autograd keeps of GPT-2's forward pass, summed over its operations.
-
-    size: bytes per number. Per token a layer keeps 8 D (the inputs of norms and projections, q, k, v and the
-    attention's result), 2 F around the GELU, H for the softmax's sums, 4 for the norms; a checkpointed layer
-    keeps only its input, D. The ends keep D into the last norm and D out of it, its 2 numbers, V logarithms
-    of probabilities; 8 bytes per token and target and position; the sum of weights that the cross-entropy
-    divides by.
-    """
-    layer = c.width if checkpointed else 8 * c.width + 2 * c.mlp_width + c.heads + 4
-    numbers = batch * sequence * (c.layers * layer + 2 * c.width + 2 + c.vocabulary)
-    return (numbers + 1) * size + 8 * (2 * batch * sequence + sequence)
-
-
-def measure(model: Transformer, x_BS: Tensor, y_BS: Tensor) -> tuple[int, int]:
-    """Return (bytes saved for the backward pass, peak bytes alive in forward and backward besides p.grad)."""
-
-    def loss() -> Tensor:
-        return cross_entropy_sum(model(x_BS), y_BS)[0]
-
-    saved = saved_bytes(loss, model)
-    loss().backward()  # from now on p.grad exists
-    with LiveBytes() as live:
-        loss().backward()
-    return saved, live.peak
-
-
-def on_one_device(o: CheckpointOptions) -> tuple[Table, bool]:
-    """Run every version on the whole batch and on a micro-batch, on the CPU.
-
-    Return the table of their bytes, and True if all versions have equal gradients.
-    """
-    c, size, cpu = o.model_config(), DTYPES[o.dtype].itemsize, torch.device("cpu")
-    table = Table(
-        title=f"bytes of activations: {o.model}, {o.dtype}, {o.batch} samples", title_justify="left"
-    )
-    for column in ("version", "micro-batches", "saved", "formula", "peak", "gradients"):
-        table.add_column(column, justify="left" if column in ("version", "gradients") else "right")
-    all_exact = True
-    for micro_batches in sorted({1, min(o.micro_batches, o.batch)}):
-        batches = Batches(replace(o, micro_batches=micro_batches), Group.alone(), cpu)
-        x_BS, y_BS = max(batches.parts(0), key=lambda part: part[0].numel())
-        models = {name: make_model(o, cpu) for name in o.versions}
-        first = list(models[o.versions[0]].parameters())
-        for name, model in models.items():
-            checkpoint_layers(model, name)
-            saved, peak = measure(model, x_BS, y_BS)
-            exact = all(same_bits(p.grad, q.grad) for p, q in zip(first, model.parameters(), strict=True))
-            formula = activation_bytes(c, len(x_BS), x_BS.shape[1], size, name != "none")
-            known = show_bytes(formula) if o.model.startswith("gpt2") else "-"
-            shown = (show_bytes(saved), known, show_bytes(peak), "the same bits" if exact else "DIFFER")
-            table.add_row(name, str(micro_batches), *shown)
-            all_exact &= exact
-    return table, all_exact
-
-
-def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if both tensors exist and all their elements are equal."""
-    return a is not None and b is not None and torch.equal(a, b)
-
-
 def train(job: Job[CheckpointOptions]) -> Iterator[Tensor]:
     """Train as dp_basic.py does, with the layers checkpointed or not; yield the loss of each global batch."""
     model, group = job.model, job.group
@@ -175,17 +108,7 @@ def train(job: Job[CheckpointOptions]) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-def step_bytes(name: str, model: nn.Module, group: Group, o: CheckpointOptions) -> Fraction:
-    """Return the bytes a rank sends in a step; checkpointing sends nothing."""
-    return basic_step("bucketed", model, group, o)
-
-
-def run_bytes(name: str, model: nn.Module, group: Group, o: CheckpointOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
-    return basic_run("bucketed", model, group, o)
-
-
-LESSON = Lesson("dp", dict.fromkeys(VERSIONS, train), step_bytes, run_bytes=run_bytes)
+LESSON = Lesson("dp", dict.fromkeys(VERSIONS, train), basic_step, start_bytes=basic_start)
 
 
 def main(rt: Runtime, o: CheckpointOptions) -> bool:
@@ -193,7 +116,7 @@ def main(rt: Runtime, o: CheckpointOptions) -> bool:
     check(rt, VERSIONS, o)
     if o.benchmark:
         return time_in_turn(rt, o, LESSON)
-    table, exact = on_one_device(o)
+    table, exact = activations(o, checkpoint_layers)
     console(rt).print(table)
     console(rt).print(f"checkpointing {'changes no bit of a gradient' if exact else 'CHANGES the gradients'}")
     return prove(rt, o, LESSON) and exact

@@ -47,7 +47,7 @@ from dp_basic import DataParallel
 from dp_compression_hooks import ddp_hook, torch_hook
 from dp_compression_proof import prove
 from dp_compressor import VERSIONS, CompressionOptions, Compressor, Told, Views, compressor_of, cut, joined
-from dp_costs import basic_step, bytes_of_run
+from dp_costs import basic_start, basic_step
 from dp_training import check
 
 
@@ -256,38 +256,26 @@ def train_ddp(job: Job[CompressionOptions]) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-def bytes_of_gradients(
-    name: str, model: nn.Module, group: Group, o: CompressionOptions
-) -> tuple[Fraction, Fraction]:
-    """Return the bytes a rank sends for a step's gradients: (by all-reduce, by this version)."""
-    parameters = list(model.parameters())
-    plain = sum((share(p, 2, group) for p in parameters), Fraction(0))
-    if name == "bucketed":
-        return plain, plain
-    return plain, make_compressor(compressor_of(name), group, o).bytes_of_step(parameters)
-
-
 def step_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
-    """Return the bytes a rank sends in a step."""
-    plain, sent = bytes_of_gradients(name, model, group, o)
-    ours = not name.startswith(("ddp", "torch"))
-    return basic_step("bucketed" if ours else "ddp", model, group, o) - plain + sent
+    """Return the bytes a rank sends in a step: the compressor's in place of the all-reduce of the gradients."""
+    basic = basic_step("ddp" if name.startswith(("ddp", "torch")) else name, model, group, o)
+    if name == "bucketed":
+        return basic
+    parameters = list(model.parameters())
+    compressed = make_compressor(compressor_of(name), group, o).bytes_of_step(parameters)
+    return basic + compressed - sum(share(p, 2, group) for p in parameters)
 
 
-def run_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
-    """Return the bytes a rank sends in a run. DDP has no flags, and its broadcast is not counted."""
-    ours = not name.startswith(("ddp", "torch"))
-    plain, sent = bytes_of_gradients(name, model, group, o)
-    started = sum((share(p, 1, group) for p in model.parameters()), Fraction(0))
-    run = bytes_of_run(model, group, o.steps, order=ours, flags=ours)
-    return run + o.steps * (sent - plain) - (0 if ours else started)
+def start_bytes(name: str, model: nn.Module, group: Group, o: CompressionOptions) -> Fraction:
+    """Return the bytes a rank sends before the first step. DDP's broadcast is not counted."""
+    return Fraction(0) if name.startswith(("ddp", "torch")) else basic_start(name, model, group, o)
 
 
 LESSON = Lesson(
     "dp",
     {name: train_ddp if name.startswith(("ddp", "torch")) else train for name in VERSIONS},
     step_bytes,
-    run_bytes=run_bytes,
+    start_bytes,
     unseen=("torch-powersgd",),
 )
 

@@ -7,18 +7,16 @@ messages. The n ranks must give the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from common.comm import Group
 from common.data.text import PADDING
 from common.lesson.job import Job, total
-from common.lesson.training import Batches
 from common.models.transformer import cross_entropy_sum
 
 from dp_compressor import CompressionOptions, compressor_of
+from dp_training import batches_of_ranks
 
 # (i, gradient plus memory of parameter i in each part) -> decompressed message of each part
 Compression = Callable[[int, list[Tensor]], list[Tensor]]
@@ -82,16 +80,24 @@ class Simulation:
             p.grad = torch.stack(sent).sum(0)
 
 
-def train(job: Job[CompressionOptions], simulation: Simulation, ranks: int) -> Iterator[Tensor]:
-    """Train on one device, part after part; yield the loss of each global batch."""
-    groups = [Group("part", r, ranks, tuple(range(ranks))) for r in range(ranks)]
-    batches = Batches(job.options, groups[0], job.rt.device)
+def compression(name: str, o: CompressionOptions) -> Compression:
+    """Return the compression of a version."""
+    if compressor_of(name) == "top-k":
+        return top_k(o.k)
+    return signs() if compressor_of(name) == "sign" else powersgd(o.rank)
+
+
+def train(job: Job[CompressionOptions], ranks: int | None = None) -> Iterator[Tensor]:
+    """Train on one device, the part of one rank after the other; yield the loss of each global batch.
+
+    ranks: number of parts, if it is not that of the world's ranks.
+    """
+    simulation = Simulation(compression(job.version, job.options))
+    batches = batches_of_ranks(job.options, ranks or job.rt.world_size, job.rt.device)
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     optimizer = job.optimizer(job.model)
     for t in job.numbers():
-        parts, gradients, losses = [], [], []
-        for batches.group in groups:  # the text is read once
-            parts.append(batches.parts(t))
+        parts, gradients, losses = [of_rank.parts(t) for of_rank in batches], [], []
         count = sum(int(y.ne(PADDING).sum()) for part in parts for _, y in part)
         for part in parts:
             optimizer.zero_grad()
@@ -104,13 +110,3 @@ def train(job: Job[CompressionOptions], simulation: Simulation, ranks: int) -> I
         simulation.exchange(gradients, parameters)
         optimizer.step()
         yield total(losses)
-
-
-def compression(name: str, o: CompressionOptions) -> Compression:
-    """Return the compression of a version."""
-    made: dict[str, Callable[[], Compression]] = {
-        "top-k": partial(top_k, o.k),
-        "sign": signs,
-        "powersgd": partial(powersgd, o.rank),
-    }
-    return made[compressor_of(name)]()

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in chapter 01, by formula: in a step, and in a whole run; nothing here starts a rank.
+"""Bytes that a rank sends in chapter 01, by formula: before the first step, and in a step.
 
 n ranks  S bytes of weights  M micro-batches
 """
@@ -27,28 +27,30 @@ def bytes_of_step(model: nn.Module, group: Group, flags: bool = True) -> Fractio
     return Fraction(2 * (group.size - 1) * (numbers * parameters[0].element_size() + 8), group.size)
 
 
-def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags: bool = True) -> Fraction:
-    """Return the bytes a rank sends in a whole run.
+def bytes_of_start(model: nn.Module, group: Group, order: bool) -> Fraction:
+    """Return the bytes a rank sends before the first step.
 
-    At the start these are (n-1)/n of the model and, with `order`, of 8 bytes per parameter for the order of
-    the buckets; then come the steps, each with the 8 bytes of its gradient norm, all-reduced.
+    They are (n-1)/n of the model and, with `order`, of 8 bytes per parameter for the order of the buckets.
     """
     parameters = list(model.parameters())
     start = sum(p.numel() * p.element_size() for p in parameters) + order * 8 * len(parameters)
-    norms = Fraction(2 * (group.size - 1) * 8, group.size)
-    return Fraction((group.size - 1) * start, group.size) + steps * (
-        bytes_of_step(model, group, flags) + norms
-    )
+    return Fraction((group.size - 1) * start, group.size)
+
+
+def bytes_of_run(model: nn.Module, group: Group, steps: int, order: bool, flags: bool = True) -> Fraction:
+    """Return the bytes a rank sends in a run: the start, then steps with 8 bytes of gradient norm, all-reduced."""
+    step = bytes_of_step(model, group, flags) + Fraction(2 * (group.size - 1) * 8, group.size)
+    return bytes_of_start(model, group, order) + steps * step
+
+
+def basic_start(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends before the first step: the model and, with our buckets, their order."""
+    return bytes_of_start(model, group, order=name not in ("naive", "ddp"))
 
 
 def basic_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
     """Return the bytes a rank sends in a step."""
     return bytes_of_step(model, group, flags=name != "ddp")
-
-
-def basic_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps, including the broadcast at the start."""
-    return bytes_of_run(model, group, o.steps, order=name == "bucketed", flags=name != "ddp")
 
 
 def bytes_by_rank(model: nn.Module, o: TrainingOptions, n: int) -> list[tuple[int, int]]:
@@ -71,7 +73,7 @@ def one_process_step(name: str, model: nn.Module, group: Group, o: TrainingOptio
 def one_process_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
     """Return the bytes that this rank sends in `o.steps` steps; only "bucketed" sums its gradient norm."""
     if name == "bucketed":
-        return basic_run(name, model, group, o)
+        return bytes_of_run(model, group, o.steps, order=True)
     return o.steps * one_process_step(name, model, group, o)
 
 
@@ -97,16 +99,13 @@ def zero_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> 
     return Fraction((group.size - 1) * (moved + rest), group.size)
 
 
-def zero_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
+def zero_start(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends before the first step, less the all-gather that this step does not need."""
     if not name.startswith("zero"):
-        return basic_run(name, model, group, o)
-    n, stage = group.size, int(name[-1])
-    start = sum(p.numel() * p.element_size() for p in model.parameters())
-    gathered = bytes_of_weights(stage, model, group, o.micro_batches)[1]
-    whole_at_first = 0 if stage == 3 else gathered
-    steps = o.steps * (zero_step(name, model, group, o) + Fraction(2 * (n - 1) * 8, n))
-    return steps + Fraction((n - 1) * (start - whole_at_first), n)
+        return basic_start(name, model, group, o)
+    stage = int(name[-1])
+    gathered = 0 if stage == 3 else bytes_of_weights(stage, model, group, o.micro_batches)[1]
+    return bytes_of_start(model, group, order=False) - Fraction((group.size - 1) * gathered, group.size)
 
 
 def fsdp_bytes(model: nn.Module, group: Group, micro_batches: int, keep: bool) -> int:
@@ -134,15 +133,9 @@ def fsdp_step(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> 
     return Fraction((group.size - 1) * (moved + loss_and_targets), group.size)
 
 
-def fsdp_run(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
-    """Return the bytes a rank sends in `o.steps` steps: the model, then each step and its gradient norm."""
-    if name not in LIBRARY or group.size == 1:
-        return zero_run("ddp" if name in LIBRARY else name, model, group, o)
-    start = sum(p.numel() * p.element_size() for p in model.parameters())
-    norm = Fraction(2 * (group.size - 1) * 8, group.size)
-    return Fraction((group.size - 1) * start, group.size) + o.steps * (
-        fsdp_step(name, model, group, o) + norm
-    )
+def fsdp_start(name: str, model: nn.Module, group: Group, o: TrainingOptions) -> Fraction:
+    """Return the bytes a rank sends before the first step; the library's versions broadcast the model."""
+    return zero_start("ddp" if name in LIBRARY else name, model, group, o)
 
 
 def padding_of_step(model: nn.Module, group: Group, bucket_mb: float) -> Fraction:

@@ -171,7 +171,7 @@ LESSON = Lesson(
     "dp",
     {"one process": train, "nn.DataParallel": train_library, "bucketed": dp_basic.train},
     one_process_step,
-    one_process_run,
+    run_bytes=one_process_run,
     unseen=("nn.DataParallel",),
     on_rank_0=("one process", "nn.DataParallel"),
 )

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -32,16 +31,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from common.comm import Group
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.comparison import Lesson
 from common.lesson.job import Job, one_device, total
-from common.lesson.runner import console, run
+from common.lesson.runner import run
 from common.models.transformer import cross_entropy_sum
 
 import dp_basic
 import dp_zero
 from dp_basic import broadcast_model
-from dp_costs import LIBRARY, fsdp_run, fsdp_step
-from dp_memory import MemoryTable
+from dp_costs import LIBRARY, fsdp_start, fsdp_step
+from dp_memory import prove_with_memory
 from dp_training import DataParallelOptions, check
 
 
@@ -55,25 +54,16 @@ def shard(model: nn.Module, group: Group, device: str, keep: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def whole_parameters(job: Job[DataParallelOptions]) -> None:
-    """Make the job's optimizer one that steps on some whole parameters, and broadcasts them."""
-    make = job.make_optimizer
-
-    def inner(pieces: list[Tensor], **_: object) -> torch.optim.Optimizer:
-        return make(pieces)
-
-    job.make_optimizer = lambda tensors: ZeroRedundancyOptimizer(
-        tensors,
-        inner,  # type: ignore[arg-type]
-        process_group=job.group.pg,
-        parameters_as_bucket_view=True,
-    )
-
-
 def train_redundant(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
-    """Train with DDP and ZeroRedundancyOptimizer; yield the loss of each global batch."""
+    """Train with DDP, and an optimizer that steps on some whole parameters and broadcasts them."""
+    make = job.make_optimizer
     if job.group.size > 1:
-        whole_parameters(job)
+        job.make_optimizer = lambda tensors: ZeroRedundancyOptimizer(
+            tensors,
+            lambda mine, **_: make(mine),  # type: ignore[arg-type]
+            process_group=job.group.pg,
+            parameters_as_bucket_view=True,
+        )
     return dp_basic.train_ddp(job)
 
 
@@ -96,27 +86,15 @@ def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
         yield total(losses, group)
 
 
-VERSIONS = {
-    "ddp": dp_basic.train_ddp,
-    "zero-redundancy": train_redundant,
-    "fsdp-keep": train,
-    "fsdp": train,
-    **dp_zero.VERSIONS,
-}
+THEIRS = {"ddp": dp_basic.train_ddp, "zero-redundancy": train_redundant, "fsdp-keep": train, "fsdp": train}
+VERSIONS = THEIRS | dp_zero.VERSIONS
+LESSON = Lesson("dp", VERSIONS, fsdp_step, start_bytes=fsdp_start, unseen=LIBRARY)
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, tuple(VERSIONS), o)
-    o = dp_zero.even(rt, o)
-    memory = MemoryTable(rt)
-    lesson = Lesson("dp", VERSIONS, fsdp_step, run_bytes=fsdp_run, unseen=LIBRARY, examine=memory.examine)
-    if o.benchmark:
-        return time_in_turn(rt, o, lesson)
-    holds = prove(rt, o, lesson)
-    console(rt).print(memory.table("MB that a rank holds after a step, measured / formula"))
-    console(rt).print(memory.peaks(o, lesson))
-    return holds and memory.largest <= 0.01
+    return prove_with_memory(rt, dp_zero.even(rt, o), LESSON, peaks=True)
 
 
 @dataclass

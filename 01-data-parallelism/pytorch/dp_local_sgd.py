@@ -36,9 +36,9 @@ from common.comm import Group
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import report
-from common.lesson.job import Job, Train, total
+from common.lesson.job import Batch, Job, Train, total
 from common.lesson.runner import run
-from common.models.transformer import cross_entropy_sum
+from common.models.transformer import Transformer, cross_entropy_sum
 
 from dp_basic import broadcast_model
 from dp_local_sgd_proof import prove, timed
@@ -94,42 +94,40 @@ class LocalSGD:
         self.targets = 0
 
 
+def local_step(model: Transformer, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
+    """Step on this rank's samples alone; return (the mean loss of its targets, their number)."""
+    count, losses = batch.count_targets(), []
+    optimizer.zero_grad()
+    for tokens_BS, targets_BS in batch:
+        loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
+        loss = loss_sum / count
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return total(losses), count
+
+
 def train(job: Job[LocalOptions]) -> Iterator[Tensor]:
     """Train this rank's replica on its own samples, and meet every H steps; yield the replica's loss."""
-    model, o = job.model, job.options
-    local = LocalSGD(model, job.group, o.every, *outer(job.version, o))
-    optimizer = job.optimizer(model)
+    local = LocalSGD(job.model, job.group, job.options.every, *outer(job.version, job.options))
+    optimizer = job.optimizer(job.model)
     for batch in job.batches():
-        count, losses = batch.count_targets(), []  # of this replica alone
-        optimizer.zero_grad()
-        for tokens_BS, targets_BS in batch:
-            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
-            loss = loss_sum / count
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        local.step(count)
-        yield total(losses)
+        loss, targets = local_step(job.model, batch, optimizer)
+        local.step(targets)
+        yield loss
 
 
 def train_by_torch(job: Job[LocalOptions]) -> Iterator[Tensor]:
     """Train likewise with torch's averager, which does not weigh the replicas."""
     from torch.distributed.optim import PostLocalSGDOptimizer  # compiles scripts: slow, and warns of it
 
-    model, every = job.model, job.options.every
-    broadcast_model(model, job.group)
+    every = job.options.every
+    broadcast_model(job.model, job.group)
     averager = PeriodicModelAverager(every, every - 1, job.group.pg)  # first after H steps, not after 1
-    optimizer = PostLocalSGDOptimizer(job.optimizer(model), averager)
+    optimizer = PostLocalSGDOptimizer(job.optimizer(job.model), averager)
     for batch in job.batches():
-        count, losses = batch.count_targets(), []  # of this replica alone
-        optimizer.zero_grad()
-        for tokens_BS, targets_BS in batch:
-            loss_sum, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
-            loss = loss_sum / count
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        yield total(losses)
+        loss, _ = local_step(job.model, batch, optimizer)
+        yield loss
 
 
 VERSIONS: dict[str, Train] = {"local-sgd": train, "diloco": train, "torch": train_by_torch}

@@ -9,76 +9,58 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from common.comm import Group, share
-from common.comm.ledger import Ledger, show_bytes
-from common.comm.listen import Listener
+from common.comm import Group
+from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
 from common.data.text import lm_batch
 from common.launch.runtime import Runtime
 from common.lesson.comparison import records, report
-from common.lesson.equality import OPTIMIZERS, Followed, Start, watch, with_units
+from common.lesson.equality import OPTIMIZERS, with_units
 from common.lesson.job import Job, Train, one_device
 from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console
-from common.lesson.training import Batches, make_model
-from common.models.transformer import Transformer, cross_entropy_sum
+from common.lesson.runner import DTYPES, console, new_table
+from common.lesson.training import Batches, make_model, shape_of
+from common.models.transformer import cross_entropy_sum
 from common.utils.visualizer import colour, figure, loss_curves
 
 import dp_basic
-from dp_costs import bytes_of_step
-from dp_replicas import LocalOptions, joined, mean_of_replicas, simulated
+from dp_costs import bytes_of_start, bytes_of_step
+from dp_replicas import LocalOptions, mean_of_replicas, simulated
+from dp_training import on_one_device, on_ranks
 
 Versions = Mapping[str, Train]
 
 
-def on_ranks(
-    train: Train, name: str, optimizer: str, rt: Runtime, o: LocalOptions
-) -> tuple[Followed, list[int], Transformer, Fraction]:
-    """Train this rank's replica; return (its record, targets per step, its model, the bytes it sent)."""
-    mesh = Mesh(rt.world, dp=rt.world_size)
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
-    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
-    with Listener(rt.world) if name == "torch" else Ledger() as ledger:  # torch's calls bypass the ledger
-        seen = watch(train(job), job)
-    return seen, [batch.count_targets() for batch in job.batches()], model, ledger.bytes()
-
-
 def bytes_of_meeting(model: nn.Module, group: Group, counts: bool = True) -> Fraction:
     """Return the bytes a rank sends per meeting: 2(n-1)/n of the model and, with `counts`, one number."""
-    whole = joined(model.parameters())
-    return share(torch.cat([whole, whole[:1]]) if counts else whole, 2, group)
+    parameters = list(model.parameters())
+    numbers = sum(p.numel() for p in parameters) + counts
+    return Fraction(2 * (group.size - 1) * numbers * parameters[0].element_size(), group.size)
 
 
 def bytes_formula(model: nn.Module, group: Group, o: LocalOptions, counts: bool = True) -> Fraction:
     """Return the bytes a rank sends in a run: the broadcast of the model, and the meetings."""
-    start = share(joined(model.parameters()), 1, group)
-    return start + o.steps // o.every * bytes_of_meeting(model, group, counts)
+    meetings = o.steps // o.every * bytes_of_meeting(model, group, counts)
+    return bytes_of_start(model, group, order=False) + meetings
 
 
 def prove(rt: Runtime, o: LocalOptions, versions: Versions) -> bool:
     """Compare each version with n replicas on one device, and SGD with H = 1 with plain training."""
-    every_step = replace(o, every=1)
-    proof = Proof(Mesh(rt.world, dp=rt.world_size), DTYPES[o.dtype])
-
-    def plain(start: Start) -> Followed:
-        model, whole = start(make_model(o, rt.device)), replace(o, micro_batches=1)
-        job = Job(rt, whole, "plain", model, Mesh(Group.alone()), "dp", OPTIMIZERS["sgd"], o.steps)
-        return watch(one_device(job), job)
-
-    model = make_model(o, rt.device)
-    seen, targets, _, counted = on_ranks(versions["local-sgd"], "local-sgd", "sgd", rt, every_step)
-    mean, formula = mean_of_replicas(seen, targets, rt.world), bytes_formula(model, rt.world, every_step)
-    proof.add("H = 1: plain", "sgd", with_units(plain), mean, counted, formula)
+    proof, model = Proof(Mesh(rt.world, dp=rt.world_size), DTYPES[o.dtype]), shape_of(o)
+    name, every_step, whole = "local-sgd", replace(o, every=1), replace(o, micro_batches=1)
+    seen, job, counted = on_ranks(rt, every_step, versions[name], name, "sgd", replicas=True)
+    mean, formula = mean_of_replicas(seen, job), bytes_formula(model, rt.world, every_step)
+    plain = with_units(partial(on_one_device, rt, whole, one_device, "plain", "sgd"))
+    proof.add("H = 1: plain", "sgd", plain, mean, counted, formula)
     # torch's averager has no weights, so it gets equal parts, of sequences too short to be padded
     even = replace(o, batch=max(1, o.batch // rt.world_size) * rt.world_size, sequence=min(o.sequence, 3))
     for optimizer in OPTIMIZERS:
         for name in o.versions:
             given = even if name == "torch" else o
-            seen, _, _, sent = on_ranks(versions[name], name, optimizer, rt, given)
+            seen, _, sent = on_ranks(rt, given, versions[name], name, optimizer, ("torch",), replicas=True)
             formula = bytes_formula(model, rt.world, o, counts=name != "torch")
             proof.add(name, optimizer, simulated(name, optimizer, rt, given), seen, sent, formula)
     out = console(rt)
@@ -129,9 +111,10 @@ def curves(rt: Runtime, o: LocalOptions, versions: Versions) -> None:
     """Train data parallelism, local SGD and DiLoCo at each H, by AdamW; show loss against bytes per step."""
     o = replace(o, steps=o.curve_steps)
     losses: dict[str, list[float]] = {}
-    table = Table(title=f"{o.steps} steps, AdamW inside, {rt.world_size} ranks", title_justify="left")
-    for column in ("version", "bytes a step", "times less", "loss on validation text"):
-        table.add_column(column, justify="left" if column == "version" else "right")
+    title = f"{o.steps} steps, AdamW inside, {rt.world_size} ranks"
+    table = new_table(
+        title, "version", "bytes a step", "times less", "loss on validation text", left=("version",)
+    )
     model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
     mesh = Mesh(rt.world, dp=rt.world_size)
     job = Job(rt, o, "every step", model, mesh, "dp", OPTIMIZERS["adamw"], o.steps)
@@ -140,12 +123,11 @@ def curves(rt: Runtime, o: LocalOptions, versions: Versions) -> None:
     rows = [("every step", plain, validation_loss(model, batches))]
     for name in ("local-sgd", "diloco"):
         for every in o.periods:
-            given = replace(o, every=every)
-            seen, targets, model, _ = on_ranks(versions[name], name, "adamw", rt, given)
-            label = f"{name}, H = {every}"
-            losses[label] = mean_of_replicas(seen, targets, rt.world).losses
-            sent = bytes_of_meeting(model, rt.world) / every
-            rows.append((label, sent, validation_loss(model, batches)))
+            given, label = replace(o, every=every), f"{name}, H = {every}"
+            seen, job, _ = on_ranks(rt, given, versions[name], name, "adamw", replicas=True)
+            losses[label] = mean_of_replicas(seen, job).losses
+            sent = bytes_of_meeting(job.model, rt.world) / every
+            rows.append((label, sent, validation_loss(job.model, batches)))
     for label, sent, loss in rows:
         times = float(plain / sent) if sent else 1.0
         table.add_row(label, show_bytes(sent), f"{times:.1f}", f"{loss:.3f}")

@@ -34,12 +34,14 @@ import torch
 from torch import Tensor
 
 from common.launch.runtime import Runtime
+from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
 from common.lesson.runner import run
 from common.models.transformer import cross_entropy_sum
 
 import dp_basic
 from dp_basic import DataParallel
+from dp_costs import basic_start, basic_step
 from dp_precision_proof import PrecisionOptions, in_precision, prove
 from dp_training import check
 
@@ -72,12 +74,13 @@ def train_ddp(job: Job[PrecisionOptions]) -> Iterator[Tensor]:
 
 
 VERSIONS = {"bucketed": train, "ddp": train_ddp}
+LESSON = Lesson("dp", VERSIONS, basic_step, start_bytes=basic_start, unseen=("ddp",))
 
 
 def main(rt: Runtime, o: PrecisionOptions) -> bool:
     """Check the options, and prove equality of the versions with one device."""
     check(rt, tuple(VERSIONS), o)
-    return prove(rt, o, VERSIONS)
+    return prove(rt, o, LESSON)
 
 
 if __name__ == "__main__":

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
+from common import comm
 from common.comm import Group
-from common.comm.ledger import Ledger, show_bytes
-from common.comm.listen import Listener
+from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
-from common.launch.command_line import Size
+from common.launch.command_line import Count, Size, Within
 from common.launch.runtime import Runtime
-from common.lesson.equality import (
-    KINDS,
-    OPTIMIZERS,
-    Difference,
-    Followed,
-    compare,
-    largest,
-    watch,
-    worst_of_world,
-)
+from common.lesson.comparison import Formula, Lesson
+from common.lesson.equality import KINDS, OPTIMIZERS, Difference, Followed, compare, largest, worst_of_world
 from common.lesson.job import Job, Train, one_device
-from common.lesson.runner import console
-from common.lesson.training import Batches, make_model
+from common.lesson.runner import console, new_table
+from common.lesson.training import Batches, make_model, shape_of
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.memory import saved_bytes
 
-from dp_costs import basic_run
-from dp_training import DataParallelOptions
+from dp_costs import zero_start
+from dp_training import DataParallelOptions, on_one_device, on_ranks
 
 FORMATS = (
     ("float32", torch.float32, 1.0),
@@ -56,6 +49,22 @@ class PrecisionOptions(DataParallelOptions, without=("dtype", "benchmark", "scal
     sequence: Size = 16
     """Tokens per sample."""
     versions: tuple[str, ...] = ("bucketed", "ddp")
+    """Versions to run."""
+
+
+@dataclass
+class ScalingOptions(PrecisionOptions):
+    """Options: the scaler, and the step whose gradient overflows."""
+
+    steps: Count = 6
+    """Training steps."""
+    scale: Annotated[float, Within(1e-6, 1e30)] = 4096.0
+    """Initial loss scale; torch's is 65536. A power of two costs no precision."""
+    interval: Count = 2
+    """Steps in a row without overflow after which the scale doubles; torch's is 2000."""
+    overflow: Count = 3
+    """Number of the step, counted from 0, in which a gradient of the last rank overflows."""
+    versions: tuple[str, ...] = ("bucketed", "zero2", "ddp")
     """Versions to run."""
 
 
@@ -82,45 +91,34 @@ class AsRanks(Batches):
         return of_ranks
 
 
-def on_one_device(
-    precision: torch.dtype, optimizer: str, rt: Runtime, o: PrecisionOptions, as_ranks: int = 0
-) -> Followed:
-    """Train on one device with the whole batch at once; return the result.
-
-    as_ranks: if not 0, use instead the micro-batches of so many ranks, one after another.
-    """
-    o = o if as_ranks else replace(o, micro_batches=1)
-    model = in_precision(make_model(o, rt.device), precision)
-    job = Job(rt, o, "one device", model, Mesh(Group.alone()), "dp", OPTIMIZERS[optimizer], o.steps)
-    job.make_batches = partial(AsRanks, ranks=as_ranks or 1)
-    return watch(one_device(job), job)
-
-
-def on_ranks(train: Train, name: str, optimizer: str, rt: Runtime, o: PrecisionOptions) -> Followed:
-    """Train a version on all ranks; return the result."""
-    mesh = Mesh(rt.world, dp=rt.world_size)
-    model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
-    job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
-    return watch(train(job), job, mesh)
-
-
-def at_first(expected: Followed, mine: Followed, mesh: Mesh) -> Difference:
-    """Return the difference of the gradients of step 0, the largest of all ranks."""
-    first, other = (
-        replace(f, losses=f.losses[:1], gradients=f.gradients[:1], norms=f.norms[:1])
-        for f in (expected, mine)
+def finite(followed: Followed, steps: int | None = None) -> Followed:
+    """Return the first steps of a result, without the gradients, recorded as scaled, that overflowed."""
+    good = [t for t, norm in enumerate(followed.norms[:steps]) if math.isfinite(norm)]
+    return replace(
+        followed,
+        losses=followed.losses[:steps],
+        gradients=[followed.gradients[t] for t in good],
+        norms=[followed.norms[t] for t in good],
     )
-    return worst_of_world(compare(first, other), mesh)["gradients"]
+
+
+def against(
+    reference: Followed, mine: Followed, mesh: Mesh, steps: int | None = None
+) -> dict[str, Difference]:
+    """Return the largest differences of all ranks, of the first steps or of all; infinite if other steps overflowed."""
+    a, b = finite(reference, steps), finite(mine, steps)
+    skipped = Difference(math.inf, "another step was skipped")
+    found = compare(a, b) if len(a.norms) == len(b.norms) else dict.fromkeys(KINDS, skipped)
+    return worst_of_world(found, mesh)
 
 
 class Comparison:
     """Equality table of runs in 16 bits, and the rows that are not equal."""
 
     def __init__(self, title: str) -> None:
-        self.table, self.wrong = Table(title=title, title_justify="left"), list[str]()
-        for column in ("version", "optimizer", "at first", *KINDS, "bytes sent", "formula"):
-            left = column in ("version", "optimizer")
-            self.table.add_column(column.removeprefix("gradient "), justify="left" if left else "right")
+        columns = ("version", "optimizer", "at first", *KINDS, "bytes sent", "formula")
+        names = (column.removeprefix("gradient ") for column in columns)
+        self.table, self.wrong = new_table(title, *names, left=("version", "optimizer")), list[str]()
 
     def add(
         self,
@@ -160,9 +158,11 @@ def formats(rt: Runtime, o: PrecisionOptions) -> Table:
     float16 is shown also with a loss multiplied by 4096, and its gradients divided by 4096:
     dp_loss_scaling.py.
     """
-    table = Table(title=f"one device against float32: {o.model}, the first step", title_justify="left")
-    for column in ("format", "gradients", "largest in", "vanish", "saved for backward"):
-        table.add_column(column, justify="left" if column in ("format", "largest in") else "right")
+    table = new_table(
+        f"one device against float32: {o.model}, the first step",
+        *("format", "gradients", "largest in", "vanish", "saved for backward"),
+        left=("format", "largest in"),
+    )
     ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), Group.alone(), rt.device).parts(0)
 
     def first(precision: torch.dtype, scale: float) -> tuple[dict[str, Tensor], int]:
@@ -185,27 +185,111 @@ def formats(rt: Runtime, o: PrecisionOptions) -> Table:
     return table
 
 
-def prove(rt: Runtime, o: PrecisionOptions, versions: Mapping[str, Train]) -> bool:
-    """Train every version in bfloat16; compare with one device in bfloat16 and in float32."""
-    mesh, brief = Mesh(rt.world, dp=rt.world_size), torch.bfloat16
+def compared(
+    rt: Runtime, o: PrecisionOptions, precision: torch.dtype, lesson: Lesson, references: Mapping[str, Train]
+) -> Comparison:
+    """Train every version with every optimizer; compare each with every reference on one device.
+
+    references: by what their rows add to the version's name; the first rounds as the versions do.
+    """
+    mesh, like_versions = Mesh(rt.world, dp=rt.world_size), next(iter(references.values()))
+    name = str(precision).removeprefix("torch.")
     comparison = Comparison(
-        f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, bfloat16, {o.steps} steps"
+        f"largest relative difference from one device: {rt.world_size} ranks, {o.model}, {name}, {o.steps} steps"
     )
+    whole, same_cut = replace(o, micro_batches=1), partial(AsRanks, ranks=rt.world_size)
     for optimizer in OPTIMIZERS:
-        same = on_one_device(brief, optimizer, rt, o)
-        precise = on_one_device(torch.float32, optimizer, rt, o)
-        same_cut = on_one_device(brief, optimizer, rt, replace(o, steps=1), as_ranks=rt.world_size)
+        alone = {
+            label: on_one_device(rt, whole, train, "one device", optimizer)
+            for label, train in references.items()
+        }
+        first_step = on_one_device(
+            rt, replace(o, steps=1), like_versions, "one device", optimizer, make_batches=same_cut
+        )
         for name in o.versions:
-            with Listener(rt.world) if name == "ddp" else Ledger() as ledger:
-                mine = on_ranks(versions[name], name, optimizer, rt, o)
-            counted = ledger.bytes() - ledger.bytes("bookkeeping")
-            formula = basic_run(name, make_model(o, rt.device), rt.world, o)
+            mine, _, counted = on_ranks(rt, o, lesson.versions[name], name, optimizer, lesson.unseen)
+            formula = lesson.bytes_of_run(name, shape_of(o), rt.world, o)
             # DDP multiplies its losses by n, which rounds differently for n = 3
-            first = at_first(same_cut, mine, mesh) if name != "ddp" else None
-            for text, reference in ((name, same), (f"{name} / f32", precise)):
-                found = worst_of_world(compare(reference, mine), mesh)
-                comparison.add(text, optimizer, brief, first, found, counted, formula)
+            first = against(first_step, mine, mesh, steps=1)["gradients"] if name != "ddp" else None
+            for label, reference in alone.items():
+                found = against(reference, mine, mesh)
+                comparison.add(name + label, optimizer, precision, first, found, counted, formula)
                 first = None
+    return comparison
+
+
+def prove(rt: Runtime, o: PrecisionOptions, lesson: Lesson) -> bool:
+    """Train every version in bfloat16; compare with one device in bfloat16 and in float32."""
+    references = {"": lesson.versions["ddp"], " / f32": one_device}
+    comparison = compared(rt, o, torch.bfloat16, lesson, references)
     console(rt).print(comparison.table, formats(rt, o))
     console(rt).print(comparison.sentence())
     return not comparison.wrong
+
+
+class Scaler(Protocol):
+    """Scaler of the loss, ours or torch's."""
+
+    def get_scale(self) -> float:
+        """Return the current scale."""
+        ...
+
+
+Scaled = tuple[Callable[[Job[Any], Any], Iterator[Tensor]], Callable[[Job[Any]], Scaler]]
+"""A version: its training loop, to be called with a job and a scaler, and the function that makes the scaler."""
+Scales = list[tuple[float, bool]]
+"""Of each step: the scale, and True if this rank saw an overflow."""
+
+
+def overflowing(job: Job[ScalingOptions], version: Scaled, scales: Scales) -> Iterator[Tensor]:
+    """Run a version in which a gradient of the last rank overflows in step --overflow; note its scales.
+
+    The gradient overflows in the first micro-batch, as if its product had left float16's range.
+    """
+    train, make_scaler = version
+    scaler, done = make_scaler(job), list[int]()
+
+    def hook(gradient: Tensor) -> Tensor:
+        if len(scales) != job.options.overflow or done:
+            return gradient
+        done.append(len(scales))
+        return (gradient.half() * 2.0**40).float()
+
+    if job.group.rank == job.group.size - 1:
+        job.model.layers[0].attention.q_proj.weight.register_hook(hook)  # type: ignore[union-attr, operator]
+    for loss in train(job, scaler):
+        assert job.owner
+        gradients = [p.grad for _, p in job.owner.named_parameters() if p.grad is not None]
+        scales.append((scaler.get_scale(), not all(g.isfinite().all() for g in gradients)))
+        yield loss
+
+
+def prove_scaling(
+    rt: Runtime, o: ScalingOptions, versions: Mapping[str, Scaled], step_bytes: Formula
+) -> bool:
+    """Train every version in float16 beside one device; show the ranks that see the overflow and that skip the step."""
+    scales: dict[str, Scales] = {}
+
+    def train(job: Job[ScalingOptions]) -> Iterator[Tensor]:
+        scales[job.version] = []
+        return overflowing(job, versions.get(job.version, versions["ddp"]), scales[job.version])
+
+    trains = dict.fromkeys(versions, train)
+    lesson = Lesson("dp", trains, step_bytes, start_bytes=zero_start, unseen=("ddp",))
+    comparison = compared(rt, o, torch.float16, lesson, {"": train})
+    title = f"in step {o.overflow} a gradient of rank {rt.world_size - 1} overflows"
+    columns = ("version", "ranks that see it", "ranks that skip the step", "scale of each step")
+    skips = new_table(title, *columns, left=columns)
+    for name in o.versions:
+        factors, seen = zip(*scales[name], strict=True)
+        skipped = factors[o.overflow] > factors[o.overflow + 1]
+        ranks = (ranks_where(mine, rt.world) for mine in (seen[o.overflow], skipped))
+        skips.add_row(name, *ranks, " ".join(f"{s:g}" for s in factors))
+    console(rt).print(comparison.table, skips)
+    console(rt).print(comparison.sentence())
+    return not comparison.wrong
+
+
+def ranks_where(mine: bool, group: Group) -> str:
+    """Return the ranks on which `mine` is true, as text."""
+    return " ".join(str(rank) for rank, true in enumerate(comm.everyones(mine, group)) if true) or "none"

@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import comm
-from common.comm import Group
+from common.data.text import PADDING
 from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
-from common.lesson.equality import OPTIMIZERS, Followed, Start, with_units
-from common.lesson.training import Batches, make_model
-from common.models.transformer import cross_entropy_sum
+from common.lesson.equality import Followed, with_units
+from common.lesson.job import Job, one_device
 
-from dp_training import DataParallelOptions
-
-VERSIONS = ("local-sgd", "diloco", "torch")
-Parts = list[tuple[Tensor, ...]]
+from dp_training import DataParallelOptions, batches_of_ranks, on_one_device
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:
     """Return a copy of all numbers, one after the other."""
     return torch.cat([t.detach().flatten() for t in tensors])
-
-
-def local_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Parts, seen: Followed | None = None
-) -> int:
-    """Run one step on this replica's part of the batch, recorded in `seen`; return its number of targets."""
-    targets, loss = sum(int(y.ne(-100).sum()) for _, y in parts), 0.0
-    optimizer.zero_grad()
-    for tokens_BS, targets_BS in parts:
-        total, _ = cross_entropy_sum(model(tokens_BS), targets_BS)
-        (total / targets).backward()
-        loss += total.item() / targets
-    if seen:
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        seen.losses.append(loss)
-        seen.gradients.append(gradients)
-        seen.norms.append(joined(gradients.values()).double().norm().item())
-    optimizer.step()
-    return targets
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of every parameter, by name."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @dataclass
@@ -69,7 +42,7 @@ class LocalOptions(DataParallelOptions):
     """With --plot: number of steps of the loss curves."""
     periods: tuple[Count, ...] = (4, 16, 64)
     """With --plot: values of H to compare."""
-    versions: tuple[str, ...] = VERSIONS
+    versions: tuple[str, ...] = ("local-sgd", "diloco", "torch")
     """Versions to run."""
 
 
@@ -78,49 +51,48 @@ def outer(name: str, o: LocalOptions) -> tuple[float, float]:
     return (o.rate, o.momentum) if name == "diloco" else (1.0, 0.0)
 
 
-def simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions) -> Followed:
-    """Train n replicas in turn on one device; return the record of this rank's replica, with units."""
-    return with_units(partial(_simulated, name, optimizer, rt, o))
-
-
-def _simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions, start: Start) -> Followed:
-    n, (rate, momentum) = rt.world_size, outer(name, o)
-    models = [start(make_model(o, rt.device)) for _ in range(n)]
-    chosen = [OPTIMIZERS[optimizer](list(model.parameters())) for model in models]
-    groups = [Group("replica", r, n, tuple(range(n))) for r in range(n)]
-    batches, seen = Batches(o, groups[0], rt.device), [Followed() for _ in range(n)]
-    w, m = weights(models[0]), {name: torch.zeros_like(p) for name, p in weights(models[0]).items()}
+def train_replicas(job: Job[LocalOptions]) -> Iterator[Tensor]:
+    """Train n replicas in turn; yield the loss of this rank's replica, which is `job.model`."""
+    o, n, rank = job.options, job.rt.world_size, job.rt.rank
+    rate, momentum = outer(job.version, o)
+    batches = batches_of_ranks(o, n, job.rt.device)
+    models = [job.model if r == rank else copy.deepcopy(job.model) for r in range(n)]
+    jobs = [replace(job, model=models[r], make_batches=lambda *_, r=r: batches[r]) for r in range(n)]
+    job.owner = job.model
+    w = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    m = {name: torch.zeros_like(p) for name, p in w.items()}
     targets = [0] * n
-    for t in range(o.steps):
-        for r, batches.group in enumerate(groups):
-            targets[r] += local_step(models[r], chosen[r], batches.parts(t), seen[r])
+    for t, losses in enumerate(zip(*map(one_device, jobs), strict=True)):
+        for r in range(n):
+            targets[r] += sum(int(y.ne(PADDING).sum()) for _, y in batches[r].parts(t))
         if (t + 1) % o.every == 0:
-            there = [weights(model) for model in models]
             for name in w:
-                average = sum((there[r][name] * targets[r] for r in range(n)), torch.zeros_like(w[name]))
-                delta = w[name] - average / sum(targets)
+                replicas = [model.get_parameter(name).detach() for model in models]
+                weighed = [p * count for p, count in zip(replicas, targets, strict=True)]
+                delta = w[name] - torch.stack(weighed).sum(0) / sum(targets)
                 m[name] = momentum * m[name] + delta
                 w[name] = w[name] - rate * (delta + momentum * m[name])
-                for model in models:
-                    model.get_parameter(name).data.copy_(w[name])
+                for p in replicas:
+                    p.copy_(w[name])
             targets = [0] * n
-    seen[rt.rank].weights = weights(models[rt.rank])
-    return seen[rt.rank]
+        yield losses[rank]
 
 
-def mean_of_replicas(seen: Followed, targets: list[int], group: Group) -> Followed:
+def simulated(name: str, optimizer: str, rt: Runtime, o: LocalOptions) -> Followed:
+    """Train n replicas in turn on one device; return the record of this rank's replica, with units."""
+    return with_units(partial(on_one_device, rt, o, train_replicas, name, optimizer))
+
+
+def mean_of_replicas(seen: Followed, job: Job[LocalOptions]) -> Followed:
     """Return losses and gradients as the mean over replicas, weighted by targets, and this rank's weights."""
     mean = Followed(weights=seen.weights)
-    for loss, gradients, count in zip(seen.losses, seen.gradients, targets, strict=True):
-        flat = joined(gradients.values())
-        flat = torch.cat([flat, flat.new_tensor([loss, 1.0])])
-        flat *= count
-        comm.all_reduce(flat, group)
-        flat /= flat[-1].clone()
-        pieces = flat[:-2].split([g.numel() for g in gradients.values()])
-        mean.losses.append(flat[-2].item())
-        mean.norms.append(flat[:-2].double().norm().item())
-        mean.gradients.append(
-            {name: piece.view_as(g) for (name, g), piece in zip(gradients.items(), pieces, strict=True)}
-        )
+    for loss, gradients, batch in zip(seen.losses, seen.gradients, job.batches(), strict=True):
+        weight = batch.count_targets() / batch.count_targets(job.group)
+        parts = {name: g * weight for name, g in gradients.items()}
+        of_all = next(iter(parts.values())).new_tensor(loss * weight)
+        for x in (of_all, *parts.values()):
+            comm.all_reduce(x, job.group)
+        mean.losses.append(of_all.item())
+        mean.gradients.append(parts)
+        mean.norms.append(joined(parts.values()).double().norm().item())
     return mean

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +43,19 @@ from common import comm
 from common.comm import Group
 from common.comm.placement import placement
 from common.launch.runtime import Runtime
-from common.lesson.comparison import Lesson, prove, time_in_turn
+from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
-from common.lesson.runner import console, run
+from common.lesson.runner import run
 from common.models.transformer import cross_entropy_sum
 
 import dp_basic
 from dp_basic import broadcast_model
-from dp_costs import zero_run, zero_step
-from dp_memory import MemoryTable
+from dp_costs import zero_start, zero_step
+from dp_memory import prove_with_memory
 from dp_training import DataParallelOptions, check
 from dp_unit import Unit
+
+Options = TypeVar("Options", bound=DataParallelOptions)
 
 
 class Zero:
@@ -307,22 +309,18 @@ def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
 VERSIONS = {"bucketed": dp_basic.train, **dict.fromkeys(("zero1", "zero2", "zero3"), train)}
 
 
-def even(rt: Runtime, o: DataParallelOptions) -> DataParallelOptions:
+def even(rt: Runtime, o: Options) -> Options:
     """Return the options with equally many micro-batches on all ranks, since each of them is communicated."""
     return replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size)))
+
+
+LESSON = Lesson("dp", VERSIONS, zero_step, start_bytes=zero_start)
 
 
 def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, tuple(VERSIONS), o)
-    o = even(rt, o)
-    memory = MemoryTable(rt)
-    lesson = Lesson("dp", VERSIONS, zero_step, run_bytes=zero_run, examine=memory.examine)
-    if o.benchmark:
-        return time_in_turn(rt, o, lesson)
-    holds = prove(rt, o, lesson)
-    console(rt).print(memory.table("MB that a rank holds after a step, measured / formula"))
-    return holds and memory.largest <= 0.01
+    return prove_with_memory(rt, even(rt, o), LESSON)
 
 
 @dataclass

@@ -49,8 +49,10 @@ class Lesson:
     versions: Mapping[str, Train]
     step_bytes: Formula
     """Bytes that a rank sends in a step."""
+    start_bytes: Formula | None = None
+    """Bytes that a rank sends before the first step."""
     run_bytes: Formula | None = None
-    """Bytes of the whole run, where it is more than equal steps and their gradient norms."""
+    """Bytes of the whole run, where it is more than the start, equal steps and their gradient norms."""
     one_device: Train | None = None
     """Training loop to compare with, where it is not that of the plain model; it differs by version."""
     unseen: Collection[str] = ()
@@ -61,11 +63,12 @@ class Lesson:
     """Called after each proved run, with the name of its optimizer."""
 
     def bytes_of_run(self, name: str, model: Transformer, group: Group, o: TrainingOptions) -> Fraction:
-        """Return the bytes that a rank sends in `o.steps` steps, each with an all-reduced norm of 8 bytes."""
+        """Return the bytes that a rank sends in the run: its start, and steps with an all-reduced norm of 8 bytes."""
         if self.run_bytes:
             return self.run_bytes(name, model, group, o)
         norm = Fraction(2 * (group.size - 1) * 8, group.size)
-        return o.steps * (self.step_bytes(name, model, group, o) + norm)
+        start = self.start_bytes(name, model, group, o) if self.start_bytes else Fraction(0)
+        return start + o.steps * (self.step_bytes(name, model, group, o) + norm)
 
 
 def benchmark(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> list[BenchmarkRecord]:
