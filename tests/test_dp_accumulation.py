@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from common.comm import Group
 from common.comm.mesh import Mesh
+from common.comm.placement import clip_gradients
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.comparison import Lesson
@@ -30,7 +31,6 @@ from dp_accumulation import (
     RECIPES,
     EpochBatches,
     StepOptions,
-    clip_gradients,
     epoch_of,
     main,
     rate_factor,

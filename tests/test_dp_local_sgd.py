@@ -25,8 +25,8 @@ from common.lesson.training import make_model, shape_of
 import dp_basic
 from dp_local_sgd import VERSIONS, LocalSGD, local_step, main
 from dp_local_sgd_proof import bytes_formula
-from dp_replicas import LocalOptions, joined, mean_of_replicas, simulated
-from dp_training import on_ranks
+from dp_replicas import LocalOptions, mean_of_replicas, simulated
+from dp_training import joined, on_ranks
 
 # 7 samples do not divide by 2, 3 or 4, nor 5 steps by H = 2 or 3
 OPTIONS = LocalOptions(model="gpt2-nano", batch=7, sequence=12, micro_batches=2, steps=5)

@@ -23,6 +23,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.comm import Group
 from common.comm.mesh import Mesh
+from common.comm.placement import clip_gradients
 from common.data.sampler import samples_at
 from common.data.text import lm_samples, rank_slice
 from common.launch.runtime import Runtime
@@ -33,7 +34,6 @@ from common.lesson.training import Batches, make_model
 from dp_accumulation import (
     EpochBatches,
     StepOptions,
-    clip_gradients,
     rate_factor,
     scheduled,
     scheduled_by_torch,

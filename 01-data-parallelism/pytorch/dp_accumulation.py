@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -46,8 +46,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.comm import Group
-from common.comm.mesh import Mesh
-from common.comm.placement import gradient_norm
+from common.comm.placement import clip_gradients
 from common.data.sampler import Indices, samples_at
 from common.data.text import PADDING, lm_samples, rank_slice
 from common.errors import UsageError
@@ -145,21 +144,6 @@ def sync_each(dp: DataParallel) -> Iterator[None]:
     for p in dp.parameters:
         if p.grad is not None:
             p.grad /= dp.group.size
-
-
-def clip_gradients(parameters: Iterable[Tensor], mesh: Mesh, limit: float) -> Tensor:
-    """Scale the summed gradients by one factor, so that their norm is at most `limit`; return the norm.
-
-    The factor is torch's, limit / (norm + 1e-6). All ranks must call this, after the reduction and before the
-    step.
-    """
-    parameters = list(parameters)
-    norm = gradient_norm(parameters, mesh)
-    factor = (limit / (norm + 1e-6)).clamp(max=1)
-    for p in parameters:
-        if p.grad is not None:
-            p.grad *= factor
-    return norm
 
 
 def rate_factor(t: int, warm_up: int, steps: int) -> float:

@@ -46,9 +46,9 @@ from common.models.transformer import cross_entropy_sum
 from dp_basic import DataParallel
 from dp_compression_hooks import ddp_hook, torch_hook
 from dp_compression_proof import prove
-from dp_compressor import VERSIONS, CompressionOptions, Compressor, Told, Views, compressor_of, cut, joined
+from dp_compressor import VERSIONS, CompressionOptions, Compressor, Told, Views, compressor_of, cut
 from dp_costs import basic_start, basic_step
-from dp_training import check
+from dp_training import check, joined
 
 
 def largest(x_N: Tensor, k: int) -> Tensor:

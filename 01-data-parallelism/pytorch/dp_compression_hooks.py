@@ -10,7 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from common.comm import Group
 
 from dp_basic import Bucket
-from dp_compressor import Compressor, joined
+from dp_compressor import Compressor
+from dp_training import joined
 
 Future = torch.futures.Future[Tensor]
 

@@ -25,8 +25,8 @@ from common.utils.visualizer import figure, loss_curves
 
 from dp_basic import Bucket
 from dp_compression_simulated import train as train_simulated
-from dp_compressor import COMPRESSORS, CompressionOptions, Compressor, compressor_of, joined
-from dp_training import on_one_device, on_ranks
+from dp_compressor import COMPRESSORS, CompressionOptions, Compressor, compressor_of
+from dp_training import joined, on_one_device, on_ranks
 
 MakeCompressor = Callable[[str, Group, CompressionOptions, bool], Compressor]
 

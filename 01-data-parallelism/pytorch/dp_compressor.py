@@ -104,8 +104,3 @@ def cut(flat: Tensor, like: Views) -> Views:
     """Return the tensors that lie one after the other in `flat`, with the shapes of those in `like`."""
     pieces = torch.split(flat, [x.numel() for x in like.values()])
     return {i: piece.view(x.shape) for (i, x), piece in zip(like.items(), pieces, strict=True)}
-
-
-def joined(pieces: Iterable[Tensor]) -> Tensor:
-    """Return one flat tensor of all numbers."""
-    return torch.cat([piece.flatten() for piece in pieces])

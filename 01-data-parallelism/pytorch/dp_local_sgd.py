@@ -42,8 +42,8 @@ from common.models.transformer import Transformer, cross_entropy_sum
 
 from dp_basic import broadcast_model
 from dp_local_sgd_proof import prove, timed
-from dp_replicas import LocalOptions, joined, outer
-from dp_training import check
+from dp_replicas import LocalOptions, outer
+from dp_training import check, joined
 
 
 class LocalSGD:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.table import Table
@@ -227,15 +227,7 @@ def prove(rt: Runtime, o: PrecisionOptions, lesson: Lesson) -> bool:
     return not comparison.wrong
 
 
-class Scaler(Protocol):
-    """Scaler of the loss, ours or torch's."""
-
-    def get_scale(self) -> float:
-        """Return the current scale."""
-        ...
-
-
-Scaled = tuple[Callable[[Job[Any], Any], Iterator[Tensor]], Callable[[Job[Any]], Scaler]]
+Scaled = tuple[Callable[[Job[Any], Any], Iterator[Tensor]], Callable[[Job[Any]], Any]]
 """A version: its training loop, to be called with a job and a scaler, and the function that makes the scaler."""
 Scales = list[tuple[float, bool]]
 """Of each step: the scale, and True if this rank saw an overflow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -18,12 +18,7 @@ from common.launch.runtime import Runtime
 from common.lesson.equality import Followed, with_units
 from common.lesson.job import Job, one_device
 
-from dp_training import DataParallelOptions, batches_of_ranks, on_one_device
-
-
-def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a copy of all numbers, one after the other."""
-    return torch.cat([t.detach().flatten() for t in tensors])
+from dp_training import DataParallelOptions, batches_of_ranks, joined, on_one_device
 
 
 @dataclass

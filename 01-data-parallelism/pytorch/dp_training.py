@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from common.comm import Group
 from common.comm.ledger import Ledger
@@ -72,3 +73,8 @@ def on_one_device(
 def batches_of_ranks(o: DataParallelOptions, ranks: int, device: torch.device) -> list[Batches]:
     """Return the batches of each of so many ranks, all on this device."""
     return [Batches(o, Group("part", r, ranks, tuple(range(ranks))), device) for r in range(ranks)]
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one flat tensor with a copy of all numbers."""
+    return torch.cat([t.detach().flatten() for t in tensors])

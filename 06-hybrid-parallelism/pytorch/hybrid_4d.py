@@ -23,7 +23,7 @@ from functools import partial
 
 from torch import Tensor
 
-from common.comm.placement import TOKEN_AXES, sum_gradients, sum_tied_gradients
+from common.comm.placement import TOKEN_AXES, clip_gradients, sum_gradients, sum_tied_gradients
 from common.launch.runtime import Runtime
 from common.lesson.job import Job, total
 from common.lesson.runner import run
@@ -32,7 +32,7 @@ from dp_zero import Zero
 from hybrid_experts import split
 from hybrid_initial import from_seed, materialise
 from hybrid_layout import HybridOptions
-from hybrid_model import between_stages, clip_gradients, make_groups, ring_kernel
+from hybrid_model import between_stages, make_groups, ring_kernel
 from hybrid_training import lesson
 from pp_pipeline import Pipeline
 from pp_schedules import make_schedule

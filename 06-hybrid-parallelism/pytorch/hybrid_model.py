@@ -25,8 +25,7 @@ Every mesh runs as a pipeline. Without pp it has one stage, whose schedule is fo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -34,7 +33,13 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm.mesh import AXES, Mesh
-from common.comm.placement import TOKEN_AXES, gradient_axes, gradient_norm, sum_gradients, sum_tied_gradients
+from common.comm.placement import (
+    TOKEN_AXES,
+    clip_gradients,
+    gradient_axes,
+    sum_gradients,
+    sum_tied_gradients,
+)
 from common.data.text import rank_slice
 from common.errors import UsageError
 from common.lesson.job import Batch
@@ -182,20 +187,3 @@ def between_stages(model: Transformer, region: Region | None) -> Callable[[Tenso
         return len(tokens_Bs), length, model.config.width
 
     return shape
-
-
-@torch.no_grad()
-def clip_gradients(
-    parameters: Iterable[Tensor], mesh: Mesh, largest: float, also: Tensor | None = None
-) -> Tensor:
-    """Scale the gradients so that their global norm is at most `largest`; return the norm before scaling.
-
-    As torch.nn.utils.clip_grad_norm_ on one device. also: see `gradient_norm`.
-    """
-    parameters = list(parameters)
-    norm = gradient_norm(parameters, mesh, also)
-    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-    for p in parameters if largest < math.inf else ():
-        if p.grad is not None:
-            p.grad *= factor.to(p.grad.dtype)
-    return norm

@@ -10,6 +10,7 @@ this one description.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -195,3 +196,20 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, also: Tensor | None 
     if also is not None:
         also.copy_(sums[1:])
     return sums[0].sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[Tensor], mesh: Mesh, largest: float, also: Tensor | None = None
+) -> Tensor:
+    """Scale the gradients so that their global norm is at most `largest`; return the norm before scaling.
+
+    As torch.nn.utils.clip_grad_norm_ on one device. also: see `gradient_norm`.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, mesh, also)
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters if largest < math.inf else ():
+        if p.grad is not None:
+            p.grad *= factor.to(p.grad.dtype)
+    return norm
