@@ -106,9 +106,10 @@ def against(
     reference: Followed, mine: Followed, mesh: Mesh, steps: int | None = None
 ) -> dict[str, Difference]:
     """Return the largest differences of all ranks, of the first steps or of all; infinite if other steps overflowed."""
-    a, b = finite(reference, steps), finite(mine, steps)
-    skipped = Difference(math.inf, "another step was skipped")
-    found = compare(a, b) if len(a.norms) == len(b.norms) else dict.fromkeys(KINDS, skipped)
+    found = dict.fromkeys(KINDS, Difference(math.inf, "another step was skipped"))
+    a, b = (list(map(math.isfinite, run.norms[:steps])) for run in (reference, mine))
+    if a == b:
+        found = compare(finite(reference, steps), finite(mine, steps))
     return worst_of_world(found, mesh)
 
 
