@@ -17,7 +17,7 @@ CHAPTERS = {"dp": "01", "pp": "02", "tp": "03", "sp": "04", "ep": "05", "hybrid"
 COLLECTIVE = re.compile("all_|reduce|broadcast|gather|scatter|barrier|monitored_barrier|i?send|i?recv|P2POp")
 # Rooms of common, from the ground up: each imports its own and those before it.
 ROOMS = ["errors.py", "random.py", "data", "models", "comm", "launch", "utils", "lesson", "benchmarks"]
-CPP_ROOMS = ["error.hpp", "math", "mpi", "lesson", "torch"]  # of cpp/include/fived, likewise
+CPP_ROOMS = ["error.hpp", "named.hpp", "math", "mpi", "lesson", "torch"]  # of cpp/include/fived, likewise
 PROGRAMS = {"common/utils/communication_demo.py"}  # imported by nothing
 # Functions that show the library's own version beside ours: {(file, function)}.
 SHOWS_THE_LIBRARY = {("common/benchmarks/all_reduce.py", "implementations")}

@@ -4,34 +4,32 @@
 
 #include "dp_mpi.hpp"
 #include "fived/lesson/mlp_python.hpp"
+#include "fived/lesson/model_python.hpp"
+#include "fived/math/dtype.hpp"
 
 namespace {
 
 using namespace fived;
 
 /// One Python class for both types of arithmetic.
-class Model {
+class Model : public PythonModel {
   public:
-    virtual ~Model() = default;
     virtual double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y,
                                       std::size_t global_count, std::size_t micro_batches) = 0;
-    virtual double gradient_norm() = 0;
-    virtual void sgd(double rate) = 0;
-    virtual void adamw(double rate, std::pair<double, double> betas, double epsilon, double decay) = 0;
-    virtual py::dict values(bool gradients) = 0;
-    virtual void set_weights(const std::map<std::string, py::array>& weights) = 0;
-    virtual std::size_t bytes_sent() const = 0;
     virtual double exposed_seconds() const = 0;
     virtual std::size_t state_bytes() const = 0;
 };
 
 template <class T>
-class ModelOf final : public Model {
+class ModelOf final : public BoundModel<Model, T, DataParallelMlp<T>> {
+    using Base = BoundModel<Model, T, DataParallelMlp<T>>;
+    using Base::model_;
+
   public:
-    ModelOf(const std::vector<int>& sizes, const py::object& comm, std::uint64_t seed, const Strategy& how) {
-        if (!comm.is_none()) comm_.emplace(communicator(comm));
+    ModelOf(const std::vector<int>& sizes, const py::object& comm, std::uint64_t seed, const Strategy& how)
+        : Base(communicator_or_none(comm)) {
         const py::gil_scoped_release waiting;
-        model_.emplace(sizes, seed, comm_ ? &*comm_ : nullptr, how);
+        model_.emplace(sizes, seed, this->ranks(), how);
     }
     double loss_and_gradients(const py::array& x, const Array<std::uint8_t>& y, std::size_t global_count,
                               std::size_t micro_batches) override {
@@ -45,16 +43,6 @@ class ModelOf final : public Model {
         const py::gil_scoped_release waiting;
         return model_->loss_and_gradients(view, targets, global_count, micro_batches);
     }
-    double gradient_norm() override { return model_->gradient_norm(); }
-    void sgd(double rate) override {
-        sgd_.rate = rate;
-        model_->step(sgd_);
-    }
-    void adamw(double rate, std::pair<double, double> betas, double epsilon, double decay) override {
-        adamw_.rate = rate, adamw_.beta1 = betas.first, adamw_.beta2 = betas.second;
-        adamw_.epsilon = epsilon, adamw_.decay = decay;
-        model_->step(adamw_);
-    }
     py::dict values(bool gradients) override {
         return named_arrays<T>(model_->mlp().parameters(),
                                gradients ? all_gradients() : model_->mlp().weights());
@@ -66,29 +54,21 @@ class ModelOf final : public Model {
                 throw std::invalid_argument("the model has no parameter " + name);
         set_named<T>(parameters, weights, model_->mlp().weights());
     }
-    std::size_t bytes_sent() const override { return model_->bytes_sent(); }
     double exposed_seconds() const override { return model_->exposed_seconds(); }
-    std::size_t state_bytes() const override { return adamw_.state_bytes(); }
+    std::size_t state_bytes() const override { return this->adamw_.state_bytes(); }
 
   private:
     std::span<T> all_gradients() {
         const py::gil_scoped_release waiting;
         return model_->gather_gradients();
     }
-
-    std::optional<Communicator> comm_;
-    std::optional<DataParallelMlp<T>> model_;
-    Sgd sgd_;
-    AdamW<T> adamw_;
 };
 
 std::unique_ptr<Model> make(const std::vector<int>& sizes, const std::string& dtype, const py::object& comm,
                             std::uint64_t seed, double bucket_mb, const std::string& reduction, int zero,
                             std::optional<double> compress_keep, bool feedback) {
-    if (dtype != "float64" && dtype != "float32")
-        throw std::invalid_argument("dtype is " + dtype + "; it is float64 or float32");
-    if (reduction != "overlapped" && reduction != "ring")
-        throw std::invalid_argument("reduction is " + reduction + "; it is overlapped or ring");
+    const auto type = parse<Dtype>("dtype", dtype);
+    const auto how_summed = parse<Reduction>("reduction", reduction);
     if (zero != 0 && zero != 1)
         throw std::invalid_argument("zero is " + std::to_string(zero) + "; it is 0 or 1");
     if (comm.is_none() && (zero || compress_keep))
@@ -96,10 +76,11 @@ std::unique_ptr<Model> make(const std::vector<int>& sizes, const std::string& dt
     const Strategy how{.zero = zero == 1,
                        .keep = compress_keep,
                        .feedback = feedback,
-                       .ring = reduction == "ring",
+                       .reduction = how_summed,
                        .bucket_bytes = std::size_t(bucket_mb * (1 << 20))};
-    if (dtype == "float64") return std::make_unique<ModelOf<double>>(sizes, comm, seed, how);
-    return std::make_unique<ModelOf<float>>(sizes, comm, seed, how);
+    return with_type(type, [&]<class T>() -> std::unique_ptr<Model> {
+        return std::make_unique<ModelOf<T>>(sizes, comm, seed, how);
+    });
 }
 
 }  // namespace
@@ -107,8 +88,9 @@ std::unique_ptr<Model> make(const std::vector<int>& sizes, const std::string& dt
 PYBIND11_MODULE(dp_mpi, module) {
     using namespace py::literals;
     module.doc() = "Data parallelism by MPI: an MLP whose gradients are summed over an mpi4py communicator.";
-    py::class_<Model>(module, "MLP",
-                      "The MLP of common/models/mlp.py on every rank of comm; serial when comm is None.")
+    py::class_<Model> model(
+        module, "MLP", "The MLP of common/models/mlp.py on every rank of comm; serial when comm is None.");
+    model
         .def(py::init(&make), "sizes"_a, "dtype"_a = "float64", "comm"_a = py::none(), "seed"_a = 0,
              "bucket_mb"_a = 1.0, "reduction"_a = "overlapped", "zero"_a = 0, "compress_keep"_a = py::none(),
              "feedback"_a = true,
@@ -119,21 +101,14 @@ PYBIND11_MODULE(dp_mpi, module) {
         .def("loss_and_gradients", &Model::loss_and_gradients, "x"_a, "y"_a, "global_count"_a,
              "micro_batches"_a = 1,
              "This rank's samples x [B, inputs], y [B] uint8 of a global batch of global_count. Returns its "
-             "loss.")
-        .def("gradient_norm", &Model::gradient_norm, py::call_guard<py::gil_scoped_release>(),
-             "2-norm of all gradients of the global batch. Collective with zero = 1.")
-        .def("sgd", &Model::sgd, "rate"_a, py::call_guard<py::gil_scoped_release>())
-        .def("adamw", &Model::adamw, "rate"_a = 1e-3, "betas"_a = std::pair(0.9, 0.999), "epsilon"_a = 1e-8,
-             "decay"_a = 0.01, py::call_guard<py::gil_scoped_release>())
-        .def(
-            "weights", [](Model& model) { return model.values(false); },
-            "Copies by name, layers.0.weight [O, I] ...")
-        .def(
-            "gradients", [](Model& model) { return model.values(true); },
-            "Copies by name. Collective with zero = 1, where a rank has the sums of its piece alone.")
-        .def("set_weights", &Model::set_weights, "weights"_a, "All of them, by name, on every rank.")
-        .def_property_readonly("bytes_sent", &Model::bytes_sent,
-                               "Bytes this rank sent since loss_and_gradients was last called.")
+             "loss.");
+    define_model(
+        model, {.gradient_norm = "2-norm of all gradients of the global batch. Collective with zero = 1.",
+                .weights = "Copies by name, layers.0.weight [O, I] ...",
+                .gradients =
+                    "Copies by name. Collective with zero = 1, where a rank has the sums of its piece alone.",
+                .set_weights = "All of them, by name, on every rank.",
+                .bytes_sent = "Bytes this rank sent since loss_and_gradients was last called."})
         .def_property_readonly("exposed_seconds", &Model::exposed_seconds,
                                "Seconds in MPI since loss_and_gradients was last called.")
         .def_property_readonly("state_bytes", &Model::state_bytes, "AdamW's state on this rank.");

@@ -19,6 +19,7 @@
 // backward. Memory beside the pieces: two blocks of C.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -28,10 +29,14 @@
 #include "fived/math/matrix.hpp"
 #include "fived/math/product.hpp"
 #include "fived/mpi/collectives.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
 enum class Split { rows, columns, inner };
+constexpr auto names(Split) {
+    return std::array{"rows", "columns", "inner"};
+}
 
 /// A product that is computed again and again: its memory is taken once. `comm` must outlive it.
 template <class T>

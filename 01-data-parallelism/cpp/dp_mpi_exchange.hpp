@@ -14,6 +14,7 @@
 // number).
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -24,14 +25,21 @@
 #include <vector>
 
 #include "fived/mpi/collectives.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
+
+/// By MPI's calls, in buckets that leave during backward; or by our own ring, whose messages are counted, after it.
+enum class Reduction { overlapped, ring };
+constexpr auto names(Reduction) {
+    return std::array{"overlapped", "ring"};
+}
 
 struct Strategy {
     bool zero = false;                // ZeRO-1: rank r steps with piece r alone
     std::optional<double> keep = {};  // top-k: the share of all gradients that a rank sends, in (0, 1]
     bool feedback = true;             // what top-k leaves out is added to the next gradient
-    bool ring = false;                // by our own ring, whose messages are counted, instead of MPI's calls
+    Reduction reduction = Reduction::overlapped;
     std::size_t bucket_bytes = 1u << 20;  // gradients that travel together; at least one number
 };
 
@@ -65,7 +73,7 @@ class Exchange {
   protected:
     template <class U>
     void all_gather(std::span<U> data) {
-        if (how_.ring) {
+        if (how_.reduction == Reduction::ring) {
             bytes_sent += ring_all_gather(comm_, data);
         } else {
             comm_.all_gather(data);
@@ -216,7 +224,7 @@ template <class T>
 std::unique_ptr<Exchange<T>> make_exchange(const Communicator& comm, std::span<T> gradients,
                                            const Strategy& how) {
     if (how.keep) return std::make_unique<TopK<T>>(comm, gradients, how);
-    if (how.ring) return std::make_unique<Ring<T>>(comm, gradients, how);
+    if (how.reduction == Reduction::ring) return std::make_unique<Ring<T>>(comm, gradients, how);
     return std::make_unique<Buckets<T>>(comm, gradients, how);
 }
 

@@ -46,7 +46,7 @@ class SerialTopK {
 /// What is timed and counted of one strategy.
 template <class T>
 struct Version {
-    std::string name;
+    Method method;
     Strategy how;
     DataParallelMlp<T> model;
     AdamW<T> adamw{};
@@ -63,11 +63,11 @@ class Lesson : LessonBase<Settings> {
 
     bool run() {
         std::vector<Version<T>> versions;
-        for (const auto& [name, how] : s_.strategies()) versions.push_back({name, how, parallel(how)});
+        for (const auto& [method, how] : s_.strategies()) versions.push_back({method, how, parallel(how)});
         Mlp<T>& mlp = versions.front().model.mlp();
         flop_ = mlp.flop_per_sample() * double(global_), parameters_ = mlp.weights().size();
         say("dp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n",
-            s_.model_name().c_str(), parameters_, s_.dtype.c_str(), world_.size(), global_,
+            s_.model_name().c_str(), parameters_, name_of(s_.dtype), world_.size(), global_,
             s_.text.name.c_str(), s_.megabytes());
         bool right = true;
         if (!s_.benchmark) right &= prove();
@@ -93,30 +93,29 @@ class Lesson : LessonBase<Settings> {
         say("\nlargest relative difference from one device, %d steps\n%-26s %8s %8s %8s  %s\n", s_.steps, "",
             "loss", "norm", "gradient", "weights");
         bool right = true;
-        if (s_.optimizer != "adamw") right &= prove_with<Sgd>("sgd");
-        if (s_.optimizer != "sgd") right &= prove_with<AdamW<T>>("adamw");
-        if (s_.versions == "all" || s_.versions == "topk") show_feedback();
+        if (s_.optimizer != OptimizerKind::adamw) right &= prove_with<Sgd>();
+        if (s_.optimizer != OptimizerKind::sgd) right &= prove_with<AdamW<T>>();
+        if (!s_.versions || s_.versions == Method::topk) show_feedback();
         return right;
     }
 
     template <class Optimizer>
-    bool prove_with(const std::string& optimizer) {
+    bool prove_with() {
         bool right = true;
-        for (auto [name, how] : s_.strategies()) {
-            const std::string kept = how.keep ? name + share(*how.keep) : name;
-            right &= compare<Optimizer>(name, optimizer, kept, how);
-            how.ring = true;
-            right &= compare<Optimizer>(name, optimizer, kept + ", ring", how);
-            how.keep = 1, how.ring = false;
-            if (name == "topk") right &= compare<Optimizer>("topk all", optimizer, "topk all", how);
+        for (auto [method, how] : s_.strategies()) {
+            const std::string name = name_of(method), kept = how.keep ? name + share(*how.keep) : name;
+            right &= compare<Optimizer>(name, kept, how);
+            how.reduction = Reduction::ring;
+            right &= compare<Optimizer>(name, kept + ", ring", how);
+            how.keep = 1, how.reduction = Reduction::overlapped;
+            if (method == Method::topk) right &= compare<Optimizer>("topk all", "topk all", how);
         }
         return right;
     }
 
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
-    bool compare(const std::string& version, const std::string& optimizer, const std::string& title,
-                 const Strategy& how) {
+    bool compare(const std::string& version, const std::string& title, const Strategy& how) {
         const double tolerance = this->tolerance();
         DataParallelMlp<T> ours = parallel(how);
         DataParallelMlp<T> serial(s_.sizes(), s_.seed, nullptr);
@@ -152,9 +151,11 @@ class Lesson : LessonBase<Settings> {
         weight = difference(serial.mlp().weights(), ours.mlp().weights());
         const bool apart = gradient.value > 0 || weight.value > 0;
         const std::string where = "  (" + gradient.name + "; " + weight.name + ")";
-        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n", ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + title).c_str(),
-            loss.value, norm.value, gradient.value, weight.value, apart ? where.c_str() : "");
-        return within(version, optimizer, tolerance, {loss.value, norm.value, gradient.value, weight.value});
+        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n",
+            (std::string(title_of(Optimizer::kind)) + ", " + title).c_str(), loss.value, norm.value,
+            gradient.value, weight.value, apart ? where.c_str() : "");
+        return within(version, name_of(Optimizer::kind), tolerance,
+                      {loss.value, norm.value, gradient.value, weight.value});
     }
 
     /// What error feedback is for: the same training without it, on one batch over and over.
@@ -183,7 +184,7 @@ class Lesson : LessonBase<Settings> {
     /// The bytes of a step by our own ring, whose messages we see, and of AdamW's state, beside the formulas.
     bool count(Version<T>& version) {
         Strategy ring = version.how;
-        ring.ring = true;
+        ring.reduction = Reduction::ring;
         DataParallelMlp<T> model = parallel(ring);
         AdamW<T> adamw;
         const MlpBatch<T> mine = part(0, world_.rank());
@@ -205,7 +206,7 @@ class Lesson : LessonBase<Settings> {
                 world_.barrier();
                 const Timer timer;
                 v.model.loss_and_gradients(mine.x_BI, mine.y, global_, s_.micro_batches);
-                s_.optimizer == "sgd" ? v.model.step(v.sgd) : v.model.step(v.adamw);
+                s_.optimizer == OptimizerKind::sgd ? v.model.step(v.sgd) : v.model.step(v.adamw);
                 const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
                 const double exposed = world_.all_reduce(v.model.exposed_seconds(), MPI_MAX);
                 if (step < 0) continue;
@@ -219,17 +220,17 @@ class Lesson : LessonBase<Settings> {
         say("\n%-10s %11s   %-11s %11s   %-11s %8s %8s %8s\n", "a step", "bytes sent", "formula",
             "AdamW state", "formula", "ms", "in MPI", "GFLOP/s");
         for (const Version<T>& v : versions)
-            say("%-10s %11zu %s %-11zu %11zu %s %-11zu %8.3f %8.3f %8.1f\n", v.name.c_str(), v.counted,
+            say("%-10s %11zu %s %-11zu %11zu %s %-11zu %8.3f %8.3f %8.1f\n", name_of(v.method), v.counted,
                 sign(v.counted, v.formula), v.formula, v.state, sign(v.state, v.state_formula),
                 v.state_formula, median(v.seconds) * 1e3, median(v.exposed) * 1e3,
                 flop_ / median(v.seconds) / 1e9);
         for (const Version<T>& v : versions) {
-            if (v.name == versions.front().name) continue;
+            if (v.method == versions.front().method) continue;
             std::vector<double> ratios;
             for (std::size_t i = 0; i < v.seconds.size(); ++i)
                 ratios.push_back(v.seconds[i] / versions.front().seconds[i]);
-            say("%s takes %.2f of the time of %s (%.2f to %.2f in %zu rounds)\n", v.name.c_str(),
-                median(ratios), versions.front().name.c_str(), std::ranges::min(ratios),
+            say("%s takes %.2f of the time of %s (%.2f to %.2f in %zu rounds)\n", name_of(v.method),
+                median(ratios), name_of(versions.front().method), std::ranges::min(ratios),
                 std::ranges::max(ratios), ratios.size());
         }
     }
@@ -241,8 +242,9 @@ class Lesson : LessonBase<Settings> {
     }
 
     Record record_of(const Version<T>& version) const {
-        const std::string name = version.name == "all-reduce" ? "dp_mpi" : "dp_mpi-" + version.name;
-        Record line = record("dp", name, version.name);
+        const std::string method = name_of(version.method);
+        Record line =
+            record("dp", version.method == Method::all_reduce ? "dp_mpi" : "dp_mpi-" + method, method);
         line.add("model", "mlp-" + s_.model_name()).add("parameters", parameters_);
         line.add("tokens_per_step", global_).add("flop_per_step", flop_);
         line.add("step_seconds", version.seconds).add("communication_seconds", median(version.exposed));

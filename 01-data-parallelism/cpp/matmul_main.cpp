@@ -35,7 +35,7 @@ class Lesson : ProductLesson<Settings> {
 
     bool run() {
         say("dp_matmul_mpi: C = A B, %zu x %zu x %zu, %s, %d rank(s)\n", s_.rows, s_.inner, s_.columns,
-            s_.dtype.c_str(), world_.size());
+            name_of(s_.dtype), world_.size());
         say_columns();
         const bool right = compare_all();
         times();
@@ -50,16 +50,14 @@ class Lesson : ProductLesson<Settings> {
     }
 
   private:
-    static constexpr std::array<std::pair<Split, const char*>, 3> splits{
-        {{Split::rows, "rows"}, {Split::columns, "columns"}, {Split::inner, "inner"}}};
     Range my_rows() const { return range(s_.rows, world_.size(), world_.rank()); }
 
     bool compare_all() {
         const Whole<T> serial = whole<T>();
         bool right = true;
-        for (const auto& [split, name] : splits) {
+        for (const Split split : values_of<Split>()) {
             SplitProduct<T> product(world_, split, shape_, s_.panels);
-            right &= compare(name, product, serial);
+            right &= compare(name_of(split), product, serial);
         }
         PanelProduct<T> product(world_, shape_);
         const Matrix<T> a_mK = a<T>(my_rows(), all_inner()), b_KJ = owned_b();
@@ -78,8 +76,10 @@ class Lesson : ProductLesson<Settings> {
         Cases cases{{"one rank", on_one_rank<T>()}};
         std::vector<SplitProduct<T>> products;
         std::vector<std::array<Matrix<T>, 4>> pieces;  // a, b, c; a b without communication
+        const std::vector<Split> splits = values_of<Split>();
         products.reserve(splits.size()), pieces.reserve(splits.size());
-        for (const auto& [split, name] : splits) {
+        for (const Split split : splits) {
+            const std::string name = name_of(split);
             SplitProduct<T>& product = products.emplace_back(world_, split, shape_, s_.panels);
             Matrix<T> a_ = a<T>(product.rows_of_a(), product.columns_of_a()),
                       b_ = b<T>(product.rows_of_b(), product.columns_of_b());
@@ -87,7 +87,7 @@ class Lesson : ProductLesson<Settings> {
             auto& p = pieces.emplace_back(std::array<Matrix<T>, 4>{
                 std::move(a_), std::move(b_),
                 Matrix<T>(product.rows_of_c().length, product.columns_of_c().length), std::move(alone)});
-            cases.emplace_back(std::string(name) + " alone", [&p] { gemm<T>(p[0], p[1], p[3].view); });
+            cases.emplace_back(name + " alone", [&p] { gemm<T>(p[0], p[1], p[3].view); });
             cases.emplace_back(name, [&p, &product] { product.multiply(p[0], p[1], p[2].view); });
         }
         const std::vector<Timed> timed = in_turn(world_, cases, s_.steps);

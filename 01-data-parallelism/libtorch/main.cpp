@@ -13,10 +13,6 @@ namespace {
 
 using namespace fived;
 
-const char* name_of(Way way) {
-    return way == Way::zero1 ? "ZeRO-1" : "all-reduce";
-}
-
 class Lesson : TorchLesson<Settings> {
   public:
     Lesson(const Communicator& world, const Group& group, const Settings& settings)
@@ -25,20 +21,20 @@ class Lesson : TorchLesson<Settings> {
           model_(settings.make_model(settings.seed)),
           global_(settings.global_batch(world.size())) {
         for (const at::Tensor& p : model_->parameters()) numbers_ += p.numel();
-        if (settings.zero != "1") ways_.push_back(Way::all_reduce);
-        if (settings.zero != "0") ways_.push_back(Way::zero1);
+        if (settings.zero != ZeroStage::one) ways_.push_back(Way::all_reduce);
+        if (settings.zero != ZeroStage::zero) ways_.push_back(Way::zero1);
     }
 
     bool run() {
         bool right = true;
         say("dp_libtorch: %s, %lld parameters, %s, %d rank(s), batch %zu x %d, %s (%.1f MB)\n",
-            s_.model.c_str(), static_cast<long long>(numbers_), s_.dtype.c_str(), world_.size(), global_,
+            name_of(s_.model), static_cast<long long>(numbers_), name_of(s_.dtype), world_.size(), global_,
             model_->tokens(), s_.text.name.c_str(), s_.megabytes());
         if (!s_.benchmark) {
             say("\nlargest relative difference from one device, %d steps\n%-18s %8s %8s %8s %8s %6s  %s\n",
                 s_.steps, "", "loss", "norm", "gradient", "weights", "ulps", "the largest gradient's is in");
-            for (const std::string optimizer : {"sgd", "adamw"})
-                if (s_.optimizer == "both" || s_.optimizer == optimizer) right &= compare(optimizer);
+            for (const OptimizerKind optimizer : values_of<OptimizerKind>())
+                if (!s_.optimizer || s_.optimizer == optimizer) right &= compare(optimizer);
         }
         right &= measure();
         if (!s_.benchmark)
@@ -63,7 +59,7 @@ class Lesson : TorchLesson<Settings> {
     }
     double tokens() const { return double(global_) * model_->tokens(); }
     double targets() const { return double(model_->targets(global_)); }
-    std::unique_ptr<Trainer> make(Way way, const std::string& optimizer) const {
+    std::unique_ptr<Trainer> make(Way way, OptimizerKind optimizer) const {
         const std::uint64_t other =
             way == Way::one_device ? 0 : world_.rank();  // the broadcast must mend this
         return std::make_unique<Trainer>(s_.make_model(s_.seed + other), way, optimizer, group_,
@@ -71,7 +67,7 @@ class Lesson : TorchLesson<Settings> {
     }
 
     /// Trains on all ranks in each way, and on every rank alone on the whole batch, and compares after each step.
-    bool compare(const std::string& optimizer) {
+    bool compare(OptimizerKind optimizer) {
         const auto alone = make(Way::one_device, optimizer), moved = make(Way::one_device, optimizer);
         move_by_an_ulp(moved->weights());
         struct Run {
@@ -106,10 +102,10 @@ class Lesson : TorchLesson<Settings> {
             run.weight = largest(list, tolerance());
             run.ulps.include(in_ulps(list));
             say("%-18s %8.1e %8.1e %8.1e %8.1e %6.1f  %s\n",
-                ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + std::string(name_of(run.way))).c_str(),
-                run.loss.value, run.norm.value, run.gradient.value, run.weight.value, run.ulps.value,
+                (title_of(optimizer) + std::string(", ") + name_of(run.way)).c_str(), run.loss.value,
+                run.norm.value, run.gradient.value, run.weight.value, run.ulps.value,
                 run.gradient.name.c_str());
-            right &= within(name_of(run.way), optimizer, tolerance(),
+            right &= within(name_of(run.way), name_of(optimizer), tolerance(),
                             {run.loss.value, run.norm.value, run.gradient.value, run.weight.value},
                             run.ulps.value);
         }
@@ -140,7 +136,7 @@ class Lesson : TorchLesson<Settings> {
 
     /// Steps of each way in turn; what they send and what state they leave, against the formulas.
     bool measure() {
-        const std::string optimizer = s_.optimizer == "sgd" ? "sgd" : "adamw";
+        const OptimizerKind optimizer = s_.timed_optimizer();
         std::vector<std::unique_ptr<Trainer>> trainers;
         for (const Way way : ways_) trainers.push_back(make(way, optimizer));
         measured_.resize(ways_.size());
@@ -168,7 +164,7 @@ class Lesson : TorchLesson<Settings> {
         for (std::size_t i = 0; i < ways_.size(); ++i) {
             Measured& m = measured_[i];
             m.formula = bytes_by_formula(ways_[i]);
-            const std::int64_t whole = optimizer == "sgd" ? 0 : 2 * numbers_ * element();
+            const std::int64_t whole = optimizer == OptimizerKind::sgd ? 0 : 2 * numbers_ * element();
             m.state = world_.all_reduce(trainers[i]->state_bytes());
             m.state_formula = ways_[i] == Way::zero1 ? whole : whole * world_.size();
             const double n = world_.size();
@@ -180,7 +176,7 @@ class Lesson : TorchLesson<Settings> {
         for (std::size_t i = 0; i < ways_.size(); ++i) {
             const double seconds = median(measured_[i].seconds);
             say("%s: %.0f %s/s, %.1f GFLOP/s\n", name_of(ways_[i]), tokens() / seconds,
-                s_.model == "mlp" ? "samples" : "tokens", flop() / seconds / 1e9);
+                s_.model == ModelKind::mlp ? "samples" : "tokens", flop() / seconds / 1e9);
         }
         return right;
     }
@@ -204,7 +200,7 @@ class Lesson : TorchLesson<Settings> {
         const Measured& m = measured_[i];
         const char* name = ways_[i] == Way::zero1 ? "dp_libtorch-zero1" : "dp_libtorch";
         Record line = record("dp", name, name_of(ways_[i]));
-        line.add("model", s_.model).add("parameters", numbers_).add("flop_per_step", flop());
+        line.add("model", name_of(s_.model)).add("parameters", numbers_).add("flop_per_step", flop());
         line.add("tokens_per_step", std::int64_t(tokens())).add("step_seconds", m.seconds);
         line.add("communication_seconds", median(m.blocked));
         line.add("bytes_counted", double(m.counted) / world_.size());

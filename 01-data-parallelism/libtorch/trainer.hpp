@@ -1,6 +1,7 @@
 // A model in training: on one device, or its batch split over the ranks of a process group.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,14 +18,17 @@
 namespace fived {
 
 enum class Way { one_device, all_reduce, zero1 };
+constexpr auto names(Way) {
+    return std::array{"one device", "all-reduce", "ZeRO-1"};
+}
 
 /// Samples and targets of this rank's micro-batches.
 using Parts = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 class Trainer {
   public:
-    /// Collective, but for one device. `optimizer`: sgd or adamw, as in common/lesson/equality.py.
-    Trainer(std::shared_ptr<Model> model, Way way, const std::string& optimizer, const Group& group,
+    /// Collective, but for one device.
+    Trainer(std::shared_ptr<Model> model, Way way, OptimizerKind optimizer, const Group& group,
             std::size_t bucket_bytes)
         : model_(std::move(model)) {
         for (auto& item : model_->named_parameters())

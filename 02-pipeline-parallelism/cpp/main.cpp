@@ -45,7 +45,7 @@ class Lesson : LessonBase<Settings> {
         flop_ = versions_.front()->model.flop_per_sample() * double(batch_);
         parameters_ = world_.all_reduce(std::uint64_t(versions_.front()->model.weights().size()));
         say("pp_mpi: MLP %s, %zu parameters, %s, %d rank(s), batch %zu, %s (%.1f MB)\n",
-            s_.model_name().c_str(), parameters_, s_.dtype.c_str(), world_.size(), batch_,
+            s_.model_name().c_str(), parameters_, name_of(s_.dtype), world_.size(), batch_,
             s_.text.name.c_str(), s_.megabytes());
         bool right = true;
         if (!s_.benchmark) right &= prove();
@@ -61,21 +61,20 @@ class Lesson : LessonBase<Settings> {
         say("\nlargest relative difference from one device, %d steps\n%-26s %8s %8s %8s  %s\n", s_.steps, "",
             "loss", "norm", "gradient", "weights");
         bool right = true;
-        if (s_.optimizer != "adamw") right &= prove_with<Sgd>("sgd");
-        if (s_.optimizer != "sgd") right &= prove_with<AdamW<T>>("adamw");
+        if (s_.optimizer != OptimizerKind::adamw) right &= prove_with<Sgd>();
+        if (s_.optimizer != OptimizerKind::sgd) right &= prove_with<AdamW<T>>();
         return right;
     }
     template <class Optimizer>
-    bool prove_with(const std::string& optimizer) {
+    bool prove_with() {
         bool right = true;
-        for (const auto& [name, schedule] : s_.schedules)
-            right &= compare<Optimizer>(name, optimizer, schedule);
+        for (const auto& [name, schedule] : s_.schedules) right &= compare<Optimizer>(name, schedule);
         return right;
     }
 
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
-    bool compare(const std::string& name, const std::string& optimizer, const Schedule& schedule) {
+    bool compare(const std::string& name, const Schedule& schedule) {
         const double tolerance = this->tolerance();
         Pipeline<T> ours(s_.sizes(), s_.seed, world_, schedule);
         Mlp<T> serial(s_.sizes(), s_.seed);
@@ -98,9 +97,11 @@ class Lesson : LessonBase<Settings> {
         }
         const bool apart = gradient.value > 0 || weight.value > 0;
         const std::string where = "  (" + gradient.name + "; " + weight.name + ")";
-        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n", ((optimizer == "sgd" ? "SGD, " : "AdamW, ") + name).c_str(),
-            loss.value, norm.value, gradient.value, weight.value, apart ? where.c_str() : "");
-        return within(name, optimizer, tolerance, {loss.value, norm.value, gradient.value, weight.value});
+        say("%-26s %8.1e %8.1e %8.1e  %.1e%s\n",
+            (std::string(title_of(Optimizer::kind)) + ", " + name).c_str(), loss.value, norm.value,
+            gradient.value, weight.value, apart ? where.c_str() : "");
+        return within(name, name_of(Optimizer::kind), tolerance,
+                      {loss.value, norm.value, gradient.value, weight.value});
     }
 
     /// Of all ranks' parts, the whole model's values in the order of `all`.
@@ -139,8 +140,8 @@ class Lesson : LessonBase<Settings> {
             if (serial) {
                 serial_loss(*serial, all, micro_batches);
                 const std::span<const T> gradients = serial->gradients();
-                s_.optimizer == "sgd" ? sgd.step(serial->weights(), gradients)
-                                      : adamw.step(serial->weights(), gradients);
+                s_.optimizer == OptimizerKind::sgd ? sgd.step(serial->weights(), gradients)
+                                                   : adamw.step(serial->weights(), gradients);
             }
             return world_.all_reduce(timer.seconds(), MPI_MAX);
         };
@@ -167,7 +168,7 @@ class Lesson : LessonBase<Settings> {
         world_.barrier();
         const Timer timer;
         v.model.loss_and_gradients(all.x_BI, all.y);
-        s_.optimizer == "sgd" ? v.model.step(v.sgd) : v.model.step(v.adamw);
+        s_.optimizer == OptimizerKind::sgd ? v.model.step(v.sgd) : v.model.step(v.adamw);
         const double seconds = world_.all_reduce(timer.seconds(), MPI_MAX);
         const double blocked = world_.all_reduce(v.model.blocked_seconds(), MPI_MAX);
         double busy = 0, end = 0;

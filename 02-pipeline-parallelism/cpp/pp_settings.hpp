@@ -11,7 +11,7 @@ struct Settings : MlpSettings, ScheduleSettings {
     /// What --benchmark starts from: two stages of equal work, large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
         steps = 3, batch = 4096, context = 48, hidden = 1024, layers = 8, micro_batches = 16;
-        dtype = "float32", optimizer = "adamw";
+        dtype = Dtype::float32, optimizer = OptimizerKind::adamw;
     }
     Options options() {
         Options options("Pipeline parallelism by MPI, an MLP on bytes of text. Run it under mpirun.");

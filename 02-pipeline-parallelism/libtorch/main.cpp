@@ -23,18 +23,18 @@ class Lesson : TrainingLesson<Settings, Trainer> {
           down_(c10::make_intrusive<Ranks>(world_process_group("down"))) {}
 
     bool run() {
-        const Trainer whole(s_, "sgd");
+        const Trainer whole(s_, OptimizerKind::sgd);
         for (const auto& [_, tensor] : whole.parameters()) numbers_ += tensor.numel();
         say("pp_libtorch: %s, %d layers, %lld parameters, %s, %d rank(s), batch %d x %d, %s (%.1f MB)\n",
-            s_.model.c_str(), s_.shape().layers, (long long)numbers_, s_.dtype.c_str(), world_.size(),
+            name_of(s_.model), s_.shape().layers, (long long)numbers_, name_of(s_.dtype), world_.size(),
             s_.batch, s_.sequence, s_.text.name.c_str(), s_.megabytes());
-        const auto compare_all = [&](const std::string& optimizer) {
+        const auto compare_all = [&](OptimizerKind optimizer) {
             Trainer alone(s_, optimizer), moved(s_, optimizer);
             return compare(optimizer, alone, moved, trainers(optimizer),
                            [](const std::string&, const at::Tensor& whole) { return whole; });
         };
         const auto measure_all = [&] {
-            const std::string optimizer = s_.optimizer == "sgd" ? "sgd" : "adamw";
+            const OptimizerKind optimizer = s_.timed_optimizer();
             return measure(
                 trainers(optimizer), [&] { return std::make_unique<Trainer>(s_, optimizer); },
                 [&](std::size_t i) { return bytes_by_formula(s_.schedules[i].second); });
@@ -46,7 +46,7 @@ class Lesson : TrainingLesson<Settings, Trainer> {
 
   private:
     /// One for each schedule.
-    Trainers trainers(const std::string& optimizer) const {
+    Trainers trainers(OptimizerKind optimizer) const {
         Trainers list;
         for (const auto& [name, schedule] : s_.schedules)
             list.emplace_back(name, std::make_unique<Trainer>(s_, optimizer, schedule, up_, down_));

@@ -7,15 +7,16 @@
 namespace fived {
 
 struct Settings : TorchTrainingSettings, ScheduleSettings {
-    Settings() { model = "gpt2-deep", batch = 11, micro_batches = 8; }
+    Settings() { model = ModelKind::gpt2_deep, batch = 11, micro_batches = 8; }
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
-        model = "gpt2-10m", dtype = "float32", optimizer = "adamw";
+        model = ModelKind::gpt2_10m, dtype = Dtype::float32, optimizer = OptimizerKind::adamw;
         steps = 7, batch = 8, sequence = 64, micro_batches = 8;
     }
     Options options() {
         Options options("Pipeline parallelism on LibTorch and MPI. Run it under mpirun.");
-        options.add("model", model, {"gpt2-tiny", "gpt2-deep", "gpt2-10m"}, "what to train on bytes of text");
+        options.add("model", model, {ModelKind::gpt2_tiny, ModelKind::gpt2_deep, ModelKind::gpt2_10m},
+                    "what to train on bytes of text");
         options.add("sequence", sequence, 1, "tokens of a sample");
         add_to(options, "samples a step; all pass every stage", "parts in which they pass",
                " of each schedule");
@@ -25,7 +26,8 @@ struct Settings : TorchTrainingSettings, ScheduleSettings {
     /// Throws UsageError for what cannot work. Collective.
     void check(const Communicator& world) {
         const int layers = shape().layers;
-        make_schedules(world, batch, micro_batches, layers, std::to_string(layers) + " layers of " + model);
+        make_schedules(world, batch, micro_batches, layers,
+                       std::to_string(layers) + " layers of " + name_of(model));
         load();
         check_sequence();
     }

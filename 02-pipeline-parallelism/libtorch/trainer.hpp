@@ -17,7 +17,7 @@ namespace fived {
 class Trainer {
   public:
     /// On one device.
-    Trainer(const Settings& settings, const std::string& optimizer) : settings_(settings) {
+    Trainer(const Settings& settings, OptimizerKind optimizer) : settings_(settings) {
         whole_ = Gpt2Part(settings.shape());
         whole_->to(settings.type());
         whole_->initialise(settings.seed);
@@ -25,8 +25,8 @@ class Trainer {
         start(optimizer);
     }
     /// In a pipeline.
-    Trainer(const Settings& settings, const std::string& optimizer, const Schedule& schedule,
-            const RanksPtr& up, const RanksPtr& down)
+    Trainer(const Settings& settings, OptimizerKind optimizer, const Schedule& schedule, const RanksPtr& up,
+            const RanksPtr& down)
         : settings_(settings), micro_batches_(schedule.micro_batches) {
         pipeline_.emplace(settings.shape(), schedule, up, down, settings.type());
         pipeline_->fill([&](const std::string& name, at::IntArrayRef sizes) {
@@ -66,7 +66,7 @@ class Trainer {
     std::vector<Message> take_messages() { return pipeline_->take_messages(); }
 
   private:
-    void start(const std::string& optimizer) {
+    void start(OptimizerKind optimizer) {
         Tensors leaves;
         for (const auto& [_, tensor] : parameters_) leaves.push_back(tensor);
         optimizer_ = make_optimizer(optimizer, leaves);

@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "fived/lesson/layer_python.hpp"
+#include "fived/math/dtype.hpp"
 #include "tp_mpi.hpp"
 
 namespace {
@@ -17,13 +18,13 @@ class Layer : public PythonLayer {
 template <class T>
 class LayerOf final : public BoundLayer<Layer, T, TensorParallelLayer<T>> {
   public:
-    LayerOf(const LayerShape& shape, const py::object& comm, std::uint64_t seed, bool ring)
-        : BoundLayer<Layer, T, TensorParallelLayer<T>>(comm) {
-        this->layer_.emplace(shape, seed, this->ranks(), ring);
+    LayerOf(const LayerShape& shape, const py::object& comm, std::uint64_t seed, Reduction reduction)
+        : BoundLayer<Layer, T, TensorParallelLayer<T>>(communicator_or_none(comm)) {
+        this->model_.emplace(shape, seed, this->ranks(), reduction);
     }
     py::dict places() const override {
         py::dict named;
-        for (const Shard& p : this->layer_->parameters()) {
+        for (const Shard& p : this->model_->parameters()) {
             const py::slice rows(p.first_row, p.first_row + p.rows, 1),
                 columns(p.first_column, p.first_column + p.columns, 1);
             named[p.name.c_str()] =
@@ -32,12 +33,12 @@ class LayerOf final : public BoundLayer<Layer, T, TensorParallelLayer<T>> {
         return named;
     }
     std::size_t bytes_by_formula(std::size_t tokens) const override {
-        return this->layer_->bytes_by_formula(tokens);
+        return this->model_->bytes_by_formula(tokens);
     }
 
   private:
     void run_forward(MatrixView<const T> x, MatrixView<T> y) override {
-        this->layer_->forward(x, std::size_t(this->x_.shape(1)), y);
+        this->model_->forward(x, std::size_t(this->x_.shape(1)), y);
     }
     bool takes(py::ssize_t dimensions) const override { return dimensions == 3; }
     std::string leading() const override { return "samples, sequence"; }
@@ -47,10 +48,10 @@ std::unique_ptr<Layer> make(std::size_t width, std::size_t heads, std::size_t ml
                             const py::object& comm, std::uint64_t seed, const std::string& dtype,
                             const std::string& reduction, double epsilon) {
     const LayerShape shape{width, heads, mlp_width, epsilon};
-    const bool ring = !is_first("reduction", reduction, "mpi", "ring");
-    if (is_first("dtype", dtype, "float64", "float32"))
-        return std::make_unique<LayerOf<double>>(shape, comm, seed, ring);
-    return std::make_unique<LayerOf<float>>(shape, comm, seed, ring);
+    const auto how = parse<Reduction>("reduction", reduction);
+    return with_type(parse<Dtype>("dtype", dtype), [&]<class T>() -> std::unique_ptr<Layer> {
+        return std::make_unique<LayerOf<T>>(shape, comm, seed, how);
+    });
 }
 
 }  // namespace

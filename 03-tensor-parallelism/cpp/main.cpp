@@ -2,6 +2,7 @@
 // mpirun -np 2 tp_mpi --benchmark    times the steps beside one rank, and without the all-reduces
 #include <array>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,13 +18,14 @@ using namespace fived;
 struct Settings : LessonSettings {
     LayerShape shape{.width = 80, .heads = 5, .mlp_width = 323};  // uneven on 2, 3 and 4 ranks
     std::size_t batch = 3, sequence = 17;
-    std::string optimizer = "both";
+    std::optional<OptimizerKind> optimizer;  // none: both, one after the other
 
     Settings() { steps = 3; }
     /// What --benchmark starts from.
     void prefer_benchmark() {
         shape = {.width = 768, .heads = 12, .mlp_width = 3072};
-        batch = 4, sequence = 256, steps = 7, dtype = "float32", optimizer = "adamw";
+        batch = 4, sequence = 256, steps = 7, dtype = Dtype::float32;
+        optimizer = OptimizerKind::adamw;
     }
     Options options() {
         Options options("Tensor parallelism by MPI, a Transformer layer. Run it under mpirun.");
@@ -33,7 +35,7 @@ struct Settings : LessonSettings {
         options.add("mlp-width", shape.mlp_width, one, "hidden width of the MLP");
         options.add("batch", batch, one, "samples a step; every rank sees all of them");
         options.add("sequence", sequence, one, "tokens of a sample");
-        options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
+        options.add("optimizer", optimizer, "both", "what to train with");
         add_to(options, "steps of training, and rounds that are timed", "of weights and samples",
                " of each way to sum", "time the steps, compare nothing; with --help: its own defaults");
         return options;
@@ -53,6 +55,11 @@ struct Settings : LessonSettings {
     }
 };
 
+/// As tables print it.
+const char* title_of(Reduction reduction) {
+    return reduction == Reduction::mpi ? "MPI" : "ring";
+}
+
 template <class T>
 class Lesson : LessonBase<Settings> {
   public:
@@ -66,7 +73,7 @@ class Lesson : LessonBase<Settings> {
             "%s, "
             "%d rank(s)\n",
             s_.shape.width, s_.shape.heads, s_.shape.mlp_width, s_.shape.parameters(), s_.batch, s_.sequence,
-            s_.dtype.c_str(), world_.size());
+            name_of(s_.dtype), world_.size());
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark) say_verdict(right);
@@ -78,7 +85,7 @@ class Lesson : LessonBase<Settings> {
   private:
     struct Timed {
         std::string name;
-        bool sums = false;
+        std::optional<Reduction> sums{};  // none: there are no sums
         std::vector<double> seconds{}, communication{};
         std::size_t counted = 0, formula = 0;
     };
@@ -111,19 +118,20 @@ class Lesson : LessonBase<Settings> {
         say("\nlargest relative difference from one device, %d steps\n%-14s %8s %8s %8s %8s  %s\n", s_.steps,
             "", "loss", "norm", "dx", "gradient", "weights");
         bool right = true;
-        for (const bool ring : {false, true}) {
-            if (s_.optimizer != "adamw") right &= compare("sgd", ring, Sgd());
-            if (s_.optimizer != "sgd") right &= compare("adamw", ring, AdamW<T>());
+        for (const Reduction reduction : values_of<Reduction>()) {
+            if (s_.optimizer != OptimizerKind::adamw) right &= compare<Sgd>(reduction);
+            if (s_.optimizer != OptimizerKind::sgd) right &= compare<AdamW<T>>(reduction);
         }
         return right;
     }
 
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
-    bool compare(const std::string& name, bool ring, const Optimizer& optimizer) {
-        const std::string sums = ring ? "ring" : "MPI";
-        TensorParallelLayer<T> ours(s_.shape, s_.seed, &world_, ring), serial(s_.shape, s_.seed, nullptr);
-        Optimizer our_optimizer = optimizer, serial_optimizer = optimizer;
+    bool compare(Reduction reduction) {
+        const std::string sums = title_of(reduction);
+        TensorParallelLayer<T> ours(s_.shape, s_.seed, &world_, reduction),
+            serial(s_.shape, s_.seed, nullptr);
+        Optimizer our_optimizer, serial_optimizer;
         Difference loss, norm, input, gradient, weight;
         bool counted = true;
         for (int step = 0; step < s_.steps; ++step) {
@@ -141,10 +149,10 @@ class Lesson : LessonBase<Settings> {
         }
         weight = difference(serial, serial.weights(), ours, ours.weights(), tolerance());
         say("%-14s %8.1e %8.1e %8.1e %8.1e  %.1e  (%s; %s)\n",
-            ((name == "sgd" ? "SGD, " : "AdamW, ") + sums).c_str(), loss.value, norm.value, input.value,
-            gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
+            (std::string(title_of(Optimizer::kind)) + ", " + sums).c_str(), loss.value, norm.value,
+            input.value, gradient.value, weight.value, gradient.name.c_str(), weight.name.c_str());
         return everywhere(counted) &
-               within(sums, name, tolerance(),
+               within(sums, name_of(Optimizer::kind), tolerance(),
                       {loss.value, norm.value, input.value, gradient.value, weight.value});
     }
 
@@ -166,11 +174,14 @@ class Lesson : LessonBase<Settings> {
     bool measure() {
         draw(0);
         TensorParallelLayer<T> serial(s_.shape, s_.seed, nullptr), alone(s_.shape, s_.seed, &world_),
-            mpi(s_.shape, s_.seed, &world_), ring(s_.shape, s_.seed, &world_, true);
+            mpi(s_.shape, s_.seed, &world_), ring(s_.shape, s_.seed, &world_, Reduction::ring);
         alone.communicate = false;
         std::array<AdamW<T>, 4> optimizers;
         const std::array<TensorParallelLayer<T>*, 4> layers{&serial, &alone, &mpi, &ring};
-        timed_ = {{"one rank"}, {"no sums"}, {"MPI", true}, {"ring", true}};
+        timed_ = {{"one rank"},
+                  {"no sums"},
+                  {title_of(Reduction::mpi), Reduction::mpi},
+                  {title_of(Reduction::ring), Reduction::ring}};
         bool right = true;
         for (int round = -1; round < s_.steps; ++round)
             for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -213,7 +224,7 @@ class Lesson : LessonBase<Settings> {
     }
 
     Record record_of(const Timed& timed) const {
-        Record line = record("tp", timed.name == "MPI" ? "tp_mpi" : "tp_mpi-ring", timed.name);
+        Record line = record("tp", timed.sums == Reduction::mpi ? "tp_mpi" : "tp_mpi-ring", timed.name);
         line.add("model", "layer-" + std::to_string(s_.shape.width) + "-" + std::to_string(s_.shape.heads) +
                               "-" + std::to_string(s_.shape.mlp_width));
         line.add("parameters", s_.shape.parameters())

@@ -63,7 +63,7 @@ class Lesson : ProductLesson<Settings> {
 
     bool run() {
         say("tp_summa_mpi: C = A B, %zu x %zu x %zu, %s, %d x %d ranks\n", s_.rows, s_.inner, s_.columns,
-            s_.dtype.c_str(), s_.shape.rows, s_.shape.columns);
+            name_of(s_.dtype), s_.shape.rows, s_.shape.columns);
         say_columns();
         const Whole<T> serial = whole<T>();
         bool right = true;

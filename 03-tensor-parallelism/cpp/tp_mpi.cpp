@@ -8,8 +8,8 @@ namespace fived {
 
 template <class T>
 TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64_t seed,
-                                            const Communicator* comm, bool ring)
-    : shape_(shape), comm_(comm), ring_(ring) {
+                                            const Communicator* comm, Reduction reduction)
+    : shape_(shape), comm_(comm), reduction_(reduction) {
     const std::size_t D = shape.width, H = shape.heads, F = shape.mlp_width, P = comm ? comm->size() : 1;
     if (std::min({D, H, F}) < 1 || D % H)
         throw std::invalid_argument(
@@ -26,16 +26,16 @@ TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64
     add_parameter("attention_norm.bias", D, 1);
     // q, k and v lie one after the other: one product makes all three.
     for (const char* name : {"q_proj", "k_proj", "v_proj"})
-        add_parameter(std::string("attention.") + name + ".weight", D, D, 'h');
+        add_parameter(std::string("attention.") + name + ".weight", D, D, Cut::rows_by_heads);
     for (const char* name : {"q_proj", "k_proj", "v_proj"})
-        add_parameter(std::string("attention.") + name + ".bias", D, 1, 'h');
-    add_parameter("attention.o_proj.weight", D, D, 'H');
+        add_parameter(std::string("attention.") + name + ".bias", D, 1, Cut::rows_by_heads);
+    add_parameter("attention.o_proj.weight", D, D, Cut::columns_by_heads);
     add_parameter("attention.o_proj.bias", D, 1);
     add_parameter("mlp_norm.weight", D, 1);
     add_parameter("mlp_norm.bias", D, 1);
-    add_parameter("mlp.up_proj.weight", F, D, 'f');
-    add_parameter("mlp.up_proj.bias", F, 1, 'f');
-    add_parameter("mlp.down_proj.weight", D, F, 'F');
+    add_parameter("mlp.up_proj.weight", F, D, Cut::rows_evenly);
+    add_parameter("mlp.up_proj.bias", F, 1, Cut::rows_evenly);
+    add_parameter("mlp.down_proj.weight", D, F, Cut::columns_evenly);
     add_parameter("mlp.down_proj.bias", D, 1);
     weights_.resize(parameters_.back().offset + parameters_.back().size());
     gradients_.resize(weights_.size());
@@ -45,19 +45,28 @@ TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64
 /// `split`: rows by heads (h) or evenly (f), columns likewise (H, F).
 template <class T>
 void TensorParallelLayer<T>::add_parameter(const std::string& name, std::size_t rows, std::size_t columns,
-                                           char split) {
+                                           Cut how) {
     const std::size_t P = comm_ ? comm_->size() : 1, r = comm_ ? comm_->rank() : 0;
     const std::size_t offset =
         parameters_.empty() ? 0 : parameters_.back().offset + parameters_.back().size();
     Shard shard{{name, offset, rows, columns}, rows, columns};
-    if (split == 'h' || split == 'H') {
-        const std::size_t first = cut(shape_.heads, P, r) * shape_.head_width();
-        split == 'h' ? (shard.first_row = first, shard.rows = a_)
-                     : (shard.first_column = first, shard.columns = a_);
-    } else if (split == 'f' || split == 'F') {
-        const std::size_t first = cut(shape_.mlp_width, P, r);
-        split == 'f' ? (shard.first_row = first, shard.rows = f_)
-                     : (shard.first_column = first, shard.columns = f_);
+    const std::size_t by_heads = cut(shape_.heads, P, r) * shape_.head_width(),
+                      evenly = cut(shape_.mlp_width, P, r);
+    switch (how) {
+        case Cut::whole:
+            break;
+        case Cut::rows_by_heads:
+            shard.first_row = by_heads, shard.rows = a_;
+            break;
+        case Cut::columns_by_heads:
+            shard.first_column = by_heads, shard.columns = a_;
+            break;
+        case Cut::rows_evenly:
+            shard.first_row = evenly, shard.rows = f_;
+            break;
+        case Cut::columns_evenly:
+            shard.first_column = evenly, shard.columns = f_;
+            break;
     }
     parameters_.push_back(shard);
 }
@@ -189,7 +198,7 @@ void TensorParallelLayer<T>::all_reduce(MatrixView<T> terms_ND) {
     if (!comm_ || !communicate) return;
     const std::span<T> terms(terms_ND.data, terms_ND.rows * terms_ND.columns);
     const Timer timer;
-    if (ring_) {
+    if (reduction_ == Reduction::ring) {
         bytes_sent_ += ring_all_reduce(*comm_, terms);
     } else {
         comm_->all_reduce(terms);

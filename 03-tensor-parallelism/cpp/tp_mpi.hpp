@@ -18,6 +18,7 @@
 // F width of the MLP  f this rank's part of it
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -28,6 +29,7 @@
 #include "fived/math/optimizer.hpp"
 #include "fived/mpi/collectives.hpp"
 #include "fived/mpi/mpi.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
@@ -38,6 +40,16 @@ struct LayerShape {
     /// Numbers of all parameters: 4 D^2 + 2 D F and the vectors.
     std::size_t parameters() const { return width * (4 * width + 2 * mlp_width + 9) + mlp_width; }
 };
+
+/// How a parameter [rows, columns] is cut over the ranks: rows of a column-parallel matrix (weights are [out, in]), columns
+/// of a row-parallel one; in whole heads, or evenly.
+enum class Cut { whole, rows_by_heads, columns_by_heads, rows_evenly, columns_evenly };
+
+/// Sums over the ranks by MPI_Allreduce; or by our own ring, whose messages are counted.
+enum class Reduction { mpi, ring };
+constexpr auto names(Reduction) {
+    return std::array{"mpi", "ring"};
+}
 
 /// Where this rank's part of a parameter lies in the flat arrays, and where in the whole parameter.
 struct Shard : Parameter {
@@ -66,7 +78,7 @@ class TensorParallelLayer {
     /// Throws std::invalid_argument where the heads do not divide the width, or a rank would get no head or
     /// column.
     TensorParallelLayer(const LayerShape& shape, std::uint64_t seed, const Communicator* comm,
-                        bool ring = false);
+                        Reduction reduction = Reduction::mpi);
 
     /// y_ND from x_ND, the same on every rank; N = samples * sequence.
     void forward(MatrixView<const T> x_ND, std::size_t sequence, MatrixView<T> y_ND);
@@ -97,7 +109,7 @@ class TensorParallelLayer {
         std::vector<T> standard_ND, scale_N, y_ND;
     };
 
-    void add_parameter(const std::string& name, std::size_t rows, std::size_t columns, char split = ' ');
+    void add_parameter(const std::string& name, std::size_t rows, std::size_t columns, Cut how = Cut::whole);
     void initialise(std::uint64_t seed);
     void reserve(std::size_t tokens, std::size_t sequence);
     void attend();
@@ -115,7 +127,7 @@ class TensorParallelLayer {
 
     LayerShape shape_;
     const Communicator* comm_;
-    bool ring_;
+    Reduction reduction_;
     std::size_t heads_, a_, f_;  // this rank's heads, their columns h K, and its columns of the MLP
     std::vector<Shard> parameters_;
     std::vector<T> weights_, gradients_;

@@ -12,6 +12,9 @@ namespace fived {
 
 namespace {
 
+/// What a rank says of its collective in shared memory, where the others check it.
+enum class Operation : std::uint32_t { broadcast = 1, sum };
+
 /// Times that a product stops to let the next panel move.
 constexpr std::size_t stops = 4;
 
@@ -23,6 +26,11 @@ void add_terms(std::byte* out, const std::byte* const* in, int inputs, std::size
         for (int r = 0; r < inputs; ++r) sum += reinterpret_cast<const T*>(in[r])[i];
         total[i] = sum;
     }
+}
+
+template <class T>
+Call call(Operation operation, std::size_t elements, int root, std::uint64_t number) {
+    return {std::uint32_t(operation), sizeof(T), elements, std::uint64_t(root), number};
 }
 
 template <class T>
@@ -47,7 +55,7 @@ template <class T>
 void Line::start_broadcast(std::span<T> data, int root) {
     if (size() == 1 || data.empty()) return;
     if (memory_)
-        rounds_.emplace(broadcast(*memory_, {1, sizeof(T), data.size(), std::uint64_t(root), ++calls_},
+        rounds_.emplace(broadcast(*memory_, call<T>(Operation::broadcast, data.size(), root, ++calls_),
                                   std::as_writable_bytes(data).data(), data.size_bytes(), root));
     else
         request_ = comm_.start_broadcast(data, root);
@@ -58,7 +66,7 @@ template <class T>
 void Line::reduce(std::span<T> data, int root) {
     if (size() == 1 || data.empty()) return;
     if (memory_)
-        rounds_.emplace(all_reduce(*memory_, {2, sizeof(T), data.size(), std::uint64_t(root), ++calls_},
+        rounds_.emplace(all_reduce(*memory_, call<T>(Operation::sum, data.size(), root, ++calls_),
                                    std::as_writable_bytes(data).data(), data.size_bytes(), sizeof(T),
                                    add_terms<T>, root));
     else

@@ -31,6 +31,7 @@
 #include "fived/math/product.hpp"
 #include "fived/mpi/mpi.hpp"
 #include "fived/mpi/shared_memory.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
@@ -43,6 +44,9 @@ GridShape most_square(int ranks);
 
 /// What carries a panel: MPI_Ibcast and MPI_Ireduce, or the memory that the ranks of one host share.
 enum class Carrier { mpi, host };
+constexpr auto names(Carrier) {
+    return std::array{"mpi", "host"};
+}
 
 /// The ranks of one row or one column. One collective at a time; it goes on whenever test() is called.
 class Line {

@@ -2,7 +2,6 @@
 //
 //   mpirun -np 4 tp_libtorch                trains GPT-2 on real text, split over all ranks and on one, and compares
 //   mpirun -np 2 tp_libtorch --benchmark    times the steps beside those of one rank alone
-#include <memory>
 #include <string>
 
 #include "fived/torch/training_lesson.hpp"
@@ -13,12 +12,9 @@ namespace {
 
 using namespace fived;
 
-class Lesson : TrainingLesson<Settings, Trainer> {
+class Lesson : OneWayLesson<Settings, Trainer> {
   public:
-    Lesson(const Communicator& world, const Group& group, const Settings& settings)
-        : TrainingLesson(world, settings),
-          ranks_(c10::make_intrusive<Ranks>(group)),
-          one_(c10::make_intrusive<Ranks>(Group())) {}
+    using OneWayLesson::OneWayLesson;
 
     bool run() {
         const Parameters whole = s_.shape().initial(s_.seed, s_.type());
@@ -27,32 +23,16 @@ class Lesson : TrainingLesson<Settings, Trainer> {
         for (const auto& [_, tensor] : split(whole, *ranks_)) mine += tensor.numel();
         say("tp_libtorch: %s, %lld parameters (%lld on a rank), %s, %d rank(s), batch %d x %d, %s (%.1f "
             "MB)\n",
-            s_.model.c_str(), (long long)numbers_, (long long)world_.all_reduce(mine, MPI_MAX),
-            s_.dtype.c_str(), world_.size(), s_.batch, s_.sequence, s_.text.name.c_str(), s_.megabytes());
-        const auto compare_both = [&](const std::string& optimizer) {
-            Trainer alone(s_, optimizer, one_), moved(s_, optimizer, one_);
-            return compare(optimizer, alone, moved, trainers(optimizer),
-                           [&](const std::string& name, const at::Tensor& whole) {
-                               return piece_of(whole, split_dimension(name), *ranks_);
-                           });
+            name_of(s_.model), (long long)numbers_, (long long)world_.all_reduce(mine, MPI_MAX),
+            name_of(s_.dtype), world_.size(), s_.batch, s_.sequence, s_.text.name.c_str(), s_.megabytes());
+        const auto piece = [&](const std::string& name, const at::Tensor& whole) {
+            return piece_of(whole, split_dimension(name), *ranks_);
         };
-        const auto measure_both = [&] {
-            const std::string optimizer = s_.optimizer == "sgd" ? "sgd" : "adamw";
-            return measure(
-                trainers(optimizer), [&] { return std::make_unique<Trainer>(s_, optimizer, one_); },
-                [&](std::size_t) { return bytes_by_formula(); });
-        };
-        const bool right = prove("training split over", compare_both, measure_both);
-        append(record_of(timed_[0], "tp", "tp_libtorch"));
-        return right;
+        return prove_and_time("training split over", "tp", "tp_libtorch", piece,
+                              [&](const Trainer&) { return bytes_by_formula(); });
     }
 
   private:
-    Trainers trainers(const std::string& optimizer) const {
-        Trainers list;
-        list.emplace_back("", std::make_unique<Trainer>(s_, optimizer, ranks_));
-        return list;
-    }
     /// What this rank sends in a step, times the ranks: two sums of x a layer forward and two backward, one each for embedding
     /// and head, three numbers a token for the loss.
     std::int64_t bytes_by_formula() const {
@@ -60,8 +40,6 @@ class Lesson : TrainingLesson<Settings, Trainer> {
         return 2 * (world_.size() - 1) * std::int64_t(s_.tokens()) *
                (shape.width * (4 * shape.layers + 2) + 3) * std::int64_t(element());
     }
-
-    const RanksPtr ranks_, one_;
 };
 
 }  // namespace

@@ -14,12 +14,13 @@ struct Settings : TorchTrainingSettings {
     Settings() { batch = 10; }
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
-        model = "gpt2-10m", dtype = "float32", optimizer = "adamw";
+        model = ModelKind::gpt2_10m, dtype = Dtype::float32, optimizer = OptimizerKind::adamw;
         steps = 7, batch = 4, sequence = 64, micro_batches = 1;
     }
     Options options() {
         Options options("Megatron's tensor parallelism on LibTorch and MPI. Run it under mpirun.");
-        options.add("model", model, {"gpt2-tiny", "gpt2-10m"}, "what to train on bytes of text");
+        options.add("model", model, {ModelKind::gpt2_tiny, ModelKind::gpt2_10m},
+                    "what to train on bytes of text");
         options.add("heads", heads, 0,
                     "heads of a layer, which the ranks share; 0: as many as the model has");
         options.add("sequence", sequence, 1, "tokens of a sample");
@@ -41,7 +42,8 @@ struct Settings : TorchTrainingSettings {
             if (gpt2.width % k == 0) divisors += (k == 1 ? "" : ", ") + std::to_string(k);
         if (gpt2.width % gpt2.heads)
             throw UsageError("--heads " + std::to_string(heads) + " do not divide the width " +
-                             std::to_string(gpt2.width) + " of " + model + "; " + divisors + " would");
+                             std::to_string(gpt2.width) + " of " + name_of(model) + "; " + divisors +
+                             " would");
         try {
             check_heads(gpt2.heads, ranks);
         } catch (const std::invalid_argument& error) {

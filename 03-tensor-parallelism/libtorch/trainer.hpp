@@ -13,7 +13,7 @@ namespace fived {
 
 class Trainer {
   public:
-    Trainer(const Settings& settings, const std::string& optimizer, RanksPtr ranks)
+    Trainer(const Settings& settings, OptimizerKind optimizer, RanksPtr ranks)
         : settings_(settings), gpt2_(settings.shape()), ranks_(std::move(ranks)) {
         mine_ = split(gpt2_.initial(settings.seed, settings.type()), *ranks_);
         Tensors leaves;

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "fived/lesson/python.hpp"
+#include "fived/math/dtype.hpp"
 #include "sp_mpi.hpp"
 
 namespace {
@@ -25,8 +26,8 @@ class Attention {
 template <class T>
 class AttentionOf final : public Attention {
   public:
-    AttentionOf(const py::object& comm, const AttentionShape& shape, Order order, bool causal) {
-        if (!comm.is_none()) comm_.emplace(communicator(comm));
+    AttentionOf(const py::object& comm, const AttentionShape& shape, Order order, bool causal)
+        : comm_(communicator_or_none(comm)) {
         ring_.emplace(comm_ ? &*comm_ : nullptr, shape, order, causal);
     }
     py::array forward(const py::array& q, const py::array& k, const py::array& v) override {
@@ -80,28 +81,21 @@ class AttentionOf final : public Attention {
     Array<T> q_, k_, v_, out_, logsumexp_;
 };
 
-Order order_of(const std::string& name) {
-    if (name == "contiguous") return Order::contiguous;
-    if (name == "zigzag") return Order::zigzag;
-    throw std::invalid_argument("order is " + name + "; it is contiguous or zigzag");
-}
-
 std::unique_ptr<Attention> make(std::size_t batch, std::size_t heads, std::size_t sequence,
                                 std::size_t head_width, std::optional<std::size_t> kv_heads,
                                 const py::object& comm, bool causal, const std::string& order,
                                 const std::string& dtype) {
     const AttentionShape shape{batch, heads, kv_heads.value_or(heads), sequence, head_width};
-    if (dtype == "float64")
-        return std::make_unique<AttentionOf<double>>(comm, shape, order_of(order), causal);
-    if (dtype == "float32") return std::make_unique<AttentionOf<float>>(comm, shape, order_of(order), causal);
-    throw std::invalid_argument("dtype is " + dtype + "; it is float64 or float32");
+    return with_type(parse<Dtype>("dtype", dtype), [&]<class T>() -> std::unique_ptr<Attention> {
+        return std::make_unique<AttentionOf<T>>(comm, shape, parse<Order>("order", order), causal);
+    });
 }
 
 std::vector<std::size_t> positions(std::size_t sequence, int ranks, int rank, const std::string& order) {
     if (rank < 0 || rank >= ranks)
         throw std::invalid_argument("no rank " + std::to_string(rank) + " of " + std::to_string(ranks));
     std::vector<std::size_t> all;
-    for (const auto& [begin, n] : chunks(sequence, ranks, rank, order_of(order)))
+    for (const auto& [begin, n] : chunks(sequence, ranks, rank, parse<Order>("order", order)))
         for (std::size_t i = begin; i < begin + n; ++i) all.push_back(i);
     return all;
 }
@@ -116,7 +110,7 @@ PYBIND11_MODULE(sp_mpi, module) {
     module.def(
         "pairs",
         [](std::size_t sequence, int ranks, int rank, const std::string& order, bool causal) {
-            return pairs(sequence, ranks, rank, order_of(order), causal);
+            return pairs(sequence, ranks, rank, parse<Order>("order", order), causal);
         },
         "sequence"_a, "ranks"_a, "rank"_a, "order"_a = "zigzag", "causal"_a = true,
         "Pairs of a query of this rank and a key that it sees.");

@@ -20,7 +20,7 @@ struct Settings : LessonSettings {
     /// What --benchmark starts from.
     void prefer_benchmark() {
         shape = {.batch = 1, .heads = 8, .kv_heads = 8, .sequence = 8192, .head_width = 64};
-        dtype = "float32";
+        dtype = Dtype::float32;
     }
     Options options() {
         Options options("Ring attention by MPI: the sequence is split over the ranks. Run it under mpirun.");
@@ -116,8 +116,8 @@ class Lesson : LessonBase<Settings> {
     bool run() {
         say("sp_mpi: attention, batch %zu, %zu heads and %zu of keys, width %zu, sequence %zu, %s, %d "
             "rank(s)\n",
-            shape_.batch, shape_.heads, shape_.kv_heads, shape_.head_width, shape_.sequence, s_.dtype.c_str(),
-            world_.size());
+            shape_.batch, shape_.heads, shape_.kv_heads, shape_.head_width, shape_.sequence,
+            name_of(s_.dtype), world_.size());
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark)
@@ -132,14 +132,11 @@ class Lesson : LessonBase<Settings> {
 
   private:
     struct Timed {
-        std::string name;
         Order order;
         std::size_t counted = 0, formula = 0;
         double pairs_balance = 0;
         std::vector<double> seconds{}, blocked{}, balance{};
     };
-    static constexpr std::array<std::pair<Order, const char*>, 2> orders{
-        {{Order::contiguous, "contiguous"}, {Order::zigzag, "zigzag"}}};
 
     std::vector<Chunk> my_chunks(Order order) const {
         return chunks(shape_.sequence, world_.size(), world_.rank(), order);
@@ -155,12 +152,13 @@ class Lesson : LessonBase<Settings> {
             const std::vector<Chunk> whole{{0, shape_.sequence}};
             Arrays<T> expected(shape_, whole, s_.seed);
             plain_attention(shape_, causal, expected);
-            for (const auto& [order, name] : orders) right &= compare(expected, order, name, causal);
+            for (const Order order : values_of<Order>()) right &= compare(expected, order, causal);
         }
         return right;
     }
 
-    bool compare(const Arrays<T>& expected, Order order, const std::string& name, bool causal) {
+    bool compare(const Arrays<T>& expected, Order order, bool causal) {
+        const std::string name = name_of(order);
         RingAttention<T> ring(&world_, shape_, order, causal);
         Arrays<T> a(shape_, my_chunks(order), s_.seed);
         ring.forward(a.q, a.k, a.v, a.out, a.logsumexp);
@@ -202,11 +200,12 @@ class Lesson : LessonBase<Settings> {
         RingAttention<T> alone(nullptr, shape_, Order::contiguous, true);
         Arrays<T> whole(shape_, {{0, world_.rank() == 0 ? shape_.sequence : 0}}, s_.seed);
         bool right = true;
+        const std::vector<Order> orders = values_of<Order>();
         rings.reserve(orders.size());
-        for (const auto& [order, name] : orders) {
+        for (const Order order : orders) {
             rings.emplace_back(&world_, shape_, order, true);
             arrays.emplace_back(shape_, my_chunks(order), s_.seed);
-            timed_.push_back({name, order});
+            timed_.push_back({order});
             timed_.back().pairs_balance = balance(double(my_pairs(order)));
         }
         std::vector<double> one_rank;
@@ -264,7 +263,7 @@ class Lesson : LessonBase<Settings> {
             s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes sent", "formula",
             "ms", "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
         for (const Timed& timed : timed_)
-            say("%-12s %12zu %s %-12zu %7.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name.c_str(),
+            say("%-12s %12zu %s %-12zu %7.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", name_of(timed.order),
                 timed.counted, timed.counted == timed.formula ? "=" : "!=", timed.formula,
                 median(timed.seconds) * 1e3, median(timed.blocked) * 1e3,
                 flop() / median(timed.seconds) / 1e9, ratio(one_rank, timed.seconds), timed.pairs_balance,
@@ -273,7 +272,7 @@ class Lesson : LessonBase<Settings> {
 
     Record record_of(const Timed& timed) const {
         const auto& [B, H, G, S, K] = shape_;
-        Record line = record("sp", "sp_mpi-" + timed.name, timed.name);
+        Record line = record("sp", std::string("sp_mpi-") + name_of(timed.order), name_of(timed.order));
         line.add("model", "attention " + std::to_string(B) + " x " + std::to_string(H) + " x " +
                               std::to_string(S) + " x " + std::to_string(K) + ", " + std::to_string(G) +
                               " heads of keys, causal");

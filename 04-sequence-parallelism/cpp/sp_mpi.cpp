@@ -105,7 +105,7 @@ void RingAttention<T>::forward(std::span<const T> q, std::span<const T> k, std::
     KeysValues held{k, v};
     for (int step = 0; step < P_; ++step) {
         const bool more = step + 1 < P_;
-        if (more) pass(held, keys_values_[step % 2], source(step + 1), 0);
+        if (more) pass(held, keys_values_[step % 2], source(step + 1), Passing::keys_values);
         const std::size_t theirs = length(chunks_[source(step)]);
         each_pair(source(step), [&](std::size_t head, std::size_t i, std::size_t n, std::size_t kv,
                                     std::size_t j, std::size_t m, bool diagonal) {
@@ -139,11 +139,12 @@ void RingAttention<T>::backward(std::span<const T> dout, std::span<const T> q, s
         const bool more = step + 1 < P_;
         const int from = source(step);
         const std::size_t theirs = length(chunks_[from]), n_kv = kv_numbers(from);
-        if (more) pass(held, keys_values_[step % 2], source(step + 1), 0);
+        if (more) pass(held, keys_values_[step % 2], source(step + 1), Passing::keys_values);
         // What the ranks before have added to the gradients of these keys; the first to see them is the next
         // rank.
         if (step > 1)
-            pass(gradients_[(step - 1) % 2].first(kv_numbers(source(step - 1))), arriving_, from, 2);
+            pass(gradients_[(step - 1) % 2].first(kv_numbers(source(step - 1))), arriving_, from,
+                 Passing::gradients);
         const std::span<T> dk_here = step == 0 ? dk : std::span(gradients_[step % 2].k).first(n_kv),
                            dv_here = step == 0 ? dv : std::span(gradients_[step % 2].v).first(n_kv);
         std::ranges::fill(dk_here, T(0));
@@ -161,16 +162,16 @@ void RingAttention<T>::backward(std::span<const T> dout, std::span<const T> q, s
         if (more) held = keys_values_[step % 2].first(kv_numbers(source(step + 1)));
     }
     if (P_ == 1) return;
-    pass(gradients_[(P_ - 1) % 2].first(kv_numbers(source(P_ - 1))), arriving_, rank_, 2);
+    pass(gradients_[(P_ - 1) % 2].first(kv_numbers(source(P_ - 1))), arriving_, rank_, Passing::gradients);
     wait();
     add<T>(dk, arriving_.first(dk.size()).k), add<T>(dv, arriving_.first(dv.size()).v);
 }
 
 /// Starts sending `data` to the next rank and receiving what belongs to rank `arriving` from the previous.
 template <class T>
-void RingAttention<T>::pass(const KeysValues& data, Room& room, int arriving, int tag) {
+void RingAttention<T>::pass(const KeysValues& data, Room& room, int arriving, Passing what) {
     const std::size_t n = kv_numbers(arriving);
-    const int previous = source(1), next = source(P_ - 1);
+    const int previous = source(1), next = source(P_ - 1), tag = 2 * int(what);  // k's; v's is the next
     moving_.push_back(comm_->start_receive(std::span(room.k).first(n), previous, tag));
     moving_.push_back(comm_->start_receive(std::span(room.v).first(n), previous, tag + 1));
     moving_.push_back(comm_->start_send(data.k, next, tag));

@@ -16,17 +16,22 @@
 // B batch  H query heads  G key-value heads  S sequence  s this rank's part of it  K width of a head
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <span>
 #include <vector>
 
 #include "fived/lesson/record.hpp"
 #include "fived/mpi/mpi.hpp"
+#include "fived/named.hpp"
 #include "sp_tiles.hpp"
 
 namespace fived {
 
 enum class Order { contiguous, zigzag };
+constexpr auto names(Order) {
+    return std::array{"contiguous", "zigzag"};
+}
 
 /// Neighbouring positions of the sequence.
 struct Chunk {
@@ -94,7 +99,8 @@ class RingAttention {
     }
     template <class Use>
     void each_pair(int source, Use use) const;
-    void pass(const KeysValues& data, Room& room, int arriving, int tag);
+    enum class Passing { keys_values, gradients };  // two pairs of messages at a time
+    void pass(const KeysValues& data, Room& room, int arriving, Passing what);
     void wait();
     void progress();
     void check(const char* name, std::size_t given, std::size_t heads, std::size_t width) const;

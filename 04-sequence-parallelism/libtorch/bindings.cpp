@@ -1,39 +1,20 @@
 // Python module sp_libtorch: torch tensors, and a torch.distributed process group wrapped once as Ranks.
-#include <stdexcept>
 #include <string>
 
 #include "fived/torch/python.hpp"
 #include "sp_libtorch.hpp"
 
-namespace {
-
-/// The place of `name` in {first, second}. Throws std::invalid_argument for any other.
-template <class Enum>
-Enum chosen(const char* what, const std::string& name, const char* first, const char* second) {
-    if (name != first && name != second)
-        throw std::invalid_argument(std::string(what) + " is " + name + "; it is " + first + " or " + second);
-    return name == first ? Enum{} : Enum{1};
-}
-fived::Order order_of(const std::string& name) {
-    return chosen<fived::Order>("order", name, "contiguous", "zigzag");
-}
-fived::Kernel kernel_of(const std::string& name) {
-    return chosen<fived::Kernel>("kernel", name, "library", "plain");
-}
-
-}  // namespace
-
 PYBIND11_MODULE(sp_libtorch, module) {
     namespace py = pybind11;
     using namespace py::literals;
-    using fived::RanksPtr;
+    using fived::Kernel, fived::Order, fived::parse, fived::RanksPtr;
 
     module.doc() = "Ring attention in C++ on LibTorch's autograd and c10d.";
     fived::add_ranks(module, "sp");
     module.def(
         "places",
         [](std::int64_t sequence, const RanksPtr& ranks, const std::string& order) {
-            return fived::places(sequence, order_of(order), ranks->rank(), ranks->size());
+            return fived::places(sequence, parse<Order>("order", order), ranks->rank(), ranks->size());
         },
         "sequence"_a, "ranks"_a.none(false), "order"_a = "contiguous",
         "Indices, in rising order, of this rank's positions. Raises ValueError where the sequence does not "
@@ -42,7 +23,8 @@ PYBIND11_MODULE(sp_libtorch, module) {
         "ring_attention",
         [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, const RanksPtr& ranks,
            const std::string& order, const std::string& kernel) {
-            return fived::ring_attention(q, k, v, causal, ranks, order_of(order), kernel_of(kernel));
+            return fived::ring_attention(q, k, v, causal, ranks, parse<Order>("order", order),
+                                         parse<Kernel>("kernel", kernel));
         },
         "q_BHsK"_a, "k_BGsK"_a, "v_BGsK"_a, "causal"_a, "ranks"_a.none(false), "order"_a = "contiguous",
         "kernel"_a = "library", fived::Waiting(),

@@ -23,7 +23,7 @@ class Lesson : TorchLesson<Settings> {
             "%d "
             "rank(s)\n",
             (long long)s_.batch, (long long)s_.heads, (long long)s_.kv_heads, (long long)s_.head_width,
-            (long long)s_.sequence, s_.dtype.c_str(), world_.size());
+            (long long)s_.sequence, name_of(s_.dtype), world_.size());
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark)
@@ -36,7 +36,6 @@ class Lesson : TorchLesson<Settings> {
   private:
     struct Timed {
         Order order;
-        const char* name;
         std::int64_t counted = 0;
         double pairs_balance = 0;
         std::vector<double> seconds{}, blocked{}, balance{};
@@ -71,19 +70,14 @@ class Lesson : TorchLesson<Settings> {
             whole_.start();
             const at::Tensor o = attention_on_one_rank(whole_, causal);
             (o * whole_.w).sum().backward();
-            for (const auto& [order, order_name] :
-                 {std::pair(Order::contiguous, "contiguous"), {Order::zigzag, "zigzag"}})
-                for (const auto& [kernel, kernel_name] :
-                     {std::pair(Kernel::library, "library"), {Kernel::plain, "plain"}})
-                    right &= compare(
-                        o.detach(), causal, order, kernel,
-                        std::string(order_name) + (causal ? ", causal, " : ", all pairs, ") + kernel_name);
+            for (const Order order : values_of<Order>())
+                for (const Kernel kernel : values_of<Kernel>())
+                    right &= compare(o.detach(), causal, order, kernel);
         }
         return right;
     }
 
-    bool compare(const at::Tensor& expected, bool causal, Order order, Kernel kernel,
-                 const std::string& name) {
+    bool compare(const at::Tensor& expected, bool causal, Order order, Kernel kernel) {
         const at::Tensor mine = my_places(order);
         const Inputs x(whole_, mine);
         take_messages();
@@ -103,22 +97,22 @@ class Lesson : TorchLesson<Settings> {
                                          apart(whole_.q.grad(), x.q.grad()),
                                          apart(whole_.k.grad(), x.k.grad()),
                                          apart(whole_.v.grad(), x.v.grad())};
+        const std::string name =
+            std::string(name_of(order)) + (causal ? ", causal, " : ", all pairs, ") + name_of(kernel);
         say("%-30s %8.1e %8.1e %8.1e %8.1e %8.1e  %18lld %10lld\n", name.c_str(), values[0], values[1],
             values[2], values[3], values[4], (long long)counted, (long long)bytes_by_formula());
-        return within(order == Order::contiguous ? "contiguous" : "zigzag", "", tolerance(),
-                      {*std::ranges::max_element(values)}) &
+        return within(name_of(order), "", tolerance(), {*std::ranges::max_element(values)}) &
                everywhere(counted == bytes_by_formula());
     }
 
     /// Forward and backward, causal, in both orders and on rank 0 alone, in turn.
     bool measure() {
-        timed_ = {{Order::contiguous, "contiguous"}, {Order::zigzag, "zigzag"}};
+        for (const Order order : values_of<Order>()) timed_.push_back({order});
         std::vector<Inputs> inputs;
         for (Timed& timed : timed_) {
             inputs.emplace_back(whole_, my_places(timed.order));
             timed.pairs_balance = balance(double(my_pairs(timed.order)));
         }
-        const Kernel kernel = s_.kernel == "library" ? Kernel::library : Kernel::plain;
         std::vector<double> one_rank;
         bool right = true;
         for (int round = -1; round < s_.steps; ++round) {
@@ -137,7 +131,7 @@ class Lesson : TorchLesson<Settings> {
                 take_messages();
                 world_.barrier();
                 const Timer mine;
-                ring_attention(x.q, x.k, x.v, true, ranks_, timed.order, kernel).backward(x.w);
+                ring_attention(x.q, x.k, x.v, true, ranks_, timed.order, s_.kernel).backward(x.w);
                 const double own = mine.seconds(), slowest = world_.all_reduce(own, MPI_MAX);
                 const auto [counted, blocked] = take_messages();
                 const double waited = world_.all_reduce(blocked, MPI_MAX), apart = balance(own - blocked);
@@ -175,14 +169,14 @@ class Lesson : TorchLesson<Settings> {
             s_.steps, median(one_rank) * 1e3, flop() / median(one_rank) / 1e9, "", "bytes a rank sends",
             "formula", "ms", "blocked", "GFLOP/s", "speed-up", "slowest rank / mean: pairs, seconds");
         for (const Timed& timed : timed_)
-            say("%-12s %18lld %12lld  %9.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", timed.name,
+            say("%-12s %18lld %12lld  %9.1f %9.1f %9.1f %9.2f   %.3f, %.3f\n", name_of(timed.order),
                 (long long)timed.counted, (long long)bytes_by_formula(), median(timed.seconds) * 1e3,
                 median(timed.blocked) * 1e3, flop() / median(timed.seconds) / 1e9,
                 ratio(one_rank, timed.seconds), timed.pairs_balance, median(timed.balance));
     }
 
     Record record_of(const Timed& timed) const {
-        Record line = record("sp", std::string("sp_libtorch-") + timed.name, timed.name);
+        Record line = record("sp", std::string("sp_libtorch-") + name_of(timed.order), name_of(timed.order));
         line.add("model", "attention " + std::to_string(s_.batch) + " x " + std::to_string(s_.heads) + " x " +
                               std::to_string(s_.sequence) + " x " + std::to_string(s_.head_width) + ", " +
                               std::to_string(s_.kv_heads) + " heads of keys, causal");

@@ -10,16 +10,17 @@
 #include "fived/lesson/lesson.hpp"
 #include "fived/math/random.hpp"
 #include "fived/torch/torch.hpp"
+#include "sp_libtorch.hpp"
 
 namespace fived {
 
 struct Settings : LessonSettings {
     std::int64_t batch = 2, heads = 4, kv_heads = 2, sequence = 48, head_width = 16;
-    std::string kernel = "library";
+    Kernel kernel = Kernel::library;
 
     /// What --benchmark starts from.
     void prefer_benchmark() {
-        batch = 1, heads = kv_heads = 8, sequence = 8192, head_width = 64, dtype = "float32";
+        batch = 1, heads = kv_heads = 8, sequence = 8192, head_width = 64, dtype = Dtype::float32;
     }
     Options options() {
         Options options("Ring attention on LibTorch and MPI. Run it under mpirun.");
@@ -29,7 +30,7 @@ struct Settings : LessonSettings {
         options.add("kv-heads", kv_heads, one, "heads of the keys and values; divides --heads");
         options.add("sequence", sequence, one, "positions of all ranks together");
         options.add("head-width", head_width, one, "of one head");
-        options.add("kernel", kernel, {"library", "plain"}, "of a block, in what is timed");
+        options.add("kernel", kernel, "of a block, in what is timed");
         add_to(options, "rounds that are timed", "of the numbers", " of each order",
                "time, compare nothing; with --help: its own defaults");
         return options;
@@ -49,7 +50,7 @@ struct Settings : LessonSettings {
                              (below ? std::to_string(below) + " or " : "") + std::to_string(below + parts) +
                              " would");
     }
-    at::ScalarType type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
+    at::ScalarType type() const { return dtype == Dtype::float64 ? at::kDouble : at::kFloat; }
 };
 
 /// q, k and v, and the weights of the loss, sum(o w).

@@ -65,6 +65,9 @@ void merge(const at::Tensor& o, const at::Tensor& lse, const at::Tensor& more, c
     lse.copy_(at::logaddexp(lse, more_lse));
 }
 
+// Two tensors may be on their way at once.
+constexpr int keys_values_tag = 0, gradients_tag = 1;
+
 /// x on its way to the next rank, another tensor on its way here, into `into`; both stay as they are until arrived().
 class Passing {
   public:
@@ -102,7 +105,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         at::Tensor o, lse;
         for (int t = 0; t < n; ++t) {
             std::optional<Passing> passing;
-            if (t < n - 1) passing.emplace(*ranks, kv, spare, 0);
+            if (t < n - 1) passing.emplace(*ranks, kv, spare, keys_values_tag);
             const Work w = work(call.order, call.causal, r, (r + n - t) % n, s);
             if (t == 0) {
                 std::tie(o, lse) = block_forward(call.kernel, q, kv[0], kv[1], w.causal);
@@ -143,7 +146,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
         std::optional<Passing> homeward;
         for (int t = 0; t < n; ++t) {
             std::optional<Passing> passing;
-            if (t < n - 1) passing.emplace(*ranks, kv, spare, 0);
+            if (t < n - 1) passing.emplace(*ranks, kv, spare, keys_values_tag);
             const Work w = work(Order(kept("order").toInt()), kept("causal").toBool(), r, (r + n - t) % n, s);
             const auto mine = [&](const at::Tensor& x) { return x.slice(2, w.first_query); };
             const auto seen = [&](const at::Tensor& x) { return x.slice(2, 0, w.keys); };
@@ -156,7 +159,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
             } else {
                 if (homeward) std::tie(dkv, dkv_spare) = homeward->arrived();
                 if (w.any()) mine(dq).add_(more), seen(dkv[0]).add_(dk), seen(dkv[1]).add_(dv);
-                homeward.emplace(*ranks, dkv, dkv_spare, 1);
+                homeward.emplace(*ranks, dkv, dkv_spare, gradients_tag);
             }
             if (passing) std::tie(kv, spare) = passing->arrived();
         }

@@ -21,15 +21,23 @@
 // B batch  H query heads  G heads of keys, read by H / G query heads each  s positions of a rank  K width of a head
 #pragma once
 
+#include <array>
 #include <string>
 
+#include "fived/named.hpp"
 #include "fived/torch/ranks.hpp"
 
 namespace fived {
 
 enum class Order { contiguous, zigzag };
+constexpr auto names(Order) {
+    return std::array{"contiguous", "zigzag"};
+}
 /// Of a block: torch's FlashAttention, CPUs only; or the equations in matrix products, with all scores in memory.
 enum class Kernel { library, plain };
+constexpr auto names(Kernel) {
+    return std::array{"library", "plain"};
+}
 
 /// The part of the block [s, s] of this rank's queries and `owner`'s keys that rank `rank` computes.
 struct Work {

@@ -3,6 +3,7 @@
 
 #include "ep_mpi.hpp"
 #include "fived/lesson/layer_python.hpp"
+#include "fived/math/dtype.hpp"
 
 namespace {
 
@@ -20,25 +21,25 @@ template <class T>
 class LayerOf final : public BoundLayer<Layer, T, ExpertParallelLayer<T>> {
   public:
     LayerOf(const MoEShape& shape, const py::object& comm, std::uint64_t seed)
-        : BoundLayer<Layer, T, ExpertParallelLayer<T>>(comm) {
-        this->layer_.emplace(shape, seed, this->ranks());
+        : BoundLayer<Layer, T, ExpertParallelLayer<T>>(communicator_or_none(comm)) {
+        this->model_.emplace(shape, seed, this->ranks());
     }
     py::array choices() const override {
-        const std::size_t K = this->layer_->shape().experts_per_token;
-        const auto chosen = this->layer_->choices();
+        const std::size_t K = this->model_->shape().experts_per_token;
+        const auto chosen = this->model_->choices();
         return py::array_t<std::uint32_t>({chosen.size() / K, K}, chosen.data());
     }
     py::object experts() const override {
-        const Range mine = this->layer_->experts();
+        const Range mine = this->model_->experts();
         return py::module_::import("builtins").attr("range")(mine.begin, mine.end());
     }
     std::size_t bytes_by_formula(std::size_t sent, std::size_t received) const override {
-        return this->layer_->bytes_by_formula(sent, received);
+        return this->model_->bytes_by_formula(sent, received);
     }
-    double permutation_seconds() const override { return this->layer_->permutation_seconds(); }
+    double permutation_seconds() const override { return this->model_->permutation_seconds(); }
 
   private:
-    void run_forward(MatrixView<const T> x, MatrixView<T> y) override { this->layer_->forward(x, y); }
+    void run_forward(MatrixView<const T> x, MatrixView<T> y) override { this->model_->forward(x, y); }
     bool takes(py::ssize_t) const override { return true; }
     std::string leading() const override { return "tokens"; }
 };
@@ -46,12 +47,15 @@ class LayerOf final : public BoundLayer<Layer, T, ExpertParallelLayer<T>> {
 std::unique_ptr<Layer> make(std::size_t width, std::size_t mlp_width, std::size_t experts,
                             std::size_t experts_per_token, const py::object& comm, std::uint64_t seed,
                             const std::string& dtype, const std::string& mlp, const std::string& router) {
-    const bool swiglu = is_first("mlp", mlp, "swiglu", "gelu"),
-               renormalised = is_first("router", router, "renormalised", "softmax");
-    const MoEShape shape{width, mlp_width, experts, experts_per_token, swiglu, renormalised};
-    if (is_first("dtype", dtype, "float64", "float32"))
-        return std::make_unique<LayerOf<double>>(shape, comm, seed);
-    return std::make_unique<LayerOf<float>>(shape, comm, seed);
+    const MoEShape shape{width,
+                         mlp_width,
+                         experts,
+                         experts_per_token,
+                         parse<Activation>("mlp", mlp),
+                         parse<Weights>("router", router)};
+    return with_type(parse<Dtype>("dtype", dtype), [&]<class T>() -> std::unique_ptr<Layer> {
+        return std::make_unique<LayerOf<T>>(shape, comm, seed);
+    });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -15,16 +16,23 @@
 
 #include "fived/math/kernels.hpp"
 #include "fived/math/matrix.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
 using Choices = std::span<const std::uint32_t>;
 
-/// The K largest logits of each token, and as weights their softmax: over all experts, as in Switch (arXiv:2101.03961,
-/// equation 2), or `renormalised`, over the chosen ones, as in Mixtral (arXiv:2401.04088, section 2.1). The logits
-/// become that softmax, 0 for experts outside it.
+/// A choice's weight: the softmax over the token's chosen experts, as in Mixtral
+/// (arXiv:2401.04088, section 2.1); or over all experts, as in Switch (arXiv:2101.03961, equation 2).
+enum class Weights { renormalised, softmax };
+constexpr auto names(Weights) {
+    return std::array{"renormalised", "softmax"};
+}
+
+/// The experts of the K largest logits of each token, and their weights, both by falling logit. The logits become the
+/// softmax from which the weights are taken, 0 for experts outside it.
 template <class T>
-void route(MatrixView<T> scores_TE, std::size_t K, bool renormalised, std::span<std::uint32_t> expert_TK,
+void route(MatrixView<T> scores_TE, std::size_t K, Weights weights, std::span<std::uint32_t> expert_TK,
            std::span<T> weight_TK) {
     constexpr T chosen = -std::numeric_limits<T>::infinity();
     std::vector<T> left_E(scores_TE.columns);
@@ -39,7 +47,8 @@ void route(MatrixView<T> scores_TE, std::size_t K, bool renormalised, std::span<
         const T largest = s_E[expert_TK[t * K]];
         T sum = 0;
         for (std::size_t e = 0; e < s_E.size(); ++e) {
-            s_E[e] = renormalised && left_E[e] != chosen ? T(0) : std::exp(s_E[e] - largest);
+            s_E[e] =
+                weights == Weights::renormalised && left_E[e] != chosen ? T(0) : std::exp(s_E[e] - largest);
             sum += s_E[e];
         }
         for (T& s : s_E) s /= sum;

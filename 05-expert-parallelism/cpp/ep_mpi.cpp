@@ -2,8 +2,6 @@
 
 #include <stdexcept>
 
-#include "ep_kernels.hpp"
-
 namespace fived {
 
 template <class T>
@@ -22,11 +20,11 @@ ExpertParallelLayer<T>::ExpertParallelLayer(const MoEShape& shape, std::uint64_t
                                     " would do");
     const std::size_t e = mine_.length;
     add_parameter("router.weight", {E, D});
-    if (shape.swiglu) add_parameter("experts.gate_proj.weight", {e, F, D});
+    if (shape.gated()) add_parameter("experts.gate_proj.weight", {e, F, D});
     add_parameter("experts.up_proj.weight", {e, F, D});
-    if (!shape.swiglu) add_parameter("experts.up_proj.bias", {e, F});
+    if (!shape.gated()) add_parameter("experts.up_proj.bias", {e, F});
     add_parameter("experts.down_proj.weight", {e, D, F});
-    if (!shape.swiglu) add_parameter("experts.down_proj.bias", {e, D});
+    if (!shape.gated()) add_parameter("experts.down_proj.bias", {e, D});
     weights_.resize(parameters_.back().offset + parameters_.back().size());
     gradients_.resize(weights_.size());
     first_E_.resize(E + 1);
@@ -73,15 +71,15 @@ void ExpertParallelLayer<T>::forward(MatrixView<const T> x_TD, MatrixView<T> y_T
     if (balanced)
         for (std::size_t k = 0; k < R_; ++k)
             tokens(scores_TE_, shape_.experts)(k / K, (first_token * K + k) % shape_.experts) += 99;
-    route<T>(tokens(scores_TE_, shape_.experts), K, shape_.renormalised, expert_TK_, weight_TK_);
+    route<T>(tokens(scores_TE_, shape_.experts), K, shape_.router, expert_TK_, weight_TK_);
     const Timer permuting;
     sort_by_expert(expert_TK_, row_TK_, first_E_);
     permute<T>(x_TD, row_TK_, rows(rows_RD_));
     permutation_seconds_ += permuting.seconds();
     plan();
-    exchange(rows_RD_, arrived_rD_, false);
+    exchange(rows_RD_, arrived_rD_, Direction::to_experts);
     for (std::size_t i = 0; i < mine_.length; ++i) compute(i);
-    exchange(out_rD_, returned_RD_, true);
+    exchange(out_rD_, returned_RD_, Direction::to_tokens);
     const Timer combining;
     combine<T>(rows(returned_RD_), row_TK_, weight_TK_, y_TD);
     permutation_seconds_ += combining.seconds();
@@ -97,9 +95,9 @@ void ExpertParallelLayer<T>::backward(MatrixView<const T> dy_TD, MatrixView<T> d
     const Timer combining;
     combine_backward<T>(dy_TD, row_TK_, weight_TK_, dweight_TK_, rows(returned_RD_));
     permutation_seconds_ += combining.seconds();
-    exchange(returned_RD_, out_rD_, false);
+    exchange(returned_RD_, out_rD_, Direction::to_experts);
     for (std::size_t i = 0; i < mine_.length; ++i) compute_backward(i);
-    exchange(arrived_rD_, rows_RD_, true);
+    exchange(arrived_rD_, rows_RD_, Direction::to_tokens);
     const Timer permuting;
     permute_backward<T>(rows(rows_RD_), row_TK_, dx_TD);
     permutation_seconds_ += permuting.seconds();
@@ -151,13 +149,14 @@ void ExpertParallelLayer<T>::plan() {
         }
     for (auto* work : {&arrived_rD_, &out_rD_}) work->resize(place * D);
     for (auto* work : {&up_rF_, &gate_rF_, &hidden_rF_, &dhidden_rF_})
-        if (work != &gate_rF_ || shape_.swiglu) work->resize(place * shape_.mlp_width);
+        if (work != &gate_rF_ || shape_.gated()) work->resize(place * shape_.mlp_width);
 }
 
 /// Rows sorted by expert to the ranks of these, or `back`. On one rank they are there.
 template <class T>
-void ExpertParallelLayer<T>::exchange(std::vector<T>& rows, std::vector<T>& arriving, bool back) {
+void ExpertParallelLayer<T>::exchange(std::vector<T>& rows, std::vector<T>& arriving, Direction direction) {
     if (!comm_) return std::swap(rows, arriving);
+    const bool back = direction == Direction::to_tokens;
     const Timer timer;
     for (std::size_t i = 0; i < leave_.size(); ++i) {
         const std::vector<Range>&to = back ? arrive_[i] : leave_[i], &from = back ? leave_[i] : arrive_[i];
@@ -175,7 +174,7 @@ void ExpertParallelLayer<T>::compute(std::size_t i) {
     const MatrixView<T> x = rows_of(arrived_rD_, i, D), out = rows_of(out_rD_, i, D),
                         up = rows_of(up_rF_, i, F), hidden = rows_of(hidden_rF_, i, F);
     gemm<T>(x, t(matrix(weights_, "up_proj", i)), up);
-    if (shape_.swiglu) {
+    if (shape_.gated()) {
         const MatrixView<T> gate = rows_of(gate_rF_, i, F);
         gemm<T>(x, t(matrix(weights_, "gate_proj", i)), gate);
         swiglu<T>(gate, up, hidden);
@@ -183,7 +182,7 @@ void ExpertParallelLayer<T>::compute(std::size_t i) {
         bias_gelu<T>(up, vector(weights_, "up_proj", i), hidden);
     }
     gemm<T>(hidden, t(matrix(weights_, "down_proj", i)), out);
-    if (!shape_.swiglu) add_bias<T>(out, vector(weights_, "down_proj", i));
+    if (!shape_.gated()) add_bias<T>(out, vector(weights_, "down_proj", i));
 }
 
 /// The gradient of x takes x's place.
@@ -194,7 +193,7 @@ void ExpertParallelLayer<T>::compute_backward(std::size_t i) {
                         dup = rows_of(up_rF_, i, F), dhidden = rows_of(dhidden_rF_, i, F);
     gemm<T>(t(dout), rows_of(hidden_rF_, i, F), matrix(gradients_, "down_proj", i));
     gemm<T>(dout, matrix(weights_, "down_proj", i), dhidden);
-    if (shape_.swiglu) {
+    if (shape_.gated()) {
         const MatrixView<T> dgate = rows_of(gate_rF_, i, F);
         swiglu_backward<T>(dhidden, dgate, dup);
         gemm<T>(t(dgate), x, matrix(gradients_, "gate_proj", i));

@@ -21,28 +21,38 @@
 // F width of an expert  P ranks
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "ep_kernels.hpp"
 #include "fived/lesson/record.hpp"
 #include "fived/math/mlp.hpp"
 #include "fived/math/optimizer.hpp"
 #include "fived/mpi/collectives.hpp"
 #include "fived/mpi/mpi.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
+/// An expert: SwiGLU without biases, as Mixtral; or GELU with biases, as Switch.
+enum class Activation { swiglu, gelu };
+constexpr auto names(Activation) {
+    return std::array{"swiglu", "gelu"};
+}
+
+/// Top-1 (Switch) is experts_per_token = 1 with Weights::softmax. Renormalised over one expert, each weight is 1, and the
+/// router gets no gradient.
 struct MoEShape {
     std::size_t width = 1, mlp_width = 1, experts = 1, experts_per_token = 1;
-    /// SwiGLU without biases, as Mixtral; else GELU with biases, as Switch.
-    bool swiglu = true;
-    /// Weights are the softmax over the chosen experts, as Mixtral; else over all, as Switch.
-    bool renormalised = true;
+    Activation activation = Activation::swiglu;
+    Weights router = Weights::renormalised;
 
+    bool gated() const { return activation == Activation::swiglu; }
     std::size_t expert_parameters() const {
-        return swiglu ? 3 * width * mlp_width : 2 * width * mlp_width + width + mlp_width;
+        return gated() ? 3 * width * mlp_width : 2 * width * mlp_width + width + mlp_width;
     }
     std::size_t parameters() const { return experts * (width + expert_parameters()); }
 };
@@ -111,7 +121,8 @@ class ExpertParallelLayer {
     void add_parameter(const std::string& name, std::vector<std::size_t> shape);
     void initialise(std::uint64_t seed);
     void plan();
-    void exchange(std::vector<T>& rows, std::vector<T>& arriving, bool back);
+    enum class Direction { to_experts, to_tokens };
+    void exchange(std::vector<T>& rows, std::vector<T>& arriving, Direction direction);
     void compute(std::size_t expert);
     void compute_backward(std::size_t expert);
     int ranks() const { return comm_ ? comm_->size() : 1; }

@@ -2,6 +2,7 @@
 // mpirun -np 2 ep_mpi --benchmark --balanced    times the layer beside one rank, every expert with as many tokens
 #include <array>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,18 +15,25 @@ namespace {
 
 using namespace fived;
 
+/// A layer's experts and weights: Mixtral's, or Switch's.
+enum class Kind { mixtral, switch_transformer };
+constexpr auto names(Kind) {
+    return std::array{"mixtral", "switch"};
+}
+
 struct Settings : LessonSettings {
     MoEShape shape{
         .width = 40, .mlp_width = 53, .experts = 7, .experts_per_token = 2};  // uneven on 2, 3, 4 ranks
     std::size_t tokens = 131;
-    std::string kind = "both", optimizer = "both";
+    std::optional<Kind> kind;                // none: both, one after the other
+    std::optional<OptimizerKind> optimizer;  // likewise
     bool balanced = false;
 
     Settings() { steps = 3; }
     /// What --benchmark starts from; experts 3.5 times as wide as the layer, as Mixtral's.
     void prefer_benchmark() {
         shape = {.width = 512, .mlp_width = 1792, .experts = 8, .experts_per_token = 2};
-        tokens = 4096, steps = 5, dtype = "float32", kind = "mixtral";
+        tokens = 4096, steps = 5, dtype = Dtype::float32, kind = Kind::mixtral;
     }
     Options options() {
         Options options("Expert parallelism by MPI, a mixture of experts. Run it under mpirun.");
@@ -35,9 +43,9 @@ struct Settings : LessonSettings {
         options.add("experts", shape.experts, one, "of all ranks together; at least as many as ranks");
         options.add("experts-per-token", shape.experts_per_token, one, "that a token chooses");
         options.add("tokens", tokens, one, "a step, of all ranks together");
-        options.add("kind", kind, {"both", "mixtral", "switch"},
+        options.add("kind", kind, "both",
                     "SwiGLU and weights renormalised, or GELU with biases and softmax over all experts");
-        options.add("optimizer", optimizer, {"both", "sgd", "adamw"}, "what to train with");
+        options.add("optimizer", optimizer, "both", "what to train with");
         options.flag("balanced", balanced,
                      "tokens take the experts in turn, for equal load, not by the router");
         add_to(options, "steps of training, and rounds that are timed", "of weights and tokens", "",
@@ -69,7 +77,7 @@ class Lesson : LessonBase<Settings> {
             "%d "
             "rank(s)\n",
             s_.shape.experts, s_.shape.experts_per_token, s_.shape.width, s_.shape.mlp_width, s_.tokens,
-            s_.dtype.c_str(), world_.size());
+            name_of(s_.dtype), world_.size());
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark) say_verdict(right);
@@ -81,14 +89,14 @@ class Lesson : LessonBase<Settings> {
     struct Timed {
         std::vector<double> seconds{}, permutation{}, communication{};
     };
-    static constexpr std::array<std::pair<bool, const char*>, 2> kinds{
-        {{true, "mixtral"}, {false, "switch"}}};
-
-    MoEShape shape_of(bool mixtral) const {
+    MoEShape shape_of(Kind kind) const {
         MoEShape shape = s_.shape;
-        shape.swiglu = shape.renormalised = mixtral;
+        shape.activation = kind == Kind::mixtral ? Activation::swiglu : Activation::gelu;
+        shape.router = kind == Kind::mixtral ? Weights::renormalised : Weights::softmax;
         return shape;
     }
+    /// Of --kind both, the one that is timed.
+    Kind timed_kind() const { return s_.kind.value_or(Kind::mixtral); }
     MatrixView<T> view(std::vector<T>& work, const Range& tokens) const {
         return {work.data() + tokens.begin * s_.shape.width, tokens.length, s_.shape.width};
     }
@@ -120,22 +128,23 @@ class Lesson : LessonBase<Settings> {
             "%-14s %8s %8s %8s %8s %8s %9s %9s\n",
             s_.steps, "", "loss", "norm", "dx", "gradient", "weights", "counted", "formula");
         bool right = true;
-        for (const auto& [mixtral, kind] : kinds) {
-            if (s_.kind != "both" && s_.kind != kind) continue;
-            if (s_.optimizer != "adamw") right &= compare(kind, mixtral, "sgd", Sgd());
-            if (s_.optimizer != "sgd") right &= compare(kind, mixtral, "adamw", AdamW<T>());
+        for (const Kind kind : values_of<Kind>()) {
+            if (s_.kind && s_.kind != kind) continue;
+            if (s_.optimizer != OptimizerKind::adamw) right &= compare<Sgd>(kind);
+            if (s_.optimizer != OptimizerKind::sgd) right &= compare<AdamW<T>>(kind);
         }
         return right;
     }
 
     /// Trains on all ranks, and serially on every rank, and compares after each step.
     template <class Optimizer>
-    bool compare(const std::string& kind, bool mixtral, const std::string& name, const Optimizer& optimizer) {
-        const MoEShape shape = shape_of(mixtral);
+    bool compare(Kind kind) {
+        const MoEShape shape = shape_of(kind);
+        const std::string name = name_of(Optimizer::kind);
         ExpertParallelLayer<T> ours(shape, s_.seed, &world_), serial(shape, s_.seed, nullptr);
         ours.balanced = serial.balanced = s_.balanced;
         ours.first_token = mine_.begin;
-        Optimizer our_optimizer = optimizer, serial_optimizer = optimizer;
+        Optimizer our_optimizer, serial_optimizer;
         Difference loss, norm, input, gradient;
         std::array<std::uint64_t, 2> bytes{};
         bool counted = true;
@@ -157,9 +166,10 @@ class Lesson : LessonBase<Settings> {
         const Difference weight = difference(serial, serial.weights(), ours, ours.weights(), tolerance());
         counted = everywhere(counted);
         world_.all_reduce(std::span<std::uint64_t>(bytes));
-        say("%-14s %8.1e %8.1e %8.1e %8.1e %8.1e %9zu %9zu  (%s; %s)\n", (kind + ", " + name).c_str(),
-            loss.value, norm.value, input.value, gradient.value, weight.value, std::size_t(bytes[0]),
-            std::size_t(bytes[1]), gradient.name.c_str(), weight.name.c_str());
+        say("%-14s %8.1e %8.1e %8.1e %8.1e %8.1e %9zu %9zu  (%s; %s)\n",
+            (std::string(name_of(kind)) + ", " + name).c_str(), loss.value, norm.value, input.value,
+            gradient.value, weight.value, std::size_t(bytes[0]), std::size_t(bytes[1]), gradient.name.c_str(),
+            weight.name.c_str());
         return counted & within("", name, tolerance(),
                                 {loss.value, norm.value, input.value, gradient.value, weight.value});
     }
@@ -195,7 +205,7 @@ class Lesson : LessonBase<Settings> {
     /// Forward and backward in turn: of all tokens on one rank, and on all ranks.
     bool measure() {
         draw(0);
-        const MoEShape shape = shape_of(s_.kind != "switch");
+        const MoEShape shape = shape_of(timed_kind());
         ExpertParallelLayer<T> serial(shape, s_.seed, nullptr), ours(shape, s_.seed, &world_);
         ours.balanced = serial.balanced = s_.balanced;
         ours.first_token = mine_.begin;
@@ -228,7 +238,7 @@ class Lesson : LessonBase<Settings> {
 
     /// Of all products, forward and backward.
     double flop() const {
-        const double matrices = s_.kind == "switch" ? 2 : 3, D = double(s_.shape.width);
+        const double matrices = timed_kind() == Kind::switch_transformer ? 2 : 3, D = double(s_.shape.width);
         const double experts = double(s_.shape.experts_per_token) * matrices * double(s_.shape.mlp_width);
         return 6 * double(s_.tokens) * D * (experts + double(s_.shape.experts));
     }
@@ -256,7 +266,7 @@ class Lesson : LessonBase<Settings> {
         line.add("model", "mixture-" + std::to_string(shape.width) + "-" + std::to_string(shape.mlp_width) +
                               "-" + std::to_string(shape.experts_per_token) + "of" +
                               std::to_string(shape.experts));
-        line.add("parameters", shape_of(s_.kind != "switch").parameters());
+        line.add("parameters", shape_of(timed_kind()).parameters());
         line.add("tokens_per_step", s_.tokens).add("flop_per_step", flop());
         line.add("step_seconds", together_.seconds);
         line.add("communication_seconds", median(together_.communication));

@@ -1,20 +1,8 @@
 // Python module ep_libtorch: torch tensors, and a torch.distributed process group wrapped once as Ranks.
-#include <stdexcept>
 #include <string>
 
 #include "ep_libtorch.hpp"
 #include "fived/torch/python.hpp"
-
-namespace {
-
-/// Throws std::invalid_argument for what is neither.
-fived::Weights weights_of(const std::string& router) {
-    if (router != "softmax" && router != "renormalised")
-        throw std::invalid_argument("router is " + router + "; it is softmax or renormalised");
-    return router == "softmax" ? fived::Weights::softmax : fived::Weights::renormalised;
-}
-
-}  // namespace
 
 PYBIND11_MODULE(ep_libtorch, module) {
     namespace py = pybind11;
@@ -53,7 +41,7 @@ PYBIND11_MODULE(ep_libtorch, module) {
         "mixture",
         [](const at::Tensor& x, const Parameters& mine, int k, const std::string& router,
            const RanksPtr& ranks, const std::string& prefix) {
-            return fived::mixture(x, mine, prefix, k, weights_of(router), ranks);
+            return fived::mixture(x, mine, prefix, k, fived::parse<fived::Weights>("router", router), ranks);
         },
         "x_BSD"_a, "mine"_a, "k"_a, "router"_a, "ranks"_a.none(false), "prefix"_a = "", Waiting(),
         "MoE of common/models/moe.py from the pieces that split() gave; router: softmax, renormalised.");

@@ -19,15 +19,20 @@
 // T tokens of this rank  D width  E experts, e of this rank  K choices of a token  R = T K rows  n ranks
 #pragma once
 
+#include <array>
 #include <string>
 
 #include "experts.hpp"
+#include "fived/named.hpp"
 #include "fived/torch/ranks.hpp"
 
 namespace fived {
 
 /// A choice's weight: the softmax over all experts (Switch), or divided by the sum of the token's k (Mixtral).
 enum class Weights { softmax, renormalised };
+constexpr auto names(Weights) {
+    return std::array{"softmax", "renormalised"};
+}
 
 /// How many of E experts rank r of n holds; numbers differ by one at the most, the larger ones first.
 constexpr std::int64_t experts_of(std::int64_t E, int n, int r) {

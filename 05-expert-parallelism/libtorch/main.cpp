@@ -3,7 +3,6 @@
 //   mpirun -np 4 ep_libtorch                trains a mixture of experts on real text, on all ranks and on one, and compares
 //   mpirun -np 3 ep_libtorch --router softmax --experts-per-token 1       Switch; 8 experts on 3 ranks: 3, 3 and 2
 //   mpirun -np 2 ep_libtorch --benchmark    times the steps beside those of one rank alone
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,54 +15,33 @@ namespace {
 
 using namespace fived;
 
-class Lesson : TrainingLesson<Settings, Trainer> {
+class Lesson : OneWayLesson<Settings, Trainer> {
   public:
-    Lesson(const Communicator& world, const Group& group, const Settings& settings)
-        : TrainingLesson(world, settings),
-          ranks_(c10::make_intrusive<Ranks>(group)),
-          one_(c10::make_intrusive<Ranks>(Group())) {}
+    using OneWayLesson::OneWayLesson;
 
     bool run() {
         count_parameters();
         say("ep_libtorch: %s, %d experts a layer, %d a token, %lld parameters (%lld on a rank), %s, %d "
             "rank(s), "
             "batch %d x %d, %s (%.1f MB)\n",
-            s_.model.c_str(), s_.experts, s_.experts_per_token, (long long)numbers_,
-            (long long)world_.all_reduce(mine_, MPI_MAX), s_.dtype.c_str(), world_.size(), s_.batch,
+            name_of(s_.model), s_.experts, s_.experts_per_token, (long long)numbers_,
+            (long long)world_.all_reduce(mine_, MPI_MAX), name_of(s_.dtype), world_.size(), s_.batch,
             s_.sequence, s_.text.name.c_str(), s_.megabytes());
-        const auto compare_both = [&](const std::string& optimizer) {
-            Trainer alone(s_, optimizer, one_), moved(s_, optimizer, one_);
-            return compare(optimizer, alone, moved, trainers(optimizer),
-                           [&](const std::string& name, const at::Tensor& whole) {
-                               return piece_of(whole, name, *ranks_);
-                           });
+        const auto piece = [&](const std::string& name, const at::Tensor& whole) {
+            return piece_of(whole, name, *ranks_);
         };
-        const auto measure_both = [&] {
-            const std::string optimizer = s_.optimizer == "sgd" ? "sgd" : "adamw";
-            const Trainers together = trainers(optimizer);
-            return measure(
-                together, [&] { return std::make_unique<Trainer>(s_, optimizer, one_); },
-                [&](std::size_t i) { return bytes_by_formula(together[i].second->take_counts()); });
-        };
-        const bool right = prove("training with the experts over", compare_both, measure_both);
-        append(record_of(timed_[0], "ep", "ep_libtorch"));
-        return right;
+        return prove_and_time("training with the experts over", "ep", "ep_libtorch", piece,
+                              [&](Trainer& trainer) { return bytes_by_formula(trainer.take_counts()); });
     }
 
   private:
     void count_parameters() {
-        const Trainer trainer(s_, "sgd", ranks_);
+        const Trainer trainer(s_, OptimizerKind::sgd, ranks_);
         for (const auto& [name, tensor] : trainer.parameters())
             (is_expert(name) ? mine_ : dense_) += tensor.numel();
         numbers_ = dense_ + world_.all_reduce(mine_);
         mine_ += dense_;
     }
-    Trainers trainers(const std::string& optimizer) const {
-        Trainers list;
-        list.emplace_back("", std::make_unique<Trainer>(s_, optimizer, ranks_));
-        return list;
-    }
-
     /// What this rank sends in a step, times the ranks, from what every rank's tokens chose: dense gradients and the loss, all
     /// summed; the counts for others' experts; the rows that leave and those that come, forward and backward. Collective.
     std::int64_t bytes_by_formula(const std::vector<at::Tensor>& passes) const {
@@ -84,7 +62,6 @@ class Lesson : TrainingLesson<Settings, Trainer> {
                n * (8 * calls * others + 2 * rows * s_.shape().width * std::int64_t(element()));
     }
 
-    const RanksPtr ranks_, one_;
     std::int64_t mine_ = 0, dense_ = 0;
 };
 

@@ -11,21 +11,23 @@ namespace fived {
 
 struct Settings : TorchTrainingSettings {
     int experts = 8, experts_per_token = 2, expert_width = 0;
-    std::string router = "renormalised";
+    Weights router = Weights::renormalised;
 
     Settings() { batch = 10; }
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
-        model = "gpt2-10m", dtype = "float32", optimizer = "adamw", expert_width = 512;
-        steps = 7, batch = 8, sequence = 64, micro_batches = 1;
+        model = ModelKind::gpt2_10m, dtype = Dtype::float32, optimizer = OptimizerKind::adamw;
+        steps = 7, batch = 8, sequence = 64, micro_batches = 1, expert_width = 512;
     }
     Options options() {
         Options options("Expert parallelism on LibTorch and MPI, dropless. Run it under mpirun.");
-        options.add("model", model, {"gpt2-tiny", "gpt2-10m"}, "every MLP of which is a mixture of experts");
+        options.add("model", model, {ModelKind::gpt2_tiny, ModelKind::gpt2_10m},
+                    "every MLP of which is a mixture of experts");
         options.add("experts", experts, 1, "of a layer, spread over the ranks");
         options.add("experts-per-token", experts_per_token, 1, "how many a token passes");
         options.add("expert-width", expert_width, 0, "of an expert's hidden layer; 0: 4 times the model's");
-        options.add("router", router, {"renormalised", "softmax"}, "Mixtral's weights, or Switch's");
+        options.add("router", router, {Weights::renormalised, Weights::softmax},
+                    "Mixtral's weights, or Switch's");
         options.add("sequence", sequence, 1, "tokens of a sample");
         add_to(options, "samples a step, of all ranks", "parts in which a rank works off its samples", "");
         return options;

@@ -16,9 +16,7 @@ namespace fived {
 class Mixture : public FeedForward {
   public:
     Mixture(const Settings& s, int D, RanksPtr ranks)
-        : k_(s.experts_per_token),
-          weights_(s.router == "softmax" ? Weights::softmax : Weights::renormalised),
-          ranks_(std::move(ranks)) {
+        : k_(s.experts_per_token), weights_(s.router), ranks_(std::move(ranks)) {
         const std::int64_t e = experts_of(s.experts, ranks_->size(), ranks_->rank()), F = s.mlp_width();
         const auto experts = register_module("experts", std::make_shared<torch::nn::Module>());
         const auto add = [&](torch::nn::Module& module, const std::string& name,
@@ -48,7 +46,7 @@ class Mixture : public FeedForward {
 
 class Trainer {
   public:
-    Trainer(const Settings& settings, const std::string& optimizer, RanksPtr ranks)
+    Trainer(const Settings& settings, OptimizerKind optimizer, RanksPtr ranks)
         : settings_(settings), ranks_(std::move(ranks)), model_(settings.shape(), [this](int D) {
               mixtures_.push_back(std::make_shared<Mixture>(settings_, D, ranks_));
               return mixtures_.back();

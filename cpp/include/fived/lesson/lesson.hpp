@@ -20,17 +20,27 @@
 #include "fived/lesson/options.hpp"
 #include "fived/lesson/record.hpp"
 #include "fived/math/blas.hpp"
+#include "fived/math/dtype.hpp"
 #include "fived/mpi/environment.hpp"
 #include "fived/mpi/mpi.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
+
+/// Whether --batch is that of all ranks together, or of each.
+enum class Scaling { strong, weak };
+constexpr auto names(Scaling) {
+    return std::array{"strong", "weak"};
+}
 
 /// What all command lines have. A lesson's own Settings add options(), prefer_benchmark(), what --benchmark starts from,
 /// and check(ranks), or check(world) where ranks have to agree, which throws UsageError for what cannot work.
 struct LessonSettings {
     int steps = 5;
     std::uint64_t seed = 0;
-    std::string dtype = "float64", scaling = "strong", json;
+    Dtype dtype = Dtype::float64;
+    Scaling scaling = Scaling::strong;
+    std::string json;
     bool benchmark = false;
 
     /// These members as the command line names them; they must outlive `options`. The rest is help.
@@ -38,7 +48,7 @@ struct LessonSettings {
                 const std::string& each, const std::string& benchmark_does) {
         options.add("steps", steps, 1, steps_are);
         options.add("seed", seed, std::uint64_t{0}, seed_is);
-        options.add("dtype", dtype, {"float64", "float32"}, "arithmetic");
+        options.add("dtype", dtype, "arithmetic");
         options.add("json", json, "append a record" + each + " to this file");
         options.flag("benchmark", benchmark, benchmark_does);
     }
@@ -74,9 +84,9 @@ class LessonBase {
     }
     bool everywhere(bool right) const { return world_.all_reduce(int(right), MPI_MIN) == 1; }
     /// Bytes of a number.
-    std::size_t element() const { return s_.dtype == "float64" ? 8 : 4; }
+    std::size_t element() const { return s_.dtype == Dtype::float64 ? 8 : 4; }
     /// Of sums in another order, as in common/lesson/equality.py.
-    double tolerance() const { return s_.dtype == "float64" ? 1e-12 : 1e-5; }
+    double tolerance() const { return s_.dtype == Dtype::float64 ? 1e-12 : 1e-5; }
     /// Whether no difference is larger than `most`. The version's record keeps the largest with each optimizer ("" where
     /// there is none). in_ulps: refused from 100 on, as in common/lesson/equality.py.
     bool within(const std::string& version, const std::string& optimizer, double most,
@@ -94,8 +104,8 @@ class LessonBase {
                   const std::string& version) const {
         Record record;
         record.add("strategy", strategy).add("implementation", implementation).add("language", language_);
-        record.add("ranks", world_.size()).add("backend", "mpi").add("dtype", s_.dtype);
-        record.add("steps", s_.steps).add("scaling", s_.scaling).add("versions", versions_);
+        record.add("ranks", world_.size()).add("backend", "mpi").add("dtype", name_of(s_.dtype));
+        record.add("steps", s_.steps).add("scaling", name_of(s_.scaling)).add("versions", versions_);
         record.add("peak_memory_bytes", world_.all_reduce(peak_memory_bytes(), MPI_MAX));
         const auto found = found_.find(version);
         if (found == found_.end()) return record.add("equal", nullptr).add("largest_difference", nullptr);
@@ -191,8 +201,7 @@ template <class Settings, template <class> class Lesson>
 int run_mpi_lesson(const char* name, int argc, char** argv) {
     return run_lesson<Settings>(name, argc, argv, [](const Communicator& world, const Settings& settings) {
         if (world.size() > 1 && !std::getenv("OMP_NUM_THREADS")) set_blas_threads(1);
-        return settings.dtype == "float64" ? Lesson<double>(world, settings).run()
-                                           : Lesson<float>(world, settings).run();
+        return with_type(settings.dtype, [&]<class T>() { return Lesson<T>(world, settings).run(); });
     });
 }
 

@@ -4,11 +4,13 @@
 #include <charconv>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "fived/error.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
@@ -19,17 +21,25 @@ class Options {
     void add(const std::string& name, std::string& variable, const std::string& help) {
         add(name, help, variable, [&variable](std::string_view value) { variable = value; });
     }
-    /// One of `choices`.
-    void add(const std::string& name, std::string& variable, const std::vector<std::string>& choices,
+    /// One of `choices`, by name.
+    template <Named E>
+    void add(const std::string& name, E& variable, const std::vector<E>& choices, const std::string& help) {
+        add_choice(name, name_of(variable), words_of(choices), help,
+                   [=, &variable](std::size_t i) { variable = choices[i]; });
+    }
+    /// One of all values of E, by name.
+    template <Named E>
+    void add(const std::string& name, E& variable, const std::string& help) {
+        add(name, variable, values_of<E>(), help);
+    }
+    /// One of all values of E, by name, or by the word `every` none of them, which stands for every one.
+    template <Named E>
+    void add(const std::string& name, std::optional<E>& variable, const std::string& every,
              const std::string& help) {
-        std::string list;
-        for (const std::string& choice : choices) list += (list.empty() ? "" : ", ") + choice;
-        add(name, help + " (" + list + ")", variable, [=, &variable](std::string_view value) {
-            variable = value;
-            for (const std::string& choice : choices)
-                if (choice == value) return;
-            throw UsageError("--" + name + " " + variable + ": choose one of " + list);
-        });
+        std::vector<std::string> words = words_of(values_of<E>());
+        words.insert(words.begin(), every);
+        add_choice(name, variable ? name_of(*variable) : every, words, help,
+                   [&variable](std::size_t i) { variable = i > 0 ? std::optional(E(i - 1)) : std::nullopt; });
     }
     /// A number from `least` to `most`.
     template <class N>
@@ -81,6 +91,25 @@ class Options {
         std::function<void(std::string_view)> set;
     };
 
+    template <Named E>
+    static std::vector<std::string> words_of(const std::vector<E>& values) {
+        std::vector<std::string> words;
+        for (const E value : values) words.emplace_back(name_of(value));
+        return words;
+    }
+    /// One of `words`: set(i) of the i-th.
+    template <class Set>
+    void add_choice(const std::string& name, const std::string& standard,
+                    const std::vector<std::string>& words, const std::string& help, Set set) {
+        std::string list;
+        for (const std::string& word : words) list += (list.empty() ? "" : ", ") + word;
+        add(name, help + " (" + list + ")", standard, [=](std::string_view given) {
+            const auto found = std::ranges::find(words, given);
+            if (found == words.end())
+                throw UsageError("--" + name + " " + std::string(given) + ": choose one of " + list);
+            set(std::size_t(found - words.begin()));
+        });
+    }
     void add(const std::string& name, const std::string& help, const std::string& standard,
              std::function<void(std::string_view)> set) {
         options_.push_back({name, help, standard, false, std::move(set)});

@@ -28,7 +28,7 @@ struct ProductSettings : LessonSettings {
     /// What --benchmark starts from.
     void prefer_benchmark() {
         rows = inner = columns = 4096;
-        dtype = "float32";
+        dtype = Dtype::float32;
     }
     void add_to(Options& options, const std::string& panels_are, const std::string& each) {
         options.add("rows", rows, std::size_t{1}, "of A and C");

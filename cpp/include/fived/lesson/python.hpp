@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <span>
 
 #include "fived/math/matrix.hpp"
@@ -59,6 +60,12 @@ inline Communicator communicator(const py::object& comm) {
     }
     const py::gil_scoped_release waiting;
     return Communicator(MPI_Comm_f2c(handle));
+}
+
+/// None for None, which stands for one rank.
+inline std::optional<Communicator> communicator_or_none(const py::object& comm) {
+    if (comm.is_none()) return {};
+    return communicator(comm);
 }
 
 }  // namespace fived

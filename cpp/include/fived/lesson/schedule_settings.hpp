@@ -3,11 +3,13 @@
 // fived_asks_for_schedules(target) in CMake says which Python, and where its generators are.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <span>
 #include <string>
 #include <system_error>
@@ -17,17 +19,24 @@
 #include "fived/lesson/options.hpp"
 #include "fived/math/schedule.hpp"
 #include "fived/mpi/mpi.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
+/// The schedules that pp_schedules.py generates.
+enum class ScheduleKind { gpipe, one_f_one_b, interleaved, zb_h1, zb_v };
+constexpr auto names(ScheduleKind) {
+    return std::array{"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"};
+}
+
 struct ScheduleSettings {
     int chunks = 2;
-    std::string schedule = "all", list;
+    std::optional<ScheduleKind> schedule;                     // none: all, one after the other
+    std::string list;                                         // a file; empty: Python is asked
     std::vector<std::pair<std::string, Schedule>> schedules;  // by name, once make_schedules() was called
 
     void add_schedule_to(Options& options) {
-        options.add("schedule", schedule, {"all", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
-                    "what ranks do when, as pp_schedules.py generates it");
+        options.add("schedule", schedule, "all", "what ranks do when, as pp_schedules.py generates it");
         options.add("chunks", chunks, 1, "stages of each rank in the interleaved schedule", 1000);
         options.add("list", list, "a file with the list of each rank instead, a line a rank");
     }
@@ -48,19 +57,21 @@ struct ScheduleSettings {
                                  " stages of " + name + " on " + std::to_string(ranks) +
                                  " rank(s); at least " + std::to_string(stages));
         };
-        std::vector<std::string> names{schedule};
-        if (schedule == "all") names = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"};
-        if (!list.empty()) names = {std::filesystem::path(list).filename().string()};
-        if (list.empty()) check_parts(micro_batches);
-        for (const std::string& name : names) {
-            // before Python makes a long list for nothing
-            if (name == "interleaved") check_layers(name, std::int64_t{chunks} * ranks);
-            const std::string text = of_rank_0(
-                world, [&] { return list.empty() ? ask_python(name, ranks, micro_batches) : read_file(); });
+        const auto keep = [&](const std::string& name, const std::string& text) {
             const Schedule found = checked(name, text, ranks);
             check_layers(name, found.stages());
             check_parts(found.micro_batches);
             schedules.emplace_back(name, found);
+        };
+        if (!list.empty())
+            return keep(std::filesystem::path(list).filename().string(),
+                        of_rank_0(world, [&] { return read_file(); }));
+        check_parts(micro_batches);
+        for (const ScheduleKind kind : schedule ? std::vector{*schedule} : values_of<ScheduleKind>()) {
+            const std::string name = name_of(kind);
+            // before Python makes a long list for nothing
+            if (kind == ScheduleKind::interleaved) check_layers(name, std::int64_t{chunks} * ranks);
+            keep(name, of_rank_0(world, [&] { return ask_python(name, ranks, micro_batches); }));
         }
     }
 
@@ -101,17 +112,18 @@ struct ScheduleSettings {
     template <class Read>
     static std::string of_rank_0(const Communicator& world, Read read) {
         std::string answer;
+        bool is_error = false;
         if (world.rank() == 0) try {
-                answer = "+" + read();
+                answer = read();
             } catch (const UsageError& error) {
-                answer = std::string("-") + error.what();
+                answer = error.what(), is_error = true;
             }
-        std::uint64_t length = answer.size();
-        world.broadcast(std::span(&length, 1));
-        answer.resize(length);
+        std::array<std::uint64_t, 2> heading{answer.size(), is_error};
+        world.broadcast(std::span<std::uint64_t>(heading));
+        answer.resize(heading[0]);
         world.broadcast(std::as_writable_bytes(std::span(answer)));
-        if (answer[0] == '-') throw UsageError(answer.substr(1));
-        return answer.substr(1);
+        if (heading[1]) throw UsageError(answer);
+        return answer;
     }
 };
 

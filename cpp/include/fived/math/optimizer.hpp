@@ -1,14 +1,27 @@
 // Optimizers on flat arrays: one pass over weights, gradients and state.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <span>
 #include <vector>
 
+#include "fived/named.hpp"
+
 namespace fived {
+
+enum class OptimizerKind { sgd, adamw };
+constexpr auto names(OptimizerKind) {
+    return std::array{"sgd", "adamw"};
+}
+/// As tables print it.
+constexpr const char* title_of(OptimizerKind kind) {
+    return kind == OptimizerKind::sgd ? "SGD" : "AdamW";
+}
 
 /// w -= rate g
 struct Sgd {
+    static constexpr OptimizerKind kind = OptimizerKind::sgd;
     double rate = 0.1;
 
     template <class T>
@@ -25,6 +38,7 @@ struct Sgd {
 template <class T>
 class AdamW {
   public:
+    static constexpr OptimizerKind kind = OptimizerKind::adamw;
     /// epsilon as in LLaMA 2: AdamW enlarges the rounding of a gradient that is zero by rate / epsilon.
     double rate = 1e-3, beta1 = 0.9, beta2 = 0.999, epsilon = 1e-5, decay = 0.01;
 

@@ -23,11 +23,14 @@
 #include <vector>
 
 #include "fived/error.hpp"
+#include "fived/named.hpp"
 
 namespace fived {
 
 enum class Op { F, B, I, W, SX, RX, SG, RG };
-inline constexpr std::array<const char*, 8> op_names{"F", "B", "I", "W", "SX", "RX", "SG", "RG"};
+constexpr auto names(Op) {
+    return std::array{"F", "B", "I", "W", "SX", "RX", "SG", "RG"};
+}
 
 /// What a rank does for one micro-batch in one stage.
 struct Instruction {
@@ -51,7 +54,7 @@ struct Instruction {
         }
     }
     std::string text() const {
-        return op_names[int(op)] + (" " + std::to_string(stage)) + " " + std::to_string(micro);
+        return name_of(op) + (" " + std::to_string(stage)) + " " + std::to_string(micro);
     }
     std::string quoted() const { return "'" + text() + "'"; }
 };
@@ -89,17 +92,16 @@ inline Instruction read_instruction(const std::string& item) {
     std::string op, more;
     Instruction i;
     words >> op >> i.stage >> i.micro;
-    const auto found = std::ranges::find(op_names, op);
+    const std::optional<Op> found = find_named<Op>(op);
     constexpr int most = 1000000;
-    if (!words || words >> more || found == op_names.end() || i.stage < 0 || i.micro < 0 || i.stage > most ||
-        i.micro > most) {
+    if (!words || words >> more || !found || i.stage < 0 || i.micro < 0 || i.stage > most || i.micro > most) {
         std::string shown = item.substr(0, 40);
         std::ranges::replace_if(shown, [](unsigned char c) { return c < ' ' || c > '~'; }, '?');
         throw UsageError(
             "'" + shown +
             "' is no instruction; one is F 0 3: F, B, I, W, SX, RX, SG or RG, stage, micro-batch");
     }
-    i.op = Op(found - op_names.begin());
+    i.op = *found;
     return i;
 }
 
@@ -120,18 +122,19 @@ inline void check_computations(const Schedule& s) {
                                  " is " + on(s.owner[i.stage]) + "'s");
         for (int stage = 0; stage < s.stages(); ++stage)
             for (int m = 0; s.owner[stage] == rank && m < s.micro_batches; ++m) {
-                std::string found;
+                std::vector<Op> found;
+                std::string shown;
                 std::vector<std::size_t> places;
                 for (const Op op : {Op::F, Op::B, Op::I, Op::W})
                     if (const auto it = at.find({op, stage, m}); it != at.end()) {
-                        if (!found.empty()) found += ' ';
-                        found += op_names[int(op)];
+                        shown += (found.empty() ? "" : " ") + std::string(name_of(op));
+                        found.push_back(op);
                         places.push_back(it->second);
                     }
                 const std::string where =
                     on(rank) + ", stage " + std::to_string(stage) + ", micro-batch " + std::to_string(m);
-                if (found != "F B" && found != "F I W")
-                    throw UsageError(where + " has " + (found.empty() ? "nothing" : found) +
+                if (found != std::vector{Op::F, Op::B} && found != std::vector{Op::F, Op::I, Op::W})
+                    throw UsageError(where + " has " + (found.empty() ? "nothing" : shown) +
                                      "; F B or F I W is needed");
                 if (!std::ranges::is_sorted(places))
                     throw UsageError(where + ": backward stands before forward");

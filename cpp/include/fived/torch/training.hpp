@@ -4,6 +4,7 @@
 // B batch  S sequence  D width  V vocabulary
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <memory>
 #include <string>
@@ -31,14 +32,24 @@ struct Gpt2Shape {
     }
 };
 
+/// What these binaries can train; each offers some. mlp: of dp_libtorch alone.
+enum class ModelKind { gpt2_tiny, gpt2_deep, gpt2_10m, mlp };
+constexpr auto names(ModelKind) {
+    return std::array{"gpt2-tiny", "gpt2-deep", "gpt2-10m", "mlp"};
+}
+
+inline at::ScalarType torch_type(Dtype dtype) {
+    return dtype == Dtype::float64 ? at::kDouble : at::kFloat;
+}
+
 struct TorchTrainingSettings : TrainingSettings {
-    std::string model = "gpt2-tiny";
+    ModelKind model = ModelKind::gpt2_tiny;
     int sequence = 32;
 
-    at::ScalarType type() const { return dtype == "float64" ? at::kDouble : at::kFloat; }
+    at::ScalarType type() const { return torch_type(dtype); }
     Gpt2Shape shape() const {
-        if (model == "gpt2-10m") return {6, 384, 6, 256};
-        return model == "gpt2-deep" ? Gpt2Shape{16, 32, 2, 64} : Gpt2Shape{2, 64, 4, 64};
+        if (model == ModelKind::gpt2_10m) return {6, 384, 6, 256};
+        return model == ModelKind::gpt2_deep ? Gpt2Shape{16, 32, 2, 64} : Gpt2Shape{2, 64, 4, 64};
     }
     double tokens() const { return double(batch) * sequence; }
     double targets() const { return double(count_targets(batch, sequence)); }
@@ -46,7 +57,7 @@ struct TorchTrainingSettings : TrainingSettings {
     double flop() const { return tokens() * shape().flop_per_token(sequence); }
     void check_sequence() const {
         if (sequence > shape().longest)
-            throw UsageError("--sequence " + std::to_string(sequence) + " is too long for " + model +
+            throw UsageError("--sequence " + std::to_string(sequence) + " is too long for " + name_of(model) +
                              "; at most " + std::to_string(shape().longest));
         check_sample(sequence);
     }
@@ -84,10 +95,10 @@ inline std::pair<at::Tensor, at::Tensor> lm_batch(const Text& text, std::uint64_
     return {tokens_BS, targets_BS};
 }
 
-/// sgd or adamw, as in common/lesson/equality.py.
-inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
-                                                               const Tensors& tensors) {
-    if (name == "sgd") return std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(0.1));
+/// As in common/lesson/equality.py. Another optimizer of torch is another OptimizerKind and a line here.
+inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(OptimizerKind kind, const Tensors& tensors) {
+    if (kind == OptimizerKind::sgd)
+        return std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(0.1));
     return std::make_unique<torch::optim::AdamW>(tensors, torch::optim::AdamWOptions(1e-3).eps(1e-5));
 }
 

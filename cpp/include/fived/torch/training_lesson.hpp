@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "fived/math/optimizer.hpp"
 #include "fived/torch/lesson.hpp"
 #include "fived/torch/parameters.hpp"
 
@@ -43,8 +44,8 @@ class TrainingLesson : protected TorchLesson<Settings> {
         if (!s_.benchmark) {
             say("\nlargest relative difference from one device, %d steps\n%-20s %8s %8s %8s %8s %6s  %s\n",
                 s_.steps, "", "loss", "norm", "gradient", "weights", "ulps", "the largest gradient's is in");
-            for (const std::string optimizer : {"sgd", "adamw"})
-                if (s_.optimizer == "both" || s_.optimizer == optimizer) right &= compare(optimizer);
+            for (const OptimizerKind optimizer : values_of<OptimizerKind>())
+                if (!s_.optimizer || s_.optimizer == optimizer) right &= compare(optimizer);
         }
         right &= measure();
         if (!s_.benchmark)
@@ -57,7 +58,7 @@ class TrainingLesson : protected TorchLesson<Settings> {
     /// compares after each step. piece(name, whole): what of a tensor this rank has in `trainers`; it is asked where their
     /// parameters() have that name. Collective.
     template <class Piece>
-    bool compare(const std::string& optimizer, Trainer& alone, Trainer& moved, const Trainers& trainers,
+    bool compare(OptimizerKind optimizer, Trainer& alone, Trainer& moved, const Trainers& trainers,
                  Piece piece) {
         struct Found {
             Difference loss{}, norm{}, gradient{}, ulps{};
@@ -90,9 +91,9 @@ class TrainingLesson : protected TorchLesson<Settings> {
             const Difference weight = this->largest(list, tolerance());
             ulps.include(this->in_ulps(list));
             say("%-20s %8.1e %8.1e %8.1e %8.1e %6.1f  %s\n",
-                ((optimizer == "sgd" ? "SGD" : "AdamW") + (name.empty() ? "" : ", " + name)).c_str(),
-                loss.value, norm.value, gradient.value, weight.value, ulps.value, gradient.name.c_str());
-            right &= within(name, optimizer, tolerance(),
+                (title_of(optimizer) + (name.empty() ? "" : ", " + name)).c_str(), loss.value, norm.value,
+                gradient.value, weight.value, ulps.value, gradient.name.c_str());
+            right &= within(name, name_of(optimizer), tolerance(),
                             {loss.value, norm.value, gradient.value, weight.value}, ulps.value);
         }
         say("%-20s", "loss of each step");
@@ -143,7 +144,7 @@ class TrainingLesson : protected TorchLesson<Settings> {
     Record record_of(const Timed& timed, const std::string& strategy,
                      const std::string& implementation) const {
         Record line = this->record(strategy, implementation, timed.name);
-        line.add("model", s_.model).add("parameters", numbers_).add("flop_per_step", s_.flop());
+        line.add("model", name_of(s_.model)).add("parameters", numbers_).add("flop_per_step", s_.flop());
         line.add("tokens_per_step", std::int64_t(s_.tokens())).add("step_seconds", timed.seconds);
         line.add("communication_seconds", median(timed.blocked)).add("bytes_counted", timed.mean);
         return line.add("bytes_formula", timed.mean_formula);
@@ -189,6 +190,50 @@ class TrainingLesson : protected TorchLesson<Settings> {
                 say("; %.2f times as fast as one rank alone, in turn with it", median(timed.speed_up));
             say("\n");
         }
+    }
+};
+
+/// A lesson with one way to train: Trainer(settings, optimizer, ranks), of all ranks or of one.
+template <class Settings, class Trainer>
+class OneWayLesson : protected TrainingLesson<Settings, Trainer> {
+    using Base = TrainingLesson<Settings, Trainer>;
+    using typename Base::Trainers;
+
+  public:
+    OneWayLesson(const Communicator& world, const Group& group, const Settings& settings)
+        : Base(world, settings),
+          ranks_(c10::make_intrusive<Ranks>(group)),
+          one_(c10::make_intrusive<Ranks>(Group())) {}
+
+  protected:
+    /// Proves it, times it and keeps the record. piece: as compare() has it; formula(trainer): as measure() has it.
+    template <class Piece, class Formula>
+    bool prove_and_time(const char* how, const char* strategy, const char* program, Piece piece,
+                        Formula formula) {
+        const auto& settings = this->s_;
+        const auto compare = [&](OptimizerKind optimizer) {
+            Trainer alone(settings, optimizer, one_), moved(settings, optimizer, one_);
+            return Base::compare(optimizer, alone, moved, together(optimizer), piece);
+        };
+        const auto measure = [&] {
+            const OptimizerKind optimizer = settings.timed_optimizer();
+            const Trainers trainers = together(optimizer);
+            return Base::measure(
+                trainers, [&] { return std::make_unique<Trainer>(settings, optimizer, one_); },
+                [&](std::size_t) { return formula(*trainers[0].second); });
+        };
+        const bool right = this->prove(how, compare, measure);
+        this->append(this->record_of(this->timed_[0], strategy, program));
+        return right;
+    }
+
+    const RanksPtr ranks_, one_;
+
+  private:
+    Trainers together(OptimizerKind optimizer) const {
+        Trainers list;
+        list.emplace_back("", std::make_unique<Trainer>(this->s_, optimizer, ranks_));
+        return list;
     }
 };
 
