@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
 
 namespace fived {
 
@@ -17,16 +16,9 @@ SplitProduct<T>::SplitProduct(const Communicator& comm, Split split, Shape whole
 
 template <class T>
 void SplitProduct<T>::check(MatrixView<const T> a, MatrixView<const T> b, MatrixView<const T> c) const {
-    const auto fits = [](const char* name, MatrixView<const T> x, Range rows, Range columns) {
-        if (x.rows != rows.length || x.columns != columns.length)
-            throw std::invalid_argument(std::string("this rank's piece of ") + name + " is [" +
-                                        std::to_string(rows.length) + ", " + std::to_string(columns.length) +
-                                        "]; given is [" + std::to_string(x.rows) + ", " +
-                                        std::to_string(x.columns) + "]");
-    };
-    fits("A", a, rows_of_a(), columns_of_a());
-    fits("B", b, rows_of_b(), columns_of_b());
-    fits("C", c, rows_of_c(), columns_of_c());
+    check_piece("piece of A", a, rows_of_a(), columns_of_a());
+    check_piece("piece of B", b, rows_of_b(), columns_of_b());
+    check_piece("piece of C", c, rows_of_c(), columns_of_c());
     if (c.stride != c.columns) throw std::invalid_argument("C has gaps between its rows");
 }
 

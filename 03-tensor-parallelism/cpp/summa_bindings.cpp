@@ -1,7 +1,7 @@
 // Python module tp_summa_mpi: products of numpy arrays that are cut over a grid of ranks.
 #include <optional>
 
-#include "fived/lesson/python.hpp"
+#include "fived/lesson/product_python.hpp"
 #include "tp_summa_mpi.hpp"
 
 namespace {
@@ -9,12 +9,6 @@ namespace {
 using namespace fived;
 
 using GridArgument = std::optional<std::pair<int, int>>;
-
-Carrier carrier_of(const std::string& name) {
-    if (name == "mpi") return Carrier::mpi;
-    if (name == "host") return Carrier::host;
-    throw std::invalid_argument("carrier is " + name + "; it is mpi or host");
-}
 
 /// The product whose blocks have these sizes; the whole sizes are those of all blocks together. Collective.
 template <class T>
@@ -35,28 +29,20 @@ Summa<T> product(const Communicator& ranks, const GridArgument& given, MatrixVie
 template <class T>
 Array<T> multiply(const Array<T>& a, const Array<T>& b, const py::object& comm, const GridArgument& grid,
                   std::size_t panels, const std::string& carrier, bool overlap) {
-    const Carrier how = carrier_of(carrier);
-    const MatrixView<const T> left = matrix(a), right = matrix(b);
-    const Communicator ranks = communicator(comm);
-    Array<T> c({left.rows, right.columns});
-    const MatrixView<T> result = writable_matrix(c);
-    const py::gil_scoped_release waiting;
-    product<T>(ranks, grid, left, right, panels, how, overlap).multiply(left, right, result);
-    return c;
+    const auto how = parse<Carrier>("carrier", carrier);
+    return multiplied(a, b, comm, [&](const auto& ranks, auto left, auto right) {
+        return product<T>(ranks, grid, left, right, panels, how, overlap);
+    });
 }
 
 template <class T>
 std::pair<Array<T>, Array<T>> gradients(const Array<T>& a, const Array<T>& b, const Array<T>& dc,
                                         const py::object& comm, const GridArgument& grid, std::size_t panels,
                                         const std::string& carrier) {
-    const Carrier how = carrier_of(carrier);
-    const MatrixView<const T> left = matrix(a), right = matrix(b), dresult = matrix(dc);
-    const Communicator ranks = communicator(comm);
-    Array<T> da({left.rows, left.columns}), db({right.rows, right.columns});
-    const MatrixView<T> dleft = writable_matrix(da), dright = writable_matrix(db);
-    const py::gil_scoped_release waiting;
-    product<T>(ranks, grid, left, right, panels, how, false).gradients(left, right, dresult, dleft, dright);
-    return {da, db};
+    const auto how = parse<Carrier>("carrier", carrier);
+    return gradients_of(a, b, dc, comm, [&](const auto& ranks, auto left, auto right) {
+        return product<T>(ranks, grid, left, right, panels, how, false);
+    });
 }
 
 template <class T>

@@ -136,11 +136,7 @@ void Summa<T>::cut_panels(std::size_t each) {
 template <class T>
 void Summa<T>::check(MatrixView<const T> a, MatrixView<const T> b, MatrixView<const T> c) const {
     const auto fits = [](const char* name, MatrixView<const T> x, Range rows, Range columns) {
-        if (x.rows != rows.length || x.columns != columns.length)
-            throw std::invalid_argument("this rank's block of " + std::string(name) + " is [" +
-                                        std::to_string(rows.length) + ", " + std::to_string(columns.length) +
-                                        "]; given is [" + std::to_string(x.rows) + ", " +
-                                        std::to_string(x.columns) + "]");
+        check_piece(std::string("block of ") + name, x, rows, columns);
         if (x.stride != x.columns)
             throw std::invalid_argument(std::string(name) + " has gaps between its rows");
     };
