@@ -57,6 +57,11 @@ struct Kept {
         z;  // of each layer its output, except the last's; GELU'(z), then dz
 };
 
+/// The first layer of a stage; of stage `stages`, the end.
+constexpr std::size_t first_layer(std::size_t layers, std::size_t stages, std::size_t stage) {
+    return cut(layers, stages, stage);
+}
+
 /// The stages of one rank.
 template <class T>
 class MlpStages : public MlpLayers<T> {
@@ -69,11 +74,10 @@ class MlpStages : public MlpLayers<T> {
               Buffers<T>& buffers)
         : MlpLayers<T>(sizes, seed,
                        [&](std::size_t l) {
-                           for (std::size_t s = 0; s < mine.size(); ++s)
-                               if (mine[s] && l < cut(sizes.size() - 1, mine.size(), s + 1) &&
-                                   l >= cut(sizes.size() - 1, mine.size(), s))
-                                   return true;
-                           return false;
+                           const std::size_t L = sizes.size() - 1, n = mine.size();
+                           std::size_t s = 0;
+                           while (l >= first_layer(L, n, s + 1)) ++s;
+                           return bool(mine[s]);
                        }),
           stages_(mine.size()),
           buffers_(buffers) {}
@@ -135,7 +139,7 @@ class MlpStages : public MlpLayers<T> {
     using MlpLayers<T>::layers, MlpLayers<T>::inputs, MlpLayers<T>::outputs, MlpLayers<T>::weight,
         MlpLayers<T>::bias, MlpLayers<T>::bias_gradient;
 
-    std::size_t first(std::size_t stage) const { return cut(layers(), stages_, stage); }
+    std::size_t first(std::size_t stage) const { return first_layer(layers(), stages_, stage); }
     std::size_t end(std::size_t stage) const { return first(stage + 1); }
     MatrixView<const T> input(std::size_t stage, const Kept<T>& kept, std::size_t l) const {
         if (l == first(stage)) return kept.x_BI;

@@ -1,24 +1,14 @@
 // Python module pp_libtorch: GPT-2 in a pipeline on torch.distributed process groups.
-#include <map>
 #include <string>
-#include <vector>
 
+#include "fived/torch/parameters.hpp"
 #include "fived/torch/python.hpp"
 #include "pp_libtorch.hpp"
 
 namespace {
 
 namespace py = pybind11;
-using fived::Pipeline, fived::RanksPtr, fived::Schedule, fived::Waiting;
-using Parameters = std::map<std::string, at::Tensor>;
-
-const at::Tensor& find(const Parameters& whole, const std::string& name) {
-    const auto found = whole.find(name);
-    if (found == whole.end())
-        throw std::invalid_argument("no parameter " + name + " among the " + std::to_string(whole.size()) +
-                                    " given");
-    return found->second;
-}
+using fived::find, fived::Parameters, fived::Pipeline, fived::RanksPtr, fived::Schedule, fived::Waiting;
 
 /// Of a whole model with these parameters.
 fived::Gpt2Shape shape_of(const Parameters& whole, int heads) {
