@@ -6,7 +6,10 @@
 //     flat gradient array:         [ dW3 db3 | dW2 db2 | dW1 db1 ]   finished from the left
 //     buckets on the wire:               [ bucket 0 ][ bucket 1 ][ rest ]        then the optimizer
 //
-// How the sums come about, and which of them a rank needs, is its strategy: dp_mpi_exchange.hpp.
+// How the sums come about, and which of them a rank needs, is its strategy: dp_mpi_exchange.hpp. Beside the gradients,
+// rank 0's weights are broadcast once at the start, and a step sums the loss, one number.
+//
+// Ranks may have different numbers of samples: the loss is divided by those of the global batch, on every rank.
 #pragma once
 
 #include <cstdint>

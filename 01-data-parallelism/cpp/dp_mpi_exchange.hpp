@@ -10,6 +10,9 @@
 // Top-k sends the k numbers that are largest; what it does not send it adds to the next gradient (error
 // feedback: Stich et al., arXiv:1809.07599).
 //
+// When: Buckets sends during the backward pass, Ring and TopK after it. Another strategy is a class derived from Exchange
+// and a line in make_exchange().
+//
 // Cost, bytes a rank sends: plain and ZeRO-1 2 (n-1)/n a byte of gradient; top-k (n-1) k (4 + bytes of a
 // number).
 #pragma once

@@ -14,6 +14,10 @@
 //     { const NoSync accumulate = dp.no_sync(); loss(...).backward(); }   // all micro-batches but the last
 //     loss(...).backward();                                               // buckets leave while this runs
 //     dp.finish();                                                        // gradients are sums over ranks
+//     optimizer.step();                                                   // any of torch: the same step on every rank
+//
+// A bucket, and so the sum, has the type of its parameters (make_buckets). With bucket_bytes larger than the model there is one
+// bucket, which finish() sends: nothing overlaps.
 #pragma once
 
 #include <mutex>

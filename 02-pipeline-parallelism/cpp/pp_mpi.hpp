@@ -4,6 +4,13 @@
 //     rank 1   . 0 a a 1 b b . 2 c c . 3 d d . .      two letters a backward, a dot a wait
 //
 // What a rank does, in order, is a list that Python made (fived/math/schedule.hpp); this file runs it, whatever it is.
+// Another schedule is another list (`pp_mpi --list FILE`), and changes nothing here.
+//
+// A rank holds the layers of its stages (Schedule::owner), their gradients and optimizer state, and of every micro-batch
+// between forward and backward the activations. A message is the activations of one micro-batch [rows, width] where two
+// stages meet, or the gradient of these. After the last instruction the loss is summed over all ranks.
+//
+// Stages have equally many layers, give or take one: first_layer() of pp_stages.hpp. Micro-batches likewise: rows().
 //
 // Bytes a rank sends: for each side on which a stage has a neighbour on another rank, B x width x bytes of a number.
 // Bubble: (p-1)/(M+p-1) of the time with GPipe and 1F1B, a third of that and less with zero-bubble schedules.

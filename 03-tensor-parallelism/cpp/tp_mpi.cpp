@@ -42,7 +42,6 @@ TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64
     initialise(seed);
 }
 
-/// `split`: rows by heads (h) or evenly (f), columns likewise (H, F).
 template <class T>
 void TensorParallelLayer<T>::add_parameter(const std::string& name, std::size_t rows, std::size_t columns,
                                            Cut how) {

@@ -74,9 +74,8 @@ struct Shard : Parameter {
 template <class T>
 class TensorParallelLayer {
   public:
-    /// `comm` must outlive this. `ring`: sums by our own ring, whose messages are counted, instead of MPI's.
-    /// Throws std::invalid_argument where the heads do not divide the width, or a rank would get no head or
-    /// column.
+    /// `comm` must outlive this. Throws std::invalid_argument where the heads do not divide the width, or a
+    /// rank would get no head or column.
     TensorParallelLayer(const LayerShape& shape, std::uint64_t seed, const Communicator* comm,
                         Reduction reduction = Reduction::mpi);
 

@@ -7,8 +7,13 @@
 // Columns, backward:      dx = dy W ──────► all-reduce ──────► there        the sum travels while the gradients
 //                                           dW = dy^T x, db                 of the weights are computed
 //
+// Every rank holds its piece of q, k, v, up, o, down and the embedding (split_dimension), whole norms, positions and biases
+// of o and down, and sees all tokens. The gradients of what is whole are the same on all ranks: after the backward pass
+// nothing is summed.
+//
 // Cost of a layer, |x| = B S D numbers: 2 all-reduces of |x| forward, 2 backward, each 2 (n-1)/n |x| a rank. Weights,
-// their gradients and states take 1/n; so do the activations between columns and rows.
+// their gradients and states take 1/n; so do the activations between columns and rows. Embedding and head cost one all-reduce
+// of |x| each, the loss three numbers a token.
 //
 //     const Parameters mine = split(whole, *ranks);                    // q, k, v, up, o, down, the embedding: pieces
 //     x_BSD = layer(x_BSD, mine, "layers.0.", heads, ranks);           // x is whole, and the same on all ranks
@@ -69,7 +74,7 @@ at::Tensor layer(const at::Tensor& x_BSD, const Parameters& mine, const std::str
 /// LayerNorm with the weight and bias under `prefix`.
 at::Tensor norm(const at::Tensor& x_BSD, const Parameters& parameters, const std::string& prefix);
 
-/// Throws std::invalid_argument where n ranks cannot hold whole heads.
+/// Throws std::invalid_argument where n ranks cannot hold equally many heads, as layer() needs. Other pieces may differ by one.
 void check_heads(int heads, int n);
 
 }  // namespace fived

@@ -77,7 +77,7 @@ class Passing {
           into_(std::move(into)),
           pending_(ranks.exchange(sent_, (ranks.rank() + 1) % ranks.size(), into_,
                                   (ranks.rank() + ranks.size() - 1) % ranks.size(), tag)) {}
-    /// What came, and the memory of what went.
+    /// The received tensor, and the reusable send buffer.
     std::pair<at::Tensor, at::Tensor> arrived() {
         ranks_.wait(pending_);
         return {into_, sent_};

@@ -15,6 +15,14 @@
 // holds chunks r and 2n-1-r of 2n, and every step but its own is half a block on every rank, with nothing masked
 // (Llama 3, arXiv:2407.21783, section 3.3.2).
 //
+// Another order is a value of Order, its positions in places() and its part of a block in work(). Each rank has equally many
+// positions, since buffers are passed on; sp_mpi has unequal ones.
+//
+// There are no parameters here. Those of the layers around it meet one rank's tokens alone: their gradients have to be summed
+// over the ranks.
+//
+// Half types: o is merged in float32; dq, dk and dv are summed in the type of q, k and v.
+//
 // Cost: keys and values of one rank, 2 B G s K numbers, travel n-1 times forward and 2 (n-1) times backward, 3 (n-1) in
 // all. Memory: two blocks of keys and values forward, two more of their gradients backward, whatever n is.
 //

@@ -152,7 +152,7 @@ void ExpertParallelLayer<T>::plan() {
         if (work != &gate_rF_ || shape_.gated()) work->resize(place * shape_.mlp_width);
 }
 
-/// Rows sorted by expert to the ranks of these, or `back`. On one rank they are there.
+/// Rows sorted by expert to the ranks of these, or back to the ranks of their tokens. On one rank they are there.
 template <class T>
 void ExpertParallelLayer<T>::exchange(std::vector<T>& rows, std::vector<T>& arriving, Direction direction) {
     if (!comm_) return std::swap(rows, arriving);

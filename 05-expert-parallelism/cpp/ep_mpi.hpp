@@ -8,10 +8,12 @@
 //     rank 0    a0 b1 | a2 b3     a0 d0         a0 d0 | b1 c1            ... weighted and summed: y_a y_b
 //     rank 1    d0 c1 | c2 d3     a2 c2         a2 c2 | b3 d3            ... weighted and summed: y_c y_d
 //
-// Every rank first says how many rows it has for each expert: as many travel as there are, none is dropped. There is one
+// Every rank holds the whole router and its own experts. Every rank first says how many rows it has for each expert: as many travel as there are, none is dropped. There is one
 // MPI_Alltoallv for the first expert of all ranks, one for the second, ...: so rows land sorted by expert. The router
 // meets this rank's tokens alone, so its gradient is summed over the ranks; an expert meets the tokens of all, so its
 // gradient is complete where it is.
+//
+// Which experts a token chooses, and their weights, is route() of ep_kernels.hpp; which expert is where, experts_of().
 //
 // Cost: a rank that sends s rows to others and gets r from them sends 2 (s + r) D numbers, forward and backward, 8
 // bytes for each expert that is not its own, and the sum of the router's gradient. Experts, their gradients and states

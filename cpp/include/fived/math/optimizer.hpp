@@ -1,4 +1,8 @@
 // Optimizers on flat arrays: one pass over weights, gradients and state.
+//
+// Another one is a class with step(weights, gradients) and a `kind`; the chapters' models take any. Where ranks step with
+// parts of the weights (ZeRO-1, stages, shards), it must work number by number: a norm of the whole would need a sum over
+// ranks.
 #pragma once
 
 #include <array>
