@@ -127,7 +127,8 @@ inline void check_computations(const Schedule& s) {
                 std::vector<std::size_t> places;
                 for (const Op op : {Op::F, Op::B, Op::I, Op::W})
                     if (const auto it = at.find({op, stage, m}); it != at.end()) {
-                        shown += (found.empty() ? "" : " ") + std::string(name_of(op));
+                        if (!found.empty()) shown += ' ';
+                        shown += name_of(op);
                         found.push_back(op);
                         places.push_back(it->second);
                     }
