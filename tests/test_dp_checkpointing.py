@@ -19,13 +19,15 @@ from common.utils.memory import LiveBytes, saved_bytes
 from dp_checkpointing import (
     LESSON,
     VERSIONS,
-    CheckpointOptions,
     checkpoint_layers,
     main,
 )
 from dp_memory import activation_bytes, activations, measure
+from dp_training import DataParallelOptions
 
-OPTIONS = CheckpointOptions(model="gpt2-nano", batch=9, sequence=8, steps=2, micro_batches=2)
+OPTIONS = DataParallelOptions(
+    versions=VERSIONS, model="gpt2-nano", batch=9, sequence=8, steps=2, micro_batches=2
+)
 
 
 def lesson_of(case: Case) -> Lesson:

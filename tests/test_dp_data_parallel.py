@@ -17,13 +17,17 @@ from common.lesson.equality import OPTIMIZERS, compare
 from common.lesson.training import make_model
 
 from dp_costs import bytes_by_rank
-from dp_data_parallel import LESSON, OneProcess, OneProcessOptions, main
+from dp_data_parallel import LESSON, OneProcess, main
+from dp_training import DataParallelOptions
 
 STEPS = 2
 
 
-def options(batch: int) -> OneProcessOptions:
-    return OneProcessOptions(model="gpt2-tiny", batch=batch, sequence=12, steps=STEPS, micro_batches=1)
+def options(batch: int) -> DataParallelOptions:
+    versions = tuple(LESSON.versions)
+    return DataParallelOptions(
+        versions=versions, model="gpt2-tiny", batch=batch, sequence=12, steps=STEPS, micro_batches=1
+    )
 
 
 def visit(rt: Runtime, batch: int) -> dict[str, Any]:
@@ -71,7 +75,9 @@ def test_equal_to_one_device_and_bytes_by_rank(world: int, batch: int) -> None:
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(main, OneProcessOptions, capsys, "--nproc", "3", "--batch", "2")
+    line = refusal(
+        main, DataParallelOptions, capsys, "--nproc", "3", "--batch", "2", "--versions", "bucketed"
+    )
     assert line.endswith(
         "--batch 2 is too small for 3 ranks; give at least 3, so that each rank has a sample"
     )

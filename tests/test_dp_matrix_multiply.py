@@ -20,8 +20,9 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.matrices import Product, benchmark
 
+from dp_costs import product_bytes
 from dp_matrices import SPLITS, MatrixOptions
-from dp_matrix_multiply import bytes_by_formula, gather_on_rank_0, main, multiply, prepared, products
+from dp_matrix_multiply import gather_on_rank_0, main, multiply, prepared, products
 from dp_matrix_peers import dtensor
 
 LESSON = ROOT / "01-data-parallelism/pytorch/dp_matrix_multiply.py"
@@ -87,7 +88,7 @@ def test_pieces_put_together_are_the_whole(world: int) -> None:
             )
         np.testing.assert_allclose(ranks[0]["whole"].numpy(), a @ b, rtol=1e-11, atol=1e-12)
         assert all(r["whole"] is None for r in ranks[1:])
-        formula = bytes_by_formula(name, MatrixOptions(shape=(m, k, j)), world)
+        formula = product_bytes(name, MatrixOptions(shape=(m, k, j)), world)
         for rank, r in enumerate(ranks):
             assert r["sent"][:3] == [*formula, formula[0]], (name, m, k, j)
             assert r["sent"][3] == (rank > 0) * r["c"].numel() * 8
@@ -95,11 +96,11 @@ def test_pieces_put_together_are_the_whole(world: int) -> None:
 
 def test_formula_by_hand() -> None:
     o = MatrixOptions(shape=(8, 6, 10), dtype="float32")
-    assert bytes_by_formula("rows", o, 4) == (0, Fraction(3, 2) * 60 * 4)  # 2(n-1)/n of dB
-    assert bytes_by_formula("columns", o, 4) == (0, Fraction(3, 2) * 48 * 4)  # of dA
-    assert bytes_by_formula("inner", o, 4) == (240, 240)  # (n-1)/n of C, 320 bytes
-    assert bytes_by_formula("gathered", o, 4) == (240, 240)  # 6 rows in pieces of 2: as if B had 8
-    assert bytes_by_formula("inner", o, 1) == (0, 0)
+    assert product_bytes("rows", o, 4) == (0, Fraction(3, 2) * 60 * 4)  # 2(n-1)/n of dB
+    assert product_bytes("columns", o, 4) == (0, Fraction(3, 2) * 48 * 4)  # of dA
+    assert product_bytes("inner", o, 4) == (240, 240)  # (n-1)/n of C, 320 bytes
+    assert product_bytes("gathered", o, 4) == (240, 240)  # 6 rows in pieces of 2: as if B had 8
+    assert product_bytes("inner", o, 1) == (0, 0)
 
 
 def checks_itself(rt: Runtime) -> list[float]:

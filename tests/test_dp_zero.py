@@ -33,10 +33,10 @@ import dp_zero
 from dp_basic import DataParallel
 from dp_memory import bytes_of
 from dp_training import DataParallelOptions
-from dp_zero import Zero, ZeroOptions
+from dp_zero import VERSIONS, Zero
 
 STAGES = (1, 2, 3)
-SMALL = ZeroOptions(sequence=8, micro_batches=2, steps=2)
+SMALL = DataParallelOptions(versions=tuple(VERSIONS), sequence=8, micro_batches=2, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ SMALL = ZeroOptions(sequence=8, micro_batches=2, steps=2)
         (8, replace(SMALL, model="llama-nano", batch=11, micro_batches=1, versions=("zero1", "zero3"))),
     ],
 )
-def test_lesson(n: int, options: ZeroOptions) -> None:
+def test_lesson(n: int, options: DataParallelOptions) -> None:
     """The lesson proves equality with SGD and AdamW, bytes sent = formula, bytes held within 1 % of it."""
     assert all(spawn(dp_zero.main, n, options))
 
 
 def test_the_library_beside_it() -> None:
     versions = (*dp_fsdp.LIBRARY, "zero3")
-    options = dp_fsdp.FsdpOptions(model="gpt2-nano", batch=7, sequence=8, steps=2, versions=versions)
+    options = DataParallelOptions(model="gpt2-nano", batch=7, sequence=8, steps=2, versions=versions)
     assert all(spawn(dp_fsdp.main, 3, options))
 
 
@@ -208,7 +208,7 @@ def peak(name: str) -> int:
 
     The process group is a fake that moves no data, so that a transport's own buffers are not counted.
     """
-    o = ZeroOptions(model="gpt2-10m", batch=2, sequence=4, micro_batches=1, dtype="float32")
+    o = DataParallelOptions(model="gpt2-10m", batch=2, sequence=4, micro_batches=1, dtype="float32")
     world = Group("world", 0, 2, (0, 1), dist.group.WORLD)
     rt = Runtime(0, 2, 0, 2, "none", torch.device("cpu"), "fake", 60.0, world)
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,14 +43,6 @@ from dp_memory import activations
 from dp_training import DataParallelOptions, check
 
 VERSIONS = ("none", "by-hand", "library")
-
-
-@dataclass
-class CheckpointOptions(DataParallelOptions):
-    """Options: the versions to run."""
-
-    versions: tuple[str, ...] = VERSIONS
-    """Versions to run."""
 
 
 class Again(torch.autograd.Function):
@@ -88,7 +79,7 @@ def checkpoint_layers(model: Transformer, version: str = "library") -> None:
         model.run_layer = partial(checkpoint, use_reentrant=False)
 
 
-def train(job: Job[CheckpointOptions]) -> Iterator[Tensor]:
+def train(job: Job[DataParallelOptions]) -> Iterator[Tensor]:
     """Train as dp_basic.py does, with the layers checkpointed or not; yield the loss of each global batch."""
     model, group = job.model, job.group
     checkpoint_layers(model, job.version)
@@ -111,7 +102,7 @@ def train(job: Job[CheckpointOptions]) -> Iterator[Tensor]:
 LESSON = Lesson("dp", dict.fromkeys(VERSIONS, train), basic_step, start_bytes=basic_start)
 
 
-def main(rt: Runtime, o: CheckpointOptions) -> bool:
+def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
     check(rt, VERSIONS, o)
     if o.benchmark:
@@ -123,4 +114,4 @@ def main(rt: Runtime, o: CheckpointOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, CheckpointOptions)
+    run(main, DataParallelOptions, versions=VERSIONS)

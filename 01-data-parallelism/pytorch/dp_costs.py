@@ -5,11 +5,13 @@ n ranks  S bytes of weights  M micro-batches
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 from torch import nn
 
 from common.comm import Group, sizes_of
+from common.lesson.matrices import ProductOptions
 from common.lesson.runner import DTYPES
 from common.lesson.training import TrainingOptions
 
@@ -172,3 +174,15 @@ def mlp_run(name: str, model: nn.Module, group: Group, bucket_mb: float, steps: 
     ours = name != "ddp-mlp"
     start = bytes_of_run(model, group, 0, order=ours and name != "dp_libtorch-zero1")
     return start + step + steps * Fraction(2 * (group.size - 1) * 8, group.size)
+
+
+def product_bytes(split: str, o: ProductOptions, n: int) -> tuple[Fraction, Fraction]:
+    """Return the bytes a rank sends in dp_matrix_multiply.py (forward, backward).
+
+    Uneven shards are padded to the longest.
+    """
+    (M, K, J), item = o.shape, DTYPES[o.dtype].itemsize
+    if split in ("rows", "columns"):
+        return Fraction(0), Fraction(2 * (n - 1) * (K * J if split == "rows" else M * K) * item, n)
+    longest = math.ceil((M if split == "inner" else K) / n)
+    return Fraction((n - 1) * longest * J * item), Fraction((n - 1) * longest * J * item)

@@ -24,7 +24,7 @@ loss and the step stay on device 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -177,15 +177,7 @@ LESSON = Lesson(
 )
 
 
-@dataclass
-class OneProcessOptions(DataParallelOptions):
-    """Options of dp_data_parallel.py."""
-
-    versions: tuple[str, ...] = tuple(LESSON.versions)
-    """Versions to run."""
-
-
-def bytes_table(rt: Runtime, o: OneProcessOptions) -> Table:
+def bytes_table(rt: Runtime, o: DataParallelOptions) -> Table:
     """Return a table of each rank's bytes in a step, beside dp_basic.py's, and of the logits that it holds."""
     one = OneProcess(make_model(o, rt.device), o, rt.world, rt.device)
     with Ledger() as ledger:
@@ -202,7 +194,7 @@ def bytes_table(rt: Runtime, o: OneProcessOptions) -> Table:
     return table
 
 
-def main(rt: Runtime, o: OneProcessOptions) -> bool:
+def main(rt: Runtime, o: DataParallelOptions) -> bool:
     """Prove equality with one device, or with --benchmark time."""
     check(rt, tuple(LESSON.versions), o)
     Batches(o, rt.world, rt.device)  # refuses a batch with fewer samples than ranks
@@ -214,4 +206,4 @@ def main(rt: Runtime, o: OneProcessOptions) -> bool:
 
 
 if __name__ == "__main__":
-    run(main, OneProcessOptions)
+    run(main, DataParallelOptions, versions=LESSON.versions)

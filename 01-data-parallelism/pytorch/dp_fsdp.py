@@ -22,7 +22,6 @@ S. The messages of the library's versions are counted by common/comm/listen.py. 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,13 +96,5 @@ def main(rt: Runtime, o: DataParallelOptions) -> bool:
     return prove_with_memory(rt, dp_zero.even(rt, o), LESSON, peaks=True)
 
 
-@dataclass
-class FsdpOptions(DataParallelOptions):
-    """Options of chapter 01, for the library's versions and our own."""
-
-    versions: tuple[str, ...] = (*LIBRARY, "zero2", "zero3")
-    """Versions to run."""
-
-
 if __name__ == "__main__":
-    run(main, FsdpOptions)
+    run(main, DataParallelOptions, versions=(*LIBRARY, "zero2", "zero3"))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.comm import Group
+from torch import Tensor
+
+from common.comm import Group, sizes_of
+from common.comm.ledger import Ledger
 from common.launch.command_line import Size
-from common.lesson.matrices import Place, ProductOptions, cut
+from common.launch.runtime import Runtime
+from common.lesson.matrices import Place, Product, ProductOptions, cut
+
+Gather = Callable[[Tensor, int, list[int], Group], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -50,3 +58,18 @@ class MatrixOptions(ProductOptions):
     """Number of row panels in which `inner` is computed; one is sent while the next is computed."""
     gather: bool = False
     """Gather each result on rank 0, too."""
+
+
+def gathered_difference(gather: Gather, o: MatrixOptions, rt: Runtime, dim: int, c: Tensor) -> float:
+    """Return the difference of the result on rank 0 from numpy's.
+
+    It is infinite if the bytes differ from the formula, or if other ranks have the result, too.
+    """
+    M, _, J = o.shape
+    with Ledger() as ledger:
+        whole = gather(c, dim, sizes_of((M, J)[dim], rt.world_size), rt.world)
+    if ledger.bytes() != (rt.rank > 0) * c.nbytes or (whole is None) != (rt.rank > 0):
+        return math.inf
+    if whole is None:
+        return 0.0
+    return Product(o, rt.device).apart("C", whole, (slice(0, M), slice(0, J)), Group.alone())

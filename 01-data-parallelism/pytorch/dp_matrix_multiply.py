@@ -26,9 +26,7 @@ Cost, for |X| bytes of X on n ranks: per rank an all-reduce sends 2(n-1)/n |X|, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 
 import torch
@@ -36,13 +34,13 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group, Pending, collectives, sizes_of
-from common.comm.ledger import Ledger
 from common.launch.command_line import check_names
 from common.launch.runtime import Runtime
-from common.lesson.matrices import Product, Products, Way, run_products
-from common.lesson.runner import DTYPES, run
+from common.lesson.matrices import Products, Way, run_products
+from common.lesson.runner import run
 
-from dp_matrices import SPLITS, MatrixOptions
+from dp_costs import product_bytes
+from dp_matrices import SPLITS, MatrixOptions, gathered_difference
 from dp_matrix_peers import libraries
 
 
@@ -129,30 +127,6 @@ def gather_on_rank_0(c: Tensor, dim: int, sizes: list[int], group: Group) -> Ten
     return torch.cat(pieces, dim)
 
 
-def bytes_by_formula(split: str, o: MatrixOptions, n: int) -> tuple[Fraction, Fraction]:
-    """Return the bytes a rank sends (forward, backward). Uneven shards are padded to the longest."""
-    (M, K, J), item = o.shape, DTYPES[o.dtype].itemsize
-    if split in ("rows", "columns"):
-        return Fraction(0), Fraction(2 * (n - 1) * (K * J if split == "rows" else M * K) * item, n)
-    longest = math.ceil((M if split == "inner" else K) / n)
-    return Fraction((n - 1) * longest * J * item), Fraction((n - 1) * longest * J * item)
-
-
-def gathered_difference(o: MatrixOptions, rt: Runtime, dim: int, c: Tensor) -> float:
-    """Return the difference of the result on rank 0 from numpy's.
-
-    It is infinite if the bytes differ from the formula, or if other ranks have the result, too.
-    """
-    M, _, J = o.shape
-    with Ledger() as ledger:
-        whole = gather_on_rank_0(c, dim, sizes_of((M, J)[dim], rt.world_size), rt.world)
-    if ledger.bytes() != (rt.rank > 0) * c.nbytes or (whole is None) != (rt.rank > 0):
-        return math.inf
-    if whole is None:
-        return 0.0
-    return Product(o, rt.device).apart("C", whole, (slice(0, M), slice(0, J)), Group.alone())
-
-
 def products(rt: Runtime, o: MatrixOptions) -> Products:
     """Return the chosen splits on these ranks."""
     ways = {}
@@ -164,10 +138,12 @@ def products(rt: Runtime, o: MatrixOptions) -> Products:
             places["A"][1],
             partial(multiply, name, group=rt.world),
             partial(prepared, name, group=rt.world, panels=o.panels),
-            bytes_by_formula(name, o, rt.world_size),
+            product_bytes(name, o, rt.world_size),
             partial(libraries, name, rt=rt, shape=o.shape),
             split.layout(),
-            {"C on rank 0": partial(gathered_difference, o, rt, split.c)} if o.gather else {},
+            {"C on rank 0": partial(gathered_difference, gather_on_rank_0, o, rt, split.c)}
+            if o.gather
+            else {},
         )
     return Products("dp", ("split", "A", "B", "C"), f"{rt.world_size} rank(s)", ways)
 

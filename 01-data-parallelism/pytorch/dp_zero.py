@@ -30,7 +30,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -323,13 +323,5 @@ def main(rt: Runtime, o: DataParallelOptions) -> bool:
     return prove_with_memory(rt, even(rt, o), LESSON)
 
 
-@dataclass
-class ZeroOptions(DataParallelOptions):
-    """Options of chapter 01, for the stages of ZeRO."""
-
-    versions: tuple[str, ...] = tuple(VERSIONS)
-    """Versions to run."""
-
-
 if __name__ == "__main__":
-    run(main, ZeroOptions)
+    run(main, DataParallelOptions, versions=VERSIONS)
