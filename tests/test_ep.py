@@ -32,7 +32,7 @@ import ep_overlap
 import ep_tensor_parallel
 from ep_costs import RoutedBytes
 from ep_imbalance import ImbalanceOptions
-from ep_moe import ExpertExchange, expert_parallel, share_experts, transposed, with_capacity
+from ep_moe import ExpertExchange, expert_parallel, keep_own_experts, transposed, with_capacity
 from ep_overlap import OverlapOptions
 from ep_training import MoEOptions, drain, load, observed
 from sp_sequence_parallel import sequence_parallel, split_sequence
@@ -120,7 +120,7 @@ def odd_loads(rt: Runtime) -> None:
         whole = {name: p.grad for name, p in experts.named_parameters()}
         mine = Experts(c).double()
         mine.load_state_dict(experts.state_dict())
-        share_experts(mine, group)
+        keep_own_experts(mine, group)
         x = rows[rt.rank].clone().requires_grad_()
         y = ExpertExchange(mine, group, c.experts)(x, torch.tensor(per_rank[rt.rank]))
         y.square().sum().backward()

@@ -22,13 +22,13 @@ double DataParallelMlp<T>::loss_and_gradients(MatrixView<const T> x_BI, std::spa
     double loss = 0;
     for (std::size_t m = 0; m < micro_batches; ++m) {
         const bool communicate = exchange_ && m + 1 == micro_batches;
-        const auto finished = [&](std::size_t n) {
+        const auto finished = [&](std::size_t n) {  // the first n numbers of the flat gradients are final
             if (communicate) in_mpi([&] { exchange_->advance(n); });
         };
         const std::size_t begin = cut(x_BI.rows, micro_batches, m),
                           end = cut(x_BI.rows, micro_batches, m + 1);
         loss += mlp_.loss_and_gradients(x_BI.row_block(begin, end - begin), y_B.subspan(begin, end - begin),
-                                        scale, m > 0, finished);
+                                        scale, /*accumulate=*/m > 0, finished);
     }
     if (!exchange_) return loss;
     in_mpi([&] { exchange_->finish(); });

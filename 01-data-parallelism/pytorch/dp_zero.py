@@ -9,18 +9,23 @@ will do:
     backward    gradients of a unit  -> reduce-scatter ->  the sum, of this rank's run only
     optimizer   steps on the pieces: the part of each parameter that is in this rank's run
     forward     runs of the weights  -> all-gather ->  the whole unit, while the unit before it computes
+                stage 3 frees it after its use, and gathers it once more for its backward pass
 
     S bytes of weights, M micro-batches, float32 and AdamW; a rank holds (bytes per parameter) and sends in a
     step:
 
     stage   weights  gradients  state   sharded                     sends, times (n-1)/n
-    0       4        4          8       nothing                     2 S
+    0       4        4          8       nothing (dp_basic.py)       2 S
     1       4        4          8/n     state                       2 S
-    2       4        4/n        8/n     state, gradients            (M + 1) S
-    3       4/n      4/n        8/n     state, gradients, weights   about 3 M S
+    2       4        4/n        8/n     state, gradients            (M + 1) S: M reduce-scatters, a gather
+    3       4/n      4/n        8/n     state, gradients, weights   3 M S: M times two gathers, a reduce-scatter
 
-One code serves all stages: a unit's gradients are kept or freed after their reduce-scatter, and its weights
-are kept or freed after their use.
+Stage 3 sends a little less: what lies outside of the layers is one unit more, gathered once per micro-batch. For a
+moment a rank also holds the gradients of two whole units (stages 2 and 3) and the weights of two and of the outer
+one (stage 3). All stages broadcast the model once, and sum a flag per parameter tensor in each step.
+
+One code serves all stages: dp_unit.py keeps or frees a unit's gradients after their reduce-scatter, and its weights
+after their use. An optimizer that needs whole matrices (Muon) needs another cut there: whole parameters to ranks.
 
     python dp_zero.py --nproc 4      torchrun --nproc_per_node=4 dp_zero.py      mpirun -np 4 python dp_zero.py
 """
@@ -67,14 +72,15 @@ class Zero:
         zero.finish()                                                # now the pieces have their gradients
         optimizer.step()                                             # the next forward pass gathers the weights
 
-    Every module of `layers` is a unit; the parameters outside of them form one more, which is whole from the
-    start of the forward pass to the end of the backward pass. All ranks run the same layers in the same
-    order. Losses are scaled as for DataParallel. Gradients are those of one step: a second finish() replaces
-    them. The norm of the gradient is common.comm.placement.gradient_norm(pieces, mesh), since each rank has a part
-    of it. The weights to save are the pieces, not the model's state_dict; after writing into pieces by other
-    means than an optimizer, call changed(). All ranks step together and, from stage 2 on, run equally many
-    backward passes. Units hold the parameters that require gradients when Zero is made. entries: the modules
-    that are called instead of the model, such as a pipeline's stages.
+    Every module of `layers` is a unit; the parameters outside of them form at least one more, which is whole from
+    the start of the forward pass to the end of the backward pass. All ranks run the same layers in the same order.
+    Divide each loss by the targets of all ranks: gradients are summed. Gradients are those of one step: a second
+    finish() replaces them. The norm of the gradient is common.comm.placement.gradient_norm(pieces, mesh), since
+    each rank has a part of it. The weights to save are the pieces, not the model's state_dict; after writing into
+    pieces by other means than an optimizer, call changed(). All ranks step together, run equally many backward
+    passes from stage 2 on, and equally many forward passes in stage 3. Units hold the parameters that require
+    gradients when Zero is made. entries: the modules that are called instead of the model, such as a pipeline's
+    stages.
 
     Raises ValueError for other stages, for a model without parameters to train, for a unit of two dtypes;
     RuntimeError in stage 1 when a second backward pass runs before finish(): accumulate inside no_sync().
@@ -101,27 +107,28 @@ class Zero:
         homes = {name: [i for i, ids in enumerate(of_layers) if id(p) in ids] for name, p in trained.items()}
         outside = {id(p) for p in parameters_outside(model, {id(layer) for layer in layers})}
         entries = tuple(entries) or (model,)
-        # the modules during which a unit is whole
+        # units[i] is whole while one of modules[i] runs
         self.units, self.modules = [], []  # type: tuple[list[Unit], list[tuple[nn.Module, ...]]]
+        # parameters that several layers share, or that are also outside of them, join the outer unit, -1
+        home = {
+            name: at[0] if len(at) == 1 and id(trained[name]) not in outside else -1
+            for name, at in homes.items()
+        }
         for i, module in enumerate([model, *layers], -1):
-            # parameters that several layers share, or that are also outside of them, join the outer unit, -1
-            home = {
-                name: at[0] if len(at) == 1 and id(trained[name]) not in outside else -1
-                for name, at in homes.items()
-            }
             inside = {name: p for name, p in trained.items() if home[name] == i}
-            # a parameter that other ranks hold too must be split and summed there as here, so it shares no
-            # unit with parameters of another placement
+            # a parameter that ranks outside of this group hold too (tied, replicated) must be split and summed
+            # there as here, so it shares no unit with parameters of another placement
             alike: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
             for name, p in inside.items():
                 alike.setdefault((hasattr(p, "tied"), *placement(p)), {})[name] = p
-            for unit in alike.values():
-                self.units.append(Unit(unit, group, stage))
+            for parameters in alike.values():
+                self.units.append(Unit(parameters, group, stage))
                 self.modules.append(entries if i < 0 else (module,))
         self.entries = weakref.WeakSet(entries)
         self.synchronising, self.in_backward, self.reduced = True, False, False
         self.gathered, self.task = -1, -1
         self.used: set[str] = set()
+        # units still to reduce in this backward pass; units whose reduce-scatter is on its way
         self.queue, self.leaving = self.units[::-1], []  # type: tuple[list[Unit], list[Unit]]
         self._hook(entries)
 
@@ -242,7 +249,9 @@ class Zero:
         """
         if self.in_backward:
             raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
-        if not self.reduced:
+        if (
+            not self.reduced
+        ):  # every pass was in no_sync(), or a pipeline made weight gradients outside of one
             for unit in self.units:
                 for name in unit.parameters.keys() - unit.filled:
                     self._fill(unit, name)
@@ -251,11 +260,11 @@ class Zero:
             unit.settle()
         used = self.units[0].mine.new_tensor([float(name in self.used) for name in self.names])
         comm.all_reduce(used, self.group)
-        ranks = dict(zip(self.names, used.tolist(), strict=True))
+        users = dict(zip(self.names, used.tolist(), strict=True))
         for unit in self.units:
             assert unit.sum is not None
             for name, gradient in unit.cut(unit.sum).items():
-                unit.pieces[name].grad = gradient.detach() if ranks[name] else None
+                unit.pieces[name].grad = gradient.detach() if users[name] else None
                 unit.parameters[name].grad = None
             unit.sum = None
             unit.filled.clear()
@@ -310,7 +319,7 @@ VERSIONS = {"bucketed": dp_basic.train, **dict.fromkeys(("zero1", "zero2", "zero
 
 
 def even(rt: Runtime, o: Options) -> Options:
-    """Return the options with equally many micro-batches on all ranks, since each of them is communicated."""
+    """Return the options with equally many micro-batches on all ranks: from stage 2 on each is communicated."""
     return replace(o, micro_batches=max(1, min(o.micro_batches, o.batch // rt.world_size)))
 
 

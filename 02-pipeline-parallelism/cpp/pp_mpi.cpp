@@ -79,9 +79,9 @@ typename Pipeline<T>::Buffer Pipeline<T>::forward(const Instruction& i, Buffer x
     kept.x_BI = i.stage == 0 ? x_BI_.row_block(begin, n)
                              : MatrixView<const T>(kept.input.get(), n, stages_.width(i.stage));
     Buffer out = stages_.forward(i.stage, kept, [this] { progress(); });
-    // The sum of the whole batch's losses is divided once, by its samples: micro-batches may differ in size.
-    if (!out) loss_ += stages_.loss(kept, y_B_.subspan(begin, n), 1 / double(y_B_.size()));
-    return out;
+    // Each loss is divided by the samples of the whole batch: micro-batches may differ in size.
+    if (!out)  // the last stage sends no activations loss_ += stages_.loss(kept, y_B_.subspan(begin, n), 1 / double(y_B_.size()));
+        return out;
 }
 
 template <class T>

@@ -1,19 +1,24 @@
 // Pipeline parallelism by MPI: a rank has some layers; micro-batches pass all ranks forward and back.
 //
-//     rank 0   0 1 . . . a a 2 b b 3 c c . . d d      1F1B, 2 ranks, 4 micro-batches: a digit is a forward,
-//     rank 1   . 0 a a 1 b b . 2 c c . 3 d d . .      two letters a backward, a dot a wait
+//     rank 0   0 1 . . a a 2 b b 3 c c . d d      1F1B, 2 ranks, 4 micro-batches: a digit is a forward, two letters a
+//     rank 1   . 0 a a 1 b b 2 c c 3 d d . .      backward, which takes twice the time, a dot a wait
 //
 // What a rank does, in order, is a list that Python made (fived/math/schedule.hpp); this file runs it, whatever it is.
 // Another schedule is another list (`pp_mpi --list FILE`), and changes nothing here.
 //
-// A rank holds the layers of its stages (Schedule::owner), their gradients and optimizer state, and of every micro-batch
-// between forward and backward the activations. A message is the activations of one micro-batch [rows, width] where two
-// stages meet, or the gradient of these. After the last instruction the loss is summed over all ranks.
+// A rank holds the layers of its stages (Schedule::owner), their gradients and optimizer state, and the activations of each
+// micro-batch from its forward to the backward of its weights: of all M with GPipe, of p - r at most with 1F1B on rank r.
+// A message is the activations of one micro-batch [rows, width] where two stages meet, or the gradient of these; weights
+// and their gradients are never sent. Sends and receives start at once, and a rank waits only for what it computes with.
+// Two ranks match messages by order: a rank receives in the order in which its peer sends. After the last instruction the
+// loss is summed over all ranks.
 //
 // Stages have equally many layers, give or take one: first_layer() of pp_stages.hpp. Micro-batches likewise: rows().
 //
 // Bytes a rank sends: for each side on which a stage has a neighbour on another rank, B x width x bytes of a number.
-// Bubble: (p-1)/(M+p-1) of the time with GPipe and 1F1B, a third of that and less with zero-bubble schedules.
+// Bubble: (p-1)/(M+p-1) of the time with GPipe and 1F1B, (p-1)/(3M+p-1) with zb-h1, (p-1)/(6M+p-1) with zb-v.
+//
+// p ranks  M micro-batches  B samples of a batch
 #pragma once
 
 #include <cstdint>
@@ -31,7 +36,7 @@
 namespace fived {
 
 /// Bytes of a piece of a message: so few that MPI takes them at once. Longer ones wait until the receiver says where to
-/// put them, and then for the sender to be inside MPI again, some tens of kilobytes at a time; here both compute.
+/// put them, and then for the sender to be inside MPI again, some tens of kilobytes at a time, and here both are busy.
 inline std::size_t message_piece = 4000;
 
 /// A computation and when it ran, in seconds since loss_and_gradients was called.

@@ -7,18 +7,22 @@
                  for tokens of others        for tokens of others
     logits       z0 z1 z2                    z3 z4 z5                     S: never gathered
     m            max of z0 z1 z2             max of z3 z4 z5              all-reduce (max), 1 number per token
-    sum, z_t     of z0 z1 z2; z_t if here    of z3 z4 z5; z_t if here     all-reduce, 2 numbers per token
+    sum, z_t     of exp(z - m) over 0 1 2;   of exp(z - m) over 3 4 5;    all-reduce, 2 numbers per token
+                 z_t - m if t is here        z_t - m if t is here
     gradient     softmax of z0 z1 z2,        softmax of z3 z4 z5,         S: nothing to send
                  minus 1 at t if here        minus 1 at t if here
 
+P partial sums, R the same on all ranks, S shards. All else is whole on every rank and computes the same on the same
+batch, so no gradient is summed. Shards differ by one token where n does not divide V.
+
 Logits are the largest activation of a small model with a large vocabulary: LLaMA 3's have 128,256 numbers per
 token, 31 times its width of 4,096. This loss reduces three numbers per token, where gathering the logits
-sends V (Shoeybi et al., 2019, arXiv:1909.08053, section 3). A tied head uses the embedding's shard a second
+sends V (n-1)/n (Shoeybi et al., 2019, arXiv:1909.08053, section 3). A tied head uses the embedding's shard a second
 time.
 
-Cost, N tokens, n ranks: per rank, the loss sends 2(n-1)/n of 3 N numbers; embedding and head an all-reduce of
-N D numbers each, one forward, one backward. Memory: logits, their gradient and the softmax are N V/n numbers
-each.
+Cost, N tokens, n ranks: per rank, the loss sends 2(n-1)/n of 3 N numbers. The embedding all-reduces N D numbers
+forward, the head N D backward. `gathered` gathers the logits instead and cuts their gradient, which sends nothing.
+Memory: logits, their gradient and the softmax are N V/n numbers each.
 
     python tp_vocabulary.py --nproc 4     torchrun --nproc_per_node=4 tp_vocabulary.py
     mpirun -np 4 python tp_vocabulary.py
@@ -67,8 +71,8 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         _check(tokens_BS, self.vocabulary)
-        mine_BS, inside_BS = _inside(tokens_BS, self.begin, self.weight.shape[0])
-        return self.leave(torch.where(inside_BS[..., None], F.embedding(mine_BS, self.weight), 0))
+        row_BS, inside_BS = _inside(tokens_BS, self.begin, self.weight.shape[0])
+        return self.leave(torch.where(inside_BS[..., None], F.embedding(row_BS, self.weight), 0))
 
 
 def _check(tokens: Tensor, vocabulary: int) -> None:
@@ -84,27 +88,32 @@ def _inside(tokens: Tensor, begin: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each token, from this rank's shard of the logits."""
+    """Cross-entropy of each token, from this rank's shard of the logits.
+
+    Label smoothing would sum a third number, shifted_Nv.sum(-1) before exp_, and add -eps / V to dlogits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_Nv: Tensor, targets_N: Tensor, begin: int, group: Group) -> Tensor:
         largest_N = logits_Nv.amax(-1)
         comm.all_reduce(largest_N, group, "max")
         shifted_Nv = logits_Nv - largest_N[:, None]
-        mine_N, inside_N = _inside(targets_N, begin, logits_Nv.shape[1])
-        at_target_N = torch.where(inside_N, shifted_Nv.gather(1, mine_N[:, None])[:, 0], 0)
-        sums_2N = torch.stack([shifted_Nv.exp_().sum(-1), at_target_N])
+        column_N, inside_N = _inside(targets_N, begin, logits_Nv.shape[1])
+        at_target_N = torch.where(inside_N, shifted_Nv.gather(1, column_N[:, None])[:, 0], 0)
+        sums_2N = torch.stack(
+            [shifted_Nv.exp_().sum(-1), at_target_N]
+        )  # exp_ in place: at_target_N is a copy
         comm.all_reduce(sums_2N, group)
         softmax_Nv = shifted_Nv.div_(sums_2N[0][:, None])
-        ctx.save_for_backward(softmax_Nv, mine_N, inside_N)
+        ctx.save_for_backward(softmax_Nv, column_N, inside_N)
         return sums_2N[0].log() - sums_2N[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        softmax_Nv, mine_N, inside_N = ctx.saved_tensors
+        softmax_Nv, column_N, inside_N = ctx.saved_tensors
         (dloss_N,) = grads
         dlogits_Nv = softmax_Nv * dloss_N[:, None]
-        dlogits_Nv.scatter_add_(1, mine_N[:, None], -(dloss_N * inside_N)[:, None])
+        dlogits_Nv.scatter_add_(1, column_N[:, None], -(dloss_N * inside_N)[:, None])
         return dlogits_Nv, None, None, None
 
 
@@ -128,7 +137,10 @@ def cross_entropy_sum_parallel(
 def split_vocabulary(
     model: Transformer, group: Group, enter: Map | None = None, leave: Map | None = None
 ) -> Transformer:
-    """Split embedding, head and loss along the vocabulary; `enter` is applied to the head's input."""
+    """Split embedding, head and loss along the vocabulary, in place.
+
+    enter: applied to the head's input, by default `copy`; leave: to the embedding's result, by default the sum.
+    """
     into = enter or (lambda x: collectives.copy(x, group))
     model.embed_tokens = VocabularyParallelEmbedding(model.embed_tokens, group, leave)
     if model.lm_head is not None:
@@ -171,7 +183,7 @@ LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), vocabulary_bytes)
 
 
 def measure_memory(rt: Runtime, tokens: int = 512, vocabulary: int = 8192) -> bool:
-    """Show the loss's peak memory for N tokens in both passes, without the logits' shard, and by formula.
+    """Show the loss's peak memory in both passes, beyond the shard of the logits, and by formula.
 
     parallel: softmax and gradient, 2 N V/n numbers. gathered: more than 3 N V, the logits, their log-softmax
     and its gradient. The rest is a few numbers per token. True if the peak of `parallel` is within 5 % of its
@@ -200,9 +212,10 @@ def measure_memory(rt: Runtime, tokens: int = 512, vocabulary: int = 8192) -> bo
     ]
     title = f"peak of the loss, {tokens} tokens, {vocabulary} logits, float32"
     show(rt, title, ("loss", "measured, rank 0", "formula"), rows)
-    if (small := abs(peaks[1] / formula - 1) <= 0.05) is False:
-        console(rt).print("the loss holds MORE than the formula allows")
-    return small
+    right = abs(peaks[1] / formula - 1) <= 0.05
+    if not right:
+        console(rt).print("the loss does NOT hold what the formula says")
+    return right
 
 
 def main(rt: Runtime, o: TensorOptions) -> bool:

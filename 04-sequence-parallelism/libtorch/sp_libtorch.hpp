@@ -12,16 +12,19 @@
 // Given the o and lse of all keys, the backward pass of a block is that of FlashAttention-2 (arXiv:2307.08691).
 //
 // Causal, in contiguous order, rank r works in r + 1 of the n steps, and all wait for the last. In zigzag order rank r
-// holds chunks r and 2n-1-r of 2n, and every step but its own is half a block on every rank, with nothing masked
+// holds chunks r and 2n-1-r of 2n, and every step but step 0 is half a block on every rank, with nothing masked
 // (Llama 3, arXiv:2407.21783, section 3.3.2).
 //
-// Another order is a value of Order, its positions in places() and its part of a block in work(). Each rank has equally many
-// positions, since buffers are passed on; sp_mpi has unequal ones.
+// Another order is a value of Order with its name, its positions in places(), its part of a block in work() and its
+// condition on s in check(); in step 0 a rank computes its own block whole. Callers take rotary positions and targets by
+// places(), too. Each rank has equally many positions, since buffers are passed on; sp_mpi has unequal ones. A mask of
+// padding would go into scores() and the library's calls, by owner, and leave each query a key of its own block.
 //
-// There are no parameters here. Those of the layers around it meet one rank's tokens alone: their gradients have to be summed
-// over the ranks.
+// There are no parameters here. Layers around it see one rank's tokens alone: their gradients have to be summed over the
+// ranks.
 //
-// Half types: o is merged in float32; dq, dk and dv are summed in the type of q, k and v.
+// Half types: o is merged in float32, with an lse in the type that the kernel returns; dq, dk and dv are summed in the type
+// of q, k and v.
 //
 // Cost: keys and values of one rank, 2 B G s K numbers, travel n-1 times forward and 2 (n-1) times backward, 3 (n-1) in
 // all. Memory: two blocks of keys and values forward, two more of their gradients backward, whatever n is.
@@ -47,14 +50,16 @@ constexpr auto names(Kernel) {
     return std::array{"library", "plain"};
 }
 
-/// The part of the block [s, s] of this rank's queries and `owner`'s keys that rank `rank` computes.
+/// The part of the block [s, s] of `rank`'s queries and `owner`'s keys that `rank` computes.
 struct Work {
-    std::int64_t first_query = 0, keys;  // queries from the first on; the keys up to here
-    bool causal = false;                 // masked: query i sees keys 0 to i
+    std::int64_t first_query = 0, keys;  // queries from first_query on, the first `keys` keys
+    bool causal = false;                 // masked: the i-th of these queries sees keys 0 to i
 
     bool any() const { return keys > 0; }
     /// Query-key pairs, of s positions a rank.
-    std::int64_t pairs(std::int64_t s) const { return causal ? s * (s + 1) / 2 : (s - first_query) * keys; }
+    std::int64_t pairs(std::int64_t s) const {
+        return causal ? keys * (keys + 1) / 2 : (s - first_query) * keys;
+    }
 };
 Work work(Order order, bool causal, int rank, int owner, std::int64_t s);
 
@@ -68,7 +73,7 @@ at::Tensor places(std::int64_t sequence, Order order, int rank, int n);
 at::Tensor ring_attention(const at::Tensor& q_BHsK, const at::Tensor& k_BGsK, const at::Tensor& v_BGsK,
                           bool causal, const RanksPtr& ranks, Order order, Kernel kernel);
 
-/// Bytes that a rank sends forward and backward, for keys and values of `bytes` together.
+/// Bytes that a rank sends forward and backward, for keys and values of a rank, `bytes` together.
 constexpr std::int64_t ring_bytes(std::int64_t bytes, int n) {
     return 3 * (n - 1) * bytes;
 }

@@ -115,7 +115,7 @@ def rows_table(rt: Runtime, o: Any, sent: RoutedBytes) -> Table:
     for column in ("version", "from", *map(str, range(rt.world_size)), "bytes"):
         table.add_column(column, justify="left" if column == "version" else "right")
     for name, exchanges in sent.exchanges.items():
-        for rank, send in enumerate(comm.everyones(exchanges[0].send, rt.world)):
+        for rank, send in enumerate(comm.everyones(exchanges[0].last_sent, rt.world)):
             away = sum(send) - send[rank]
             size = show_bytes(away * o.model_config().width * DTYPES[o.dtype].itemsize)
             table.add_row(name if rank == 0 else "", str(rank), *map(str, send), size)

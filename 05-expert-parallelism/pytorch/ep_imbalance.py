@@ -43,7 +43,7 @@ from common.lesson.measure import in_turn
 from common.lesson.runner import DTYPES, console, run
 
 from ep_layer import LayerOptions, forward_and_backward, make_layer, named
-from ep_moe import ExpertExchange, share_experts
+from ep_moe import ExpertExchange, keep_own_experts
 from ep_training import check_split, largest_difference
 
 
@@ -75,7 +75,7 @@ def main(rt: Runtime, o: ImbalanceOptions) -> bool:
         )
     group = Mesh(rt.world, ep=n).group("ep")
     whole, experts = (make_layer(o, rt.device).experts for _ in range(2))
-    share_experts(experts, group)
+    keep_own_experts(experts, group)
     generator = torch.Generator().manual_seed(o.seed + 1 + rt.rank)
     rows_RD = torch.randn(o.rows, o.width, generator=generator, dtype=torch.float64)
     rows_RD = rows_RD.to(rt.device, dtype).requires_grad_()

@@ -43,7 +43,7 @@ from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memor
 from common.lesson.runner import DTYPES, console, run, write_records
 from common.models.moe import MoE, Router, Routing
 
-from ep_moe import ExpertExchange, share_experts
+from ep_moe import ExpertExchange, keep_own_experts
 from ep_training import ExpertOptions, check_split, largest_difference
 
 
@@ -134,7 +134,7 @@ def main(rt: Runtime, o: LayerOptions) -> bool:
     whole_1TD.requires_grad_()
     alone, split, unchanged = (make_layer(o, rt.device) for _ in range(3))
     unchanged.compute = lambda rows_RD, counts_E: rows_RD
-    share_experts(split.experts, group)
+    keep_own_experts(split.experts, group)
     split.compute = ExpertExchange(split.experts, group, E)
 
     with Ledger() as ledger:

@@ -4,6 +4,8 @@
 
     rank 0 has tokens a b and experts 0 1, rank 1 tokens c d and experts 2 3; k = 2
 
+a0 is token a's row for expert 0; | stands between ranks, senders or experts:
+
               rows by expert   all-to-all, by sender   transposed, by expert   experts, then the way back
     rank 0    a0 b1 | a2 b3    a0 b1 | d0 c1           a0 d0 | b1 c1           ... weighted and summed: y_a y_b
     rank 1    d0 c1 | c2 d3    a2 b3 | c2 d3           a2 c2 | b3 d3           ... weighted and summed: y_c y_d
@@ -14,13 +16,16 @@ derives both from one fact, that experts are Shard(0) along "ep".
 
     both        the ranks first exchange the numbers of rows for each expert (E integers)
     dropless    then they exchange exactly these rows
-    capacity    an expert takes C = ceil(c k S / E) tokens of a sequence: it gets C rows per sequence, some empty;
+    capacity    an expert takes C = ceil(c k S / E) tokens of a sequence (c: --capacity-factor): it gets C rows per
+                sequence, some empty;
                 tokens over the capacity are dropped, and empty rows are computed for nothing
 
-Cost: in the forward and in the backward pass a rank sends its rows to other ranks, and their rows back: per
-layer 2 D numbers for each row sent or received; with even load, for a rank's t tokens, k t (n-1)/n rows are
-sent, and as many received. The numbers of rows add 8 bytes for each expert of another rank. Memory: experts,
-their gradients and states 1/n. The slowest rank sets the pace: ep_load_balance.py. Lepikhin et al., "GShard",
+Cost: each pass, forward and backward, sends D numbers for every row that goes to another rank, and D for every
+row that came from one, in each layer; with even load k t (n-1)/n rows go and as many come. The numbers of rows
+add 8 bytes for each expert of another rank, in the forward pass. Once per step the gradients of dense parameters
+are all-reduced. Memory: experts, their gradients and states 1/n; dropless, a rank may get any number of rows. The
+slowest rank sets the pace: ep_load_balance.py. k is the model's; a shared expert is dense and stays whole, outside
+of `moe.experts`. Lepikhin et al., "GShard",
 arXiv:2006.16668, section 3; dropless: Gale et al., "MegaBlocks", arXiv:2211.15841.
 
     python ep_moe.py --nproc 4      torchrun --nproc_per_node=4 ep_moe.py      mpirun -np 4 python ep_moe.py
@@ -55,7 +60,7 @@ VERSIONS = ("dropless", "capacity")
 
 
 def transposed(x_RD: Tensor, rows_ab: Tensor) -> Tensor:
-    """Reorder blocks of rows, rows_ab[i, j] of them in block (i, j), from order (a, b) to (b, a).
+    """Reorder blocks of rows from order (a, b) to (b, a); block (i, j) has rows_ab[i, j] rows.
 
     The inverse is transposed(y_RD, rows_ab.T).
     """
@@ -74,12 +79,12 @@ class ExpertExchange:
         self.experts, self.group, self.sizes = experts, group, sizes_of(E, group.size)
         self.rows_sent: list[int] = []
         self.rows_received: list[int] = []
-        self.send: list[int] = []  # of the last call, to each rank
+        self.last_sent: list[int] = []  # rows to each rank in the last call
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Apply the experts to rows_RD, sorted by expert, counts_E for each; return results in that order."""
         group, e = self.group, self.sizes[self.group.rank]
-        # by comm: the counts have no gradient. Row i: numbers of rows from rank i for each expert of this rank
+        # comm, not collectives: counts need no gradient. Row i: numbers of rows from rank i for this rank's experts
         counts_ne = comm.all_to_all(counts_E, group, self.sizes, [e] * group.size).view(group.size, e)
         send = [int(counts.sum()) for counts in counts_E.split(self.sizes)]
         receive = counts_ne.sum(1).tolist()
@@ -90,17 +95,17 @@ class ExpertExchange:
 
     def note(self, send: list[int], receive: list[int]) -> None:
         """Record the numbers of rows, from which the bytes by formula follow."""
-        self.send = send
+        self.last_sent = send
         self.rows_sent.append(sum(send) - send[self.group.rank])
         self.rows_received.append(sum(receive) - receive[self.group.rank])
 
     def forget(self) -> None:
-        """Clear the recorded numbers of rows, which would fill the memory in a long run."""
+        """Clear the recorded numbers of rows, which grow with every call: a trainer calls this once per step."""
         self.rows_sent.clear()
         self.rows_received.clear()
 
 
-def share_experts(experts: Experts, group: Group) -> None:
+def keep_own_experts(experts: Experts, group: Group) -> None:
     """Keep only this rank's experts, in place; the ranks' numbers of experts differ by at most one."""
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -118,7 +123,7 @@ def expert_parallel(model: Transformer, group: Group) -> list[ExpertExchange]:
     check_split(model.config.experts, group.size)
     exchanges = []
     for moe in mixtures(model):
-        share_experts(moe.experts, group)
+        keep_own_experts(moe.experts, group)
         exchanges.append(ExpertExchange(moe.experts, group, model.config.experts))
         moe.compute = exchanges[-1]
     return exchanges
