@@ -27,7 +27,7 @@ class Exchange(Protocol):
 
     rows_sent: list[int]
     rows_received: list[int]
-    send: list[int]
+    last_sent: list[int]
 
 
 class RoutedBytes:
