@@ -261,10 +261,11 @@ def test_worked_numbers_of_chapter_01() -> None:
         sent = times * part * weights
         seconds = sent / link
         gigabytes, digits = round(held / 1e9, -1) if stage == 0 else held / 1e9, 1 if seconds < 10 else 0
-        row = rf"\| {stage} \| [\d+ =]*{gigabytes:.0f} \| {sent / 1e9:.0f} GB \| {seconds:.{digits}f} \|"
+        row = rf"\| {stage} \| [\d.+ =]*{gigabytes:.0f} \| {sent / 1e9:.0f} GB \| {seconds:.{digits}f} \|"
         assert re.search(row, text), row
     assert f"| {6 * parameters * tokens_of_rank / speed:.0f} s |" in text
     assert f"{2 * part * weights / 1e9:.0f} GB, {2 * part * weights / link:.1f} s at 50 GB/s" in text
+    assert f"= {4 * parameters * 8192 / speed:.1f} s" in text  # backward pass of the last micro-batch
     assert 1 * 2 * speed / (2 * link) == 8000  # tokens that hide the all-reduce of many ranks
 
 

@@ -131,7 +131,7 @@ def visit(rt: Runtime, name: str, optimizer: str) -> dict[str, Difference]:
     o = HybridOptions(**given)
     mesh = o.mesh(rt)
     job = make_job(rt, o, mesh, OPTIMIZERS[optimizer], o.steps)
-    with patch.object(Hybrid, "finish", finish), patch("hybrid_model.gradient_norm", norm):
+    with patch.object(Hybrid, "finish", finish), patch("common.comm.placement.gradient_norm", norm):
         followed = watch(train(job), job, mesh)
     mesh.close()
     return compare(plain(rt, o.model, optimizer), followed)

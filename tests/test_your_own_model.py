@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mpi.launch import ROOT, refused
+from mpi.launch import ROOT, refused, run
 from torch import nn
 
 from common.comm import Group
@@ -108,3 +110,46 @@ def run_snippet(rt: Runtime, chapter: str) -> float:
 @pytest.mark.parametrize("chapter", ["03-tensor-parallelism", "04-sequence-parallelism"])
 def test_the_readme_s_snippet_runs_as_it_is(chapter: str) -> None:
     assert max(spawn(run_snippet, 2, chapter)) <= 1e-12
+
+
+OWN = """
+import os, sys
+import torch
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)])
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).relu())
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+model = Mine()
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+every = [(torch.randn(5, 3), torch.randn(5, 2)) for _ in range(3)]
+batches = [(x[rank::size], y[rank::size]) for x, y in every]
+loss_sum = lambda found, y: ((found - y) ** 2).sum()
+"""
+SHOWN = """
+    model(every[0][0])  # a forward pass gathers all weights
+    if rank == 0:
+        torch.save([p.detach().clone() for p in model.parameters()], sys.argv[1])
+"""
+
+
+def test_the_snippet_of_chapter_01_trains_as_one_device(tmp_path: Path) -> None:
+    text = (ROOT / "01-data-parallelism" / "README.md").read_text()
+    snippet = text.split("## In a program of your own")[1].split("```python\n")[1].split("```")[0]
+    script = tmp_path / "own.py"
+    script.write_text(OWN + snippet + SHOWN)
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.pt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        done = run([*command, str(script), str(out)], timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.append(torch.load(out))
+    for one, two in zip(*found, strict=True):
+        assert (one - two).abs().max() < 1e-12
