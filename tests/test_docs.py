@@ -269,6 +269,65 @@ def test_worked_numbers_of_chapter_01() -> None:
     assert 1 * 2 * speed / (2 * link) == 8000  # tokens that hide the all-reduce of many ranks
 
 
+def test_worked_numbers_of_chapters_02_to_05() -> None:
+    """The costs of Llama 3 70B: 80 layers, width 8192, sequences of 8192 tokens, 16 bits, 8 ranks along the axis."""
+    parameters, layers, width, length, n, speed, inside, between = (
+        70.6e9,
+        80,
+        8192,
+        8192,
+        8,
+        4e14,
+        450e9,
+        50e9,
+    )
+    activation = 2 * length * width
+    compute = 6 * parameters * length / n / speed
+    messages = layers * 4 * 2 * (n - 1) / n * activation
+    long = 131072
+    keys_values = 2 * 2 * long * 1024
+    ring = 3 * (n - 1) * keys_values / n * layers
+    ulysses = 2 * (n - 1) / n * 2 * long / n * (2 * width + 2 * 1024) * layers
+    experts = 2 * 2 * length * width * (n - 1) / n * 2
+    kept = 34 * length * width
+    p, m = 8, 512 // 8
+    held = p * layers // p
+    shown = {
+        "02-pipeline-parallelism": [
+            f"| {compute:.2f} s |",
+            f"| {activation / between * 1e3:.1f} ms each |",
+            f"| {(p - 1) / (m + p - 1):.1%} |".replace("%", " %"),
+            f"| {(p - 1) / (2 * m + p - 1):.1%}, {(p - 1) / (3 * m + p - 1):.1%} |".replace("%", " %"),
+            f"| {4 * parameters / p / 1e9:.1f} + {12 * parameters / p / 8 / 1e9:.1f} GB |",
+            f"{kept / 1e9:.2f} GB per sequence",
+            f"| {held * kept / 1e9:.0f} GB |",
+            f"| {held * activation / 1e9:.1f} GB |",
+        ],
+        "03-tensor-parallelism": [
+            f"= {messages / 1e9:.0f} GB per",
+            f"| {messages / inside:.2f} | {messages / inside / compute:.0%} |".replace("%", " %"),
+            f"| {messages / between:.1f} | {messages / between / compute:.0%} |".replace("%", " %"),
+            f"= {layers * 8 * 15 / 16 * activation / 1e9:.1f} GB, {layers * 8 * 15 / 16 * activation / between:.1f} s",
+        ],
+        "04-sequence-parallelism": [
+            f"{keys_values / 1e6:.0f} MB in 16 bits, {keys_values / n / 1e6:.0f} MB per rank",
+            f"| {ring / 1e9:.0f} GB | {ring / inside:.2f} s | {ring / between:.1f} s |",
+            f"| {ulysses / 1e9:.0f} GB | {ulysses / inside:.2f} s | {ulysses / between:.1f} s |",
+            f"computes {6 * parameters * long / n / speed:.0f} s",
+            f"{3 * 2 * long**2 * width * layers / n / speed:.0f} s for attention",
+            f"{34 * long * width * layers / n / 1e9:.0f} GB on each of 8 ranks",
+        ],
+        "05-expert-parallelism": [
+            f"{experts * 2 / 2 / 1e6:.0f} MB in 16 bits, and {experts * 2 * layers / 1e9:.0f} GB for 80 layers",
+            f"| {experts * 2 * layers / inside:.2f} | {experts * 2 * layers / between:.1f} |",
+            f"the {6 * parameters * length / speed:.1f} s of the dense model",
+        ],
+    }
+    for page, numbers in shown.items():
+        text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+        assert [number for number in numbers if number not in text] == [], page
+
+
 def test_imbalance_of_the_contiguous_order() -> None:
     """Under a causal mask the last of n ranks has 2 - 1/n times the mean work."""
     length, shown = 8192, {2: "1.50", 4: "1.75"}

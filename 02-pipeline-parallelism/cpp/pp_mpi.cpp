@@ -80,8 +80,9 @@ typename Pipeline<T>::Buffer Pipeline<T>::forward(const Instruction& i, Buffer x
                              : MatrixView<const T>(kept.input.get(), n, stages_.width(i.stage));
     Buffer out = stages_.forward(i.stage, kept, [this] { progress(); });
     // Each loss is divided by the samples of the whole batch: micro-batches may differ in size.
-    if (!out)  // the last stage sends no activations loss_ += stages_.loss(kept, y_B_.subspan(begin, n), 1 / double(y_B_.size()));
-        return out;
+    // The last stage has no output.
+    if (!out) loss_ += stages_.loss(kept, y_B_.subspan(begin, n), 1 / double(y_B_.size()));
+    return out;
 }
 
 template <class T>
