@@ -77,6 +77,20 @@ def links(page: Path) -> Iterator[str]:
                 yield str(target)
 
 
+def test_pages_and_readmes_are_short() -> None:
+    lengths = {page.relative_to(ROOT): len(page.read_text().splitlines()) for page in PAGES}
+    long = {name: n for name, n in lengths.items() if n > (100 if name.name == "README.md" else 600)}
+    assert set(long) <= {Path("README.md")}, long  # the project's own README is not a chapter's
+
+
+@pytest.mark.parametrize("chapter", sorted(BY_HAND.values()))
+def test_chapters_end_with_a_quiz_whose_answers_are_folded(chapter: str) -> None:
+    quiz = (ROOT / "docs" / f"{chapter}.md").read_text().split("\n## Quiz\n")[1]
+    asked, answered = quiz.split("<details><summary>Answers</summary>")
+    numbers = [re.findall(r"^(\d)\. ", part, re.M) for part in (asked, answered)]
+    assert numbers == [list("12345")] * 2
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_and_anchors_resolve(page: Path) -> None:
     wrong = []
