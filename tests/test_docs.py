@@ -342,6 +342,23 @@ def test_worked_numbers_of_chapters_02_to_05() -> None:
         assert [number for number in numbers if number not in text] == [], page
 
 
+@pytest.mark.parametrize("mesh", [(8, 1, 8), (8, 2, 4), (4, 4, 4), (4, 8, 2), (2, 8, 4), (1, 8, 8)])
+def test_worked_mesh_of_chapter_06(mesh: tuple[int, int, int]) -> None:
+    tp, pp, dp = mesh
+    again, micro = tp == 1, 512 // dp
+    owned, activation = 70.6e9 / (tp * pp), 2 * 8192 * 8192
+    state, kept = 4 * owned + 12 * owned / dp, (2 if again else 34) * 8192 * 8192 * 80 / tp
+    compute = 6 * 70.6e9 * 512 * 8192 / 64 / 4e14 * (4 / 3 if again else 1)
+    messages = micro * 80 / pp * 4 * 2 * (tp - 1) / tp * activation / 450e9
+    bubble = (pp - 1) / (micro + pp - 1)
+    seconds = (compute + messages) / (1 - bubble) + 2 * (dp - 1) / dp * 2 * owned / 50e9
+    row = (
+        f"| {tp} | {pp} | {dp} | {'yes' if again else 'no'} | {state / 1e9:.1f} | {kept / 1e9:.1f} | "
+        f"{(state + kept) / 1e9:.0f} | {100 * bubble:.1f} % | {messages:.1f} | {seconds:.0f}"
+    )
+    assert row in (ROOT / "docs" / "06-hybrid-parallelism.md").read_text()
+
+
 def test_imbalance_of_the_contiguous_order() -> None:
     """Under a causal mask the last of n ranks has 2 - 1/n times the mean work."""
     length, shown = 8192, {2: "1.50", 4: "1.75"}
