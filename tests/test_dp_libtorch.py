@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, run
+from mpi.programs import losses
 from small_models import UNEVEN_SAMPLES, Branches
 from torch import Tensor, nn
 
@@ -19,23 +19,10 @@ from common.data.text import lm_batch, load_text, mlp_batch
 from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.equality import OPTIMIZERS
 from common.models.mlp import MLP, sizes
 from common.models.transformer import Transformer, config
 
 SHAPES = {"all-reduce": "dp_libtorch", "ZeRO-1": "dp_libtorch-zero1"}
-
-
-def losses(model: nn.Module, optimizer: str, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Return the loss of each step on one device."""
-    chosen, found = OPTIMIZERS[optimizer](list(model.parameters())), []
-    for x, y in batches:
-        chosen.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        chosen.step()
-        found.append(loss.item())
-    return found
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> list[list[float]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.comm import Group, collectives, sizes_of
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.lesson.matrices import Product, follow
+from common.lesson.matrices import Product, multiplied
 
 from dp_matrices import SPLITS, MatrixOptions
 from dp_matrix_multiply import multiply, products
@@ -45,7 +45,7 @@ def visit(rt: Runtime, version: Multiply, split: str) -> dict[str, float]:
     o = MatrixOptions(shape=(9, 8, 7), splits=(split,))
     way = products(rt, o).ways[split]
     way = replace(way, multiply=partial(version, split, group=rt.world))
-    return follow(Product(o, rt.device), way, rt.world)[0]
+    return multiplied(Product(o, rt.device), way, rt.world)[0]
 
 
 @pytest.mark.parametrize("name", EXHIBITS)

@@ -52,10 +52,11 @@ from common.data.text import PADDING, lm_samples, rank_slice
 from common.errors import UsageError
 from common.launch.command_line import Count, Within
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.equality import MakeOptimizer
 from common.lesson.job import Job, total
-from common.lesson.runner import console, new_table, run
+from common.lesson.runner import console, run
 from common.lesson.training import Batches
 from common.models.transformer import cross_entropy_sum
 
@@ -264,7 +265,7 @@ def epoch_of(samples: int, ranks: int, seed: int) -> dict[str, Indices]:
 def sampler_table(o: StepOptions, ranks: int) -> Table:
     """Count, for each sampler, the samples that an epoch sees once, repeats and leaves out."""
     title = f"an epoch of {o.samples} samples on {ranks} ranks"
-    table = new_table(title, "sampler", "seen once", "seen again", "never seen", left=("sampler",))
+    table = make_table(title, ("sampler", ">seen once", ">seen again", ">never seen"))
     for name, seen in epoch_of(o.samples, ranks, o.seed).items():
         times = np.bincount(seen, minlength=o.samples)
         table.add_row(name, *(str(int(n.sum())) for n in (times == 1, times > 1, times == 0)))

@@ -45,7 +45,7 @@ from common.models.transformer import cross_entropy_sum
 
 from dp_basic import DataParallel
 from dp_compression_hooks import ddp_hook, torch_hook
-from dp_compression_proof import prove
+from dp_compression_proof import prove_compression
 from dp_compressor import VERSIONS, CompressionOptions, Compressor, Told, Views, compressor_of, cut
 from dp_costs import basic_start, basic_step
 from dp_training import check, joined
@@ -292,7 +292,7 @@ def main(rt: Runtime, o: CompressionOptions) -> bool:
     o = replace(o, versions=kept or ("bucketed",))
     if o.benchmark:
         return time_in_turn(rt, o, LESSON)
-    return prove(rt, o, LESSON, make_compressor, partial(train, feedback=False))
+    return prove_compression(rt, o, LESSON, make_compressor, partial(train, feedback=False))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from common.comm import Group, share
 from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import Lesson, benchmark, report
 from common.lesson.equality import OPTIMIZERS, Followed, with_units
 from common.lesson.job import Job, Train, one_device
 from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console, new_table
+from common.lesson.runner import DTYPES, console
 from common.lesson.training import make_model, shape_of
 from common.utils.visualizer import figure, loss_curves
 
@@ -63,8 +64,8 @@ def quarrel(exchange: Compressor) -> float:
 
 def stall(make_compressor: MakeCompressor, o: CompressionOptions) -> tuple[bool, Table]:
     """Return (True if the second weight converges with memory and stays at 0 without, a table)."""
-    columns = ("", "both sent", "top-1 with memory", "top-1 without")
-    table = new_table("two weights, 150 steps", *columns, left=())
+    heads = (">", ">both sent", ">top-1 with memory", ">top-1 without")
+    table = make_table("two weights, 150 steps", heads)
     weights = [
         quarrel(make_compressor("top-k", Group.alone(), replace(o, k=share), memory))
         for share, memory in ((1.0, True), (0.5, True), (0.5, False))
@@ -73,7 +74,7 @@ def stall(make_compressor: MakeCompressor, o: CompressionOptions) -> tuple[bool,
     return abs(weights[1] - 1) < 0.1 and weights[2] == 0, table
 
 
-def prove(
+def prove_compression(
     rt: Runtime, o: CompressionOptions, lesson: Lesson, make_compressor: MakeCompressor, memoryless: Train
 ) -> bool:
     """Compare every version with one device that does the same; print bytes and the effect of the memory.
@@ -111,8 +112,7 @@ def prove(
 
 def bytes_table(rt: Runtime, o: CompressionOptions, lesson: Lesson) -> Table:
     """Return a table of the bytes of a step's gradients, and of their ratio to an all-reduce."""
-    columns = ("compressor", "bytes", "times less")
-    table = new_table("gradients of a step, bytes a rank", *columns, left=("compressor",))
+    table = make_table("gradients of a step, bytes a rank", ("compressor", ">bytes", ">times less"))
     model = shape_of(o)
     plain = sum((share(p, 2, rt.world) for p in model.parameters()), Fraction(0))
     for name in ("bucketed", *COMPRESSORS):
@@ -126,7 +126,7 @@ def curves(rt: Runtime, o: CompressionOptions, lesson: Lesson, memoryless: Train
     """Train with each compressor, with and without memory; print and plot the losses."""
     mesh, losses = Mesh(rt.world, dp=rt.world_size), dict[str, list[float]]()
     title = f"loss, mean of the last 10 of {o.curve_steps} steps, SGD"
-    table = new_table(title, "compressor", "with memory", "without", left=("compressor",))
+    table = make_table(title, ("compressor", ">with memory", ">without"))
     for name in ("bucketed", *COMPRESSORS):
         row = []
         for train in (lesson.versions[name], memoryless)[: 1 if name == "bucketed" else 2]:

@@ -50,7 +50,7 @@ from common.models.mlp import sizes
 from common.models.transformer import cross_entropy_sum
 
 import dp_basic
-from dp_mlp import MLPOptions, prove, time_in_turn
+from dp_mlp import MLPOptions, prove_mlp, time_in_turn
 from dp_training import check
 
 
@@ -168,7 +168,7 @@ def prepare(rt: Runtime, o: LanguageOptions) -> None:
 def main(rt: Runtime, o: LanguageOptions) -> bool:
     """Prove equality of the versions with one device, or with --benchmark time them."""
     prepare(rt, o)
-    return time_in_turn(rt, o, LOOPS) if o.benchmark else prove(rt, o, LOOPS)
+    return time_in_turn(rt, o, LOOPS) if o.benchmark else prove_mlp(rt, o, LOOPS)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from common.lesson.runner import run
 from common.models.transformer import Transformer, cross_entropy_sum
 
 from dp_basic import broadcast_model
-from dp_local_sgd_proof import prove, timed
+from dp_local_sgd_proof import prove_local_sgd, timed
 from dp_replicas import LocalOptions, outer
 from dp_training import check, joined
 
@@ -145,7 +145,7 @@ def main(rt: Runtime, o: LocalOptions) -> bool:
     if rt.world_size == 1:  # torch's averager needs a process group
         o = replace(o, versions=tuple(name for name in o.versions if name != "torch"))
     if not o.benchmark:
-        return prove(rt, o, VERSIONS)
+        return prove_local_sgd(rt, o, VERSIONS)
     report(rt, o, timed(rt, o, VERSIONS))
     return True
 

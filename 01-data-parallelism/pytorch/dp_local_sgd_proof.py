@@ -16,12 +16,13 @@ from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
 from common.data.text import lm_batch
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import records, report
 from common.lesson.equality import OPTIMIZERS, with_units
 from common.lesson.job import Job, Train, one_device
 from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.proof import Proof
-from common.lesson.runner import DTYPES, console, new_table
+from common.lesson.runner import DTYPES, console
 from common.lesson.training import Batches, make_model, shape_of
 from common.models.transformer import cross_entropy_sum
 from common.utils.visualizer import colour, figure, loss_curves
@@ -47,7 +48,7 @@ def bytes_formula(model: nn.Module, group: Group, o: LocalOptions, counts: bool 
     return bytes_of_start(model, group, order=False) + meetings
 
 
-def prove(rt: Runtime, o: LocalOptions, versions: Versions) -> bool:
+def prove_local_sgd(rt: Runtime, o: LocalOptions, versions: Versions) -> bool:
     """Compare each version with n replicas on one device, and SGD with H = 1 with plain training."""
     proof, model = Proof(Mesh(rt.world, dp=rt.world_size), DTYPES[o.dtype]), shape_of(o)
     name, every_step, whole = "local-sgd", replace(o, every=1), replace(o, micro_batches=1)
@@ -112,9 +113,7 @@ def curves(rt: Runtime, o: LocalOptions, versions: Versions) -> None:
     o = replace(o, steps=o.curve_steps)
     losses: dict[str, list[float]] = {}
     title = f"{o.steps} steps, AdamW inside, {rt.world_size} ranks"
-    table = new_table(
-        title, "version", "bytes a step", "times less", "loss on validation text", left=("version",)
-    )
+    table = make_table(title, ("version", ">bytes a step", ">times less", ">loss on validation text"))
     model, batches = make_model(o, rt.device), Batches(o, rt.world, rt.device)
     mesh = Mesh(rt.world, dp=rt.world_size)
     job = Job(rt, o, "every step", model, mesh, "dp", OPTIMIZERS["adamw"], o.steps)

@@ -30,9 +30,10 @@ from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
 from common.comm.placement import local
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import Lesson, prove, time_in_turn
 from common.lesson.job import Job
-from common.lesson.runner import DTYPES, console, new_table
+from common.lesson.runner import DTYPES, console
 from common.lesson.training import Batches, make_model, timed_adamw
 from common.models.configs import TransformerConfig
 from common.models.transformer import Transformer, cross_entropy_sum
@@ -101,7 +102,7 @@ class MemoryTable:
 
     def peaks(self, o: DataParallelOptions, lesson: Lesson) -> Table:
         """Return a table of peak bytes, activations included, from nothing to the end of a second step."""
-        table = new_table("the most at once in two steps of AdamW", "version", "bytes", left=("version",))
+        table = make_table("the most at once in two steps of AdamW", ("version", ">bytes"))
         for name in o.versions:
 
             def life(name: str = name) -> None:
@@ -116,7 +117,7 @@ class MemoryTable:
 
     def table(self, title: str) -> Table:
         """Return a table of measured / formula, in MB, and of the total relative to the first version."""
-        table = new_table(title, "version", "optimizer", *KINDS, "all", left=("version", "optimizer"))
+        table = make_table(title, ("version", "optimizer", *(f">{kind}" for kind in KINDS), ">all"))
         for name, kind, measured, formula in self.rows:
             first = next(sum(row[2]) for row in self.rows if row[1] == kind)
             cells = [f"{a / 1e6:.3f} / {b / 1e6:.3f}" for a, b in zip(measured, formula, strict=True)]
@@ -174,9 +175,9 @@ def activations(
     Return the table of their bytes, and True if all versions have equal gradients.
     """
     c, size, cpu = o.model_config(), DTYPES[o.dtype].itemsize, torch.device("cpu")
-    columns = ("version", "micro-batches", "saved", "formula", "peak", "gradients")
+    heads = ("version", ">micro-batches", ">saved", ">formula", ">peak", "gradients")
     title = f"bytes of activations: {o.model}, {o.dtype}, {o.batch} samples"
-    table, all_exact = new_table(title, *columns, left=("version", "gradients")), True
+    table, all_exact = make_table(title, heads), True
     for micro_batches in sorted({1, min(o.micro_batches, o.batch)}):
         batches = Batches(replace(o, micro_batches=micro_batches), Group.alone(), cpu)
         x_BS, y_BS = max(batches.parts(0), key=lambda part: part[0].numel())

@@ -42,7 +42,7 @@ from common.models.transformer import cross_entropy_sum
 import dp_basic
 from dp_basic import DataParallel
 from dp_costs import basic_start, basic_step
-from dp_precision_proof import PrecisionOptions, in_precision, prove
+from dp_precision_proof import PrecisionOptions, in_precision, prove_precision
 from dp_training import check
 
 
@@ -80,7 +80,7 @@ LESSON = Lesson("dp", VERSIONS, basic_step, start_bytes=basic_start, unseen=("dd
 def main(rt: Runtime, o: PrecisionOptions) -> bool:
     """Check the options, and prove equality of the versions with one device."""
     check(rt, tuple(VERSIONS), o)
-    return prove(rt, o, LESSON)
+    return prove_precision(rt, o, LESSON)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def show_ratios(rt: Runtime, records: list[BenchmarkRecord]) -> None:
             )
 
 
-def prove(rt: Runtime, o: MLPOptions, loops: Loops) -> bool:
+def prove_mlp(rt: Runtime, o: MLPOptions, loops: Loops) -> bool:
     """Compare the versions with one device and with one another, then time them."""
 
     def compared(name: str, optimizer: str, start: Start) -> tuple[Followed, Fraction | None, Fraction]:

@@ -19,10 +19,11 @@ from common.comm.ledger import show_bytes
 from common.comm.mesh import Mesh
 from common.launch.command_line import Count, Size, Within
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import Formula, Lesson
 from common.lesson.equality import KINDS, OPTIMIZERS, Difference, Followed, compare, largest, worst_of_world
 from common.lesson.job import Job, Train, one_device
-from common.lesson.runner import console, new_table
+from common.lesson.runner import console
 from common.lesson.training import Batches, make_model, shape_of
 from common.models.transformer import Transformer, cross_entropy_sum
 from common.utils.memory import saved_bytes
@@ -117,9 +118,9 @@ class Comparison:
     """Equality table of runs in 16 bits, and the rows that are not equal."""
 
     def __init__(self, title: str) -> None:
-        columns = ("version", "optimizer", "at first", *KINDS, "bytes sent", "formula")
-        names = (column.removeprefix("gradient ") for column in columns)
-        self.table, self.wrong = new_table(title, *names, left=("version", "optimizer")), list[str]()
+        numbers = ("at first", *(kind.removeprefix("gradient ") for kind in KINDS), "bytes sent", "formula")
+        heads = ("version", "optimizer", *(f">{number}" for number in numbers))
+        self.table, self.wrong = make_table(title, heads), list[str]()
 
     def add(
         self,
@@ -159,11 +160,8 @@ def formats(rt: Runtime, o: PrecisionOptions) -> Table:
     float16 is shown also with a loss multiplied by 4096, and its gradients divided by 4096:
     dp_loss_scaling.py.
     """
-    table = new_table(
-        f"one device against float32: {o.model}, the first step",
-        *("format", "gradients", "largest in", "vanish", "saved for backward"),
-        left=("format", "largest in"),
-    )
+    heads = ("format", ">gradients", "largest in", ">vanish", ">saved for backward")
+    table = make_table(f"one device against float32: {o.model}, the first step", heads)
     ((tokens_BS, targets_BS),) = Batches(replace(o, micro_batches=1), Group.alone(), rt.device).parts(0)
 
     def first(precision: torch.dtype, scale: float) -> tuple[dict[str, Tensor], int]:
@@ -219,7 +217,7 @@ def compared(
     return comparison
 
 
-def prove(rt: Runtime, o: PrecisionOptions, lesson: Lesson) -> bool:
+def prove_precision(rt: Runtime, o: PrecisionOptions, lesson: Lesson) -> bool:
     """Train every version in bfloat16; compare with one device in bfloat16 and in float32."""
     references = {"": lesson.versions["ddp"], " / f32": one_device}
     comparison = compared(rt, o, torch.bfloat16, lesson, references)
@@ -272,7 +270,7 @@ def prove_scaling(
     comparison = compared(rt, o, torch.float16, lesson, {"": train})
     title = f"in step {o.overflow} a gradient of rank {rt.world_size - 1} overflows"
     columns = ("version", "ranks that see it", "ranks that skip the step", "scale of each step")
-    skips = new_table(title, *columns, left=columns)
+    skips = make_table(title, columns)
     for name in o.versions:
         factors, seen = zip(*scales[name], strict=True)
         skipped = factors[o.overflow] > factors[o.overflow + 1]

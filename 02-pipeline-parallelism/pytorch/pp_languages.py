@@ -110,7 +110,7 @@ class Languages:
         o, n = self.o, self.rt.world_size
         with Ledger() as counted:
             if name == "pp_mpi":
-                found = InMPI(self.rt, o, optimizer).follow(o.steps, self.mesh)
+                found = InMPI(self.rt, o, optimizer).watched(o.steps, self.mesh)
             elif name == "one device":
                 job, whole = self.job(pair[0], optimizer, o.steps), replace(o, micro_batches=1)
                 job = replace(job, options=whole, model=start(job.model), mesh=Mesh(Group.alone()))

@@ -138,7 +138,7 @@ class InMPI:
                 self.model.adamw(1e-3, epsilon=1e-5)
             yield loss
 
-    def follow(self, steps: int, mesh: Mesh) -> Followed:
+    def watched(self, steps: int, mesh: Mesh) -> Followed:
         """Train `steps` steps; return the same record as common.lesson.equality.watch does for a model in torch."""
         found = Followed()
 

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from common import comm
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.equality import TOLERANCE, difference
 from common.lesson.measure import in_turn
 from common.lesson.runner import DTYPES, console
@@ -71,9 +71,7 @@ def sweep(
     compute, message = ms["c 1"], ms["m 1"]
     piece = max(0.0, (ms["c 16"] - compute + ms["m 16"] - message) / 15)
     title += f"\nproduct {compute:.1f} ms, messages {message:.1f} ms, a piece more {piece:.2f} ms"
-    table = Table(title=title, title_justify="left")
-    for column in ("pieces", "predicted ms", "measured ms", "of one piece"):
-        table.add_column(column, justify="right")
+    table = make_table(title, (">pieces", ">predicted ms", ">measured ms", ">of one piece"))
     for P in COUNTS:
         formula, found = predicted(compute, message, piece, P), ms[f"T {P}"]
         table.add_row(str(P), f"{formula:.1f}", f"{found:.1f}", f"{found / ms['T 1']:.2f}")

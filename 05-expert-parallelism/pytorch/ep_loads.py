@@ -19,6 +19,7 @@ from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.equality import TOLERANCE
 from common.lesson.job import Job
 from common.lesson.runner import DTYPES, console
@@ -31,9 +32,8 @@ from ep_training import ExpertOptions
 
 def models_table(o: ExpertOptions, trained: Mapping[str, tuple[float, Tensor]]) -> Table:
     """Return a table of the trained models: (loss, router logits) of the last step by name."""
-    table = Table("model", title=f"after {o.steps} steps of {o.model}", title_justify="left")
-    for column in ("loss of the last step", "mean log-sum-exp squared", "largest logit"):
-        table.add_column(column, justify="right")
+    heads = ("model", ">loss of the last step", ">mean log-sum-exp squared", ">largest logit")
+    table = make_table(f"after {o.steps} steps of {o.model}", heads)
     for name, (loss, logits) in trained.items():
         sizes = logits.logsumexp(-1).square().mean(), logits.abs().max()
         table.add_row(name, f"{loss:.4f}", *(f"{x.item():.3f}" for x in sizes))
@@ -52,15 +52,14 @@ def statistics(gates_BSE: Tensor, first_BSE: Tensor) -> Tensor:
 
 def load_table(found: Mapping[str, Tensor], tokens: int) -> Table:
     """Return a table of the load under each router."""
-    table = Table(title=f"{tokens} tokens of real text, routed by the same scores", title_justify="left")
-    loads = ("fewest", "most", "most / mean", "served")
-    for column in ("router", *loads, "not first", "left out", "mean weight"):
-        table.add_column(column, justify="left" if column == "router" else "right")
+    shown = ("fewest", "most", "most / mean", "served", "not first", "left out", "mean weight")
+    heads = ("router", *(f">{column}" for column in shown))
+    table = make_table(f"{tokens} tokens of real text, routed by the same scores", heads)
     for name, numbers in found.items():
         *taken, alone, second, weight = numbers.tolist()
         most, choices = max(taken), sum(taken)
-        shown = (f"{min(taken):g}", f"{most:g}", f"{most * len(taken) / choices:.2f}", f"{choices:g}")
-        table.add_row(name, *shown, f"{second:g}", f"{alone / tokens:.1%}", f"{weight / tokens:.2f}")
+        loads = (f"{min(taken):g}", f"{most:g}", f"{most * len(taken) / choices:.2f}", f"{choices:g}")
+        table.add_row(name, *loads, f"{second:g}", f"{alone / tokens:.1%}", f"{weight / tokens:.2f}")
     return table
 
 
@@ -118,9 +117,9 @@ def show_balance(rt: Runtime, o: ExpertOptions, train: Train, steps: int) -> Non
     """Train with each version; show the imbalance at first, middle and last step; --plot draws it."""
     points = [0, steps // 2, steps - 1]
     title = f"{o.model}, {steps} steps: most loaded expert / mean, averaged over layers"
-    table = Table("version", title=title, title_justify="left")
-    for column in (*(f"step {t}" for t in points), "experts without a token", "loss, mean of the last 10"):
-        table.add_column(column, justify="right")
+    steps_shown = (f">step {t}" for t in points)
+    heads = ("version", *steps_shown, ">experts without a token", ">loss, mean of the last 10")
+    table = make_table(title, heads)
     histories = {name: history(rt, o, name, train, steps) for name in o.versions}
     for name, (loads, losses) in histories.items():
         idle, last = int((loads[-1] == 0).sum()), losses[-10:]

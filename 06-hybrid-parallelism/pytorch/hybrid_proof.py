@@ -34,7 +34,7 @@ from common.lesson.runner import write_records
 
 from hybrid_layout import HybridOptions
 from hybrid_rows import RowOptions, of_meshes, table
-from hybrid_training import benchmark, prove, reference, train
+from hybrid_training import benchmark, prove_mesh, reference, train
 
 HEADS = (*AXES, "model", "with", "loss", "gradients", "norm", "weights", "ulps", "equal")
 
@@ -82,7 +82,7 @@ def prove_rows(rt: Runtime, todo: list[RowOptions], show: bool = True, time_too:
     expected, proved = references(rt, todo), []
     for o in todo:
         start, mesh = time.perf_counter(), o.mesh(rt)
-        proof, apart, _ = prove(rt, o, mesh, train, lambda optimizer, o=o: expected[key(o, optimizer)])  # type: ignore[misc]
+        proof, apart, _ = prove_mesh(rt, o, mesh, train, lambda optimizer, o=o: expected[key(o, optimizer)])  # type: ignore[misc]
         row = Row(o, proof, apart)
         if show and rt.rank == 0:
             print(" | ".join(cells(row)), f"{time.perf_counter() - start:.1f} s", flush=True)

@@ -143,7 +143,7 @@ def reference(rt: Runtime, o: HybridOptions, optimizer: str) -> Followed:
     return with_units(run)
 
 
-def prove(
+def prove_mesh(
     rt: Runtime, o: HybridOptions, mesh: Mesh, loop: Train, expected: Callable[[str], Followed]
 ) -> tuple[Proof, list[str], HybridJob]:
     """Train with both optimizers on the mesh, and compare with one device.
@@ -183,7 +183,7 @@ def lesson(rt: Runtime, o: HybridOptions, loop: Train) -> bool:
         raise UsageError(
             "--precision bfloat16 rounds otherwise than one device does; time it, with --benchmark --dtype float32"
         )
-    proof, apart, job = prove(rt, o, mesh, loop, partial(reference, rt, o))
+    proof, apart, job = prove_mesh(rt, o, mesh, loop, partial(reference, rt, o))
     out.print(proof.tables(f"{title(mesh)}, {o.model}, {o.dtype}, {o.steps} steps"))
     out.print(bytes_table(mesh, job.expected, job.rows))
     report(rt, o, proof.recorded(benchmark(rt, replace(o, steps=5), mesh)))

@@ -40,9 +40,8 @@ class Pending:
     peer: str = ""
     works: list[dist.Work] | None = field(default=None, init=False)
     seconds: float = field(default=0.0, init=False)
-    call: Callable[[], Posted] | None = field(
-        default=None, init=False
-    )  # holds the tensors until they are there
+    call: Callable[[], Posted] | None = field(default=None, init=False)
+    """The call in flight: it holds the tensors until they are there."""
 
     def start(self, call: Callable[[], Posted], async_op: bool = False) -> Pending:
         """Start the communication and, unless async_op, wait for it; one rank has nothing to communicate.

@@ -135,7 +135,7 @@ class Product:
         return max(comm.everyones(worst, group))
 
 
-def follow(
+def multiplied(
     product: Product, way: Way, group: Group
 ) -> tuple[dict[str, float], tuple[Fraction, Fraction, Fraction]]:
     """Multiply, forward and backward, then by the prepared function.
@@ -160,20 +160,19 @@ def follow(
     return found, (forward.bytes(), backward.bytes(), again.bytes())
 
 
-def prove(rt: Runtime, o: ProductOptions, lesson: Products) -> tuple[float, bool]:
+def prove_products(rt: Runtime, o: ProductOptions, lesson: Products) -> tuple[float, bool]:
     """Compare every product with numpy, and its bytes with the formula, on every rank; print both.
 
     Return (largest difference, True if all bytes are those of the formula).
     """
     product, largest, agree = Product(o, rt.device), 0.0, True
-    equality = Table(*lesson.columns, title="max|x - numpy| / max|numpy|", title_justify="left")
-    sent = Table(lesson.columns[0], title="bytes a rank sent, mean", title_justify="left")
-    for column in ("C forward", "C prepared", "dA", "dB", *next(iter(lesson.ways.values())).also):
-        equality.add_column(column, justify="right")
-    for column in ("forward", "by formula", "backward", "by formula"):
-        sent.add_column(column, justify="right")
+    results = ("C forward", "C prepared", "dA", "dB", *next(iter(lesson.ways.values())).also)
+    heads = (*lesson.columns, *(f">{name}" for name in results))
+    equality = make_table("max|x - numpy| / max|numpy|", heads)
+    heads = (lesson.columns[0], ">forward", ">by formula", ">backward", ">by formula")
+    sent = make_table("bytes a rank sent, mean", heads)
     for name, way in lesson.ways.items():
-        found, counted = follow(product, way, rt.world)
+        found, counted = multiplied(product, way, rt.world)
         largest = max(largest, *found.values())
         every = comm.everyones((counted, way.formula), rt.world)
         agree &= all(mine == (*formula, formula[0]) for mine, formula in every)
@@ -291,7 +290,7 @@ def run_products(rt: Runtime, o: ProductOptions, lesson: Products) -> bool:
         records = benchmark(rt, o, lesson)
         largest = max(r.largest_difference or 0.0 for r in records)
     else:
-        largest, agree = prove(rt, o, lesson)
+        largest, agree = prove_products(rt, o, lesson)
         records = [
             replace(r, equal=largest <= limit, largest_difference=largest) for r in benchmark(rt, o, lesson)
         ]

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from common import comm
 from common.data.text import load_text
@@ -83,14 +82,6 @@ def console(rt: Runtime) -> Console:
         sys.stdout.reconfigure(errors="replace")  # generated text may hold characters that the terminal lacks
     # mpirun gives ranks a terminal of 80 columns
     return terminal(quiet=rt.rank != 0, plain=rt.launcher in ("openmpi", "mpich"))
-
-
-def new_table(title: str, *columns: str, left: Collection[str]) -> Table:
-    """Return an empty table; the columns of `left` hold text, the others numbers."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
-    return table
 
 
 def write_records(path: Path | None, records: list[dict[str, Any]]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary
+from torch import Tensor, nn
 
 from common.benchmarks.measures import problem
 from common.data.text import lm_batch, load_text
@@ -15,17 +17,23 @@ from common.lesson.equality import OPTIMIZERS
 from common.models.transformer import Transformer
 
 
-def trained(model: Transformer, optimizer: str, steps: int, batch: int, sequence: int) -> list[float]:
-    """Train the model in Python on the batches that programs see with seed 0; return the losses."""
-    chosen, losses = OPTIMIZERS[optimizer](list(model.parameters())), []
-    for step in range(steps):
-        tokens, targets = lm_batch(load_text(None).train, 0, step, batch, sequence, 0, batch)
+def losses(model: nn.Module, optimizer: str, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Train the model in Python, a step per batch; return the loss of each."""
+    chosen, found = OPTIMIZERS[optimizer](list(model.parameters())), []
+    for x, y in batches:
         chosen.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
+        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
         loss.backward()
         chosen.step()
-        losses.append(loss.item())
-    return losses
+        found.append(loss.item())
+    return found
+
+
+def trained(model: Transformer, optimizer: str, steps: int, batch: int, sequence: int) -> list[float]:
+    """Train the model in Python on the batches that programs see with seed 0; return the losses."""
+    text = load_text(None).train
+    batches = (lm_batch(text, 0, step, batch, sequence, 0, batch) for step in range(steps))
+    return losses(model, optimizer, batches)
 
 
 def proved(
