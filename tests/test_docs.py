@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from mpi.launch import BINARIES, need_binary, run
@@ -83,7 +84,7 @@ def test_pages_and_readmes_are_short() -> None:
     assert set(long) <= {Path("README.md")}, long  # the project's own README is not a chapter's
 
 
-@pytest.mark.parametrize("chapter", sorted(BY_HAND.values()))
+@pytest.mark.parametrize("chapter", [*sorted(BY_HAND.values()), "06-hybrid-parallelism"])
 def test_chapters_end_with_a_quiz_whose_answers_are_folded(chapter: str) -> None:
     quiz = (ROOT / "docs" / f"{chapter}.md").read_text().split("\n## Quiz\n")[1]
     asked, answered = quiz.split("<details><summary>Answers</summary>")
@@ -357,6 +358,61 @@ def test_worked_mesh_of_chapter_06(mesh: tuple[int, int, int]) -> None:
         f"{(state + kept) / 1e9:.0f} | {100 * bubble:.1f} % | {messages:.1f} | {seconds:.0f}"
     )
     assert row in (ROOT / "docs" / "06-hybrid-parallelism.md").read_text()
+
+
+def test_worked_example_of_chapter_06() -> None:
+    """The MLP of chapter 01 with a bias, on a mesh dp 2 x tp 2: forward, backward and the norm."""
+
+    def lines(*every: torch.Tensor) -> str:
+        return " | ".join("; ".join(" ".join(f"{x:g}" for x in row) for row in m.tolist()) for m in every)
+
+    text = " ".join((ROOT / "docs" / "06-hybrid-parallelism.md").read_text().split())
+    right, mesh = by_hand.one_device(), [(d, t) for d in range(2) for t in range(2)]
+    terms = {}
+    for d, t in mesh:
+        tokens, f = slice(2 * d, 2 * d + 2), slice(t, t + 1)
+        x_tD, A_Df, B_fD = by_hand.X_TD[tokens], by_hand.A_DF[:, f], by_hand.B_FD[f]
+        h_tf, dy_tD = x_tD @ A_Df, right.dy_tD[tokens]
+        dh_tf = (dy_tD @ B_fD.T).where(h_tf > 0, 0)
+        terms[d, t] = x_tD.T @ dh_tf, h_tf.relu().T @ dy_tD, dy_tD.sum(0, keepdim=True)
+        forward = lines(x_tD, A_Df, h_tf, B_fD, h_tf.relu() @ B_fD, right.y_tD[tokens], dy_tD)
+        assert f"| {2 * d + t} | {d}, {t} | {forward} |" in text
+    squares = []  # of each rank: of its shards, of the bias
+    for d, t in mesh:
+        summed = [a + b for a, b in zip(terms[0, t], terms[1, t], strict=True)]
+        assert f"| {2 * d + t} | {d}, {t} | {lines(*terms[d, t])} | {lines(*summed)} |" in text
+        assert torch.equal(summed[0], right.dA_DF[:, t : t + 1])
+        assert torch.equal(summed[1], right.dB_FD[t : t + 1])
+        squares.append((sum(x.square().sum().item() for x in summed[:2]), summed[2].square().sum().item()))
+    assert squares == [(1, 1), (3, 1)] * 2
+    assert "1/2 + 1/4 on rank 0, 3/2 + 1/4 on rank 1" in text
+    assert sum(a / 2 + b / 4 for a, b in squares) == 5
+    assert f"√12 = {sum(map(sum, squares)) ** 0.5:.2f} instead of √5 = {5**0.5:.2f}" in text
+    over_all = [sum(terms[place][i] for place in mesh) for i in range(3)]
+    assert [lines(torch.as_tensor(x)) for x in over_all] == ["1; 1", "0 2", "2 0"]
+    wrong = ("dA = (1; 1)", "dB = (0 2)", "dc = (2 0)")
+    assert all(numbers in text for numbers in wrong)
+
+
+def test_worked_losses_of_chapter_06() -> None:
+    """Cases in which a mesh loses: tp where the model fits, tp between hosts, few micro-batches."""
+    text = " ".join((ROOT / "docs" / "06-hybrid-parallelism.md").read_text().split())
+    speed, inside, between = 4e14, 450e9, 50e9
+    small, sequences, x = 6_738_415_616, 64, 2 * 4096 * 4096
+    state, once = 4 * small + 12 * small / 8, 2 * 7 / 8 * 2 * small
+    each = 32 * 4 * 2 * 7 / 8 * x
+    assert f"computes {6 * small * sequences * 4096 / 8 / speed:.1f} s per step" in text
+    assert f"{state / 1e9:.0f} GB per GPU for the state" in text
+    assert f"sends {once / 1e9:.1f} GB once per step, {once / inside:.2f} s" in text
+    all_of_them = f"{sequences * each / 1e9:.0f} GB per step, {sequences * each / inside:.2f} s"
+    assert f"{each / 1e9:.1f} GB per sequence, {all_of_them}" in text
+    tp, dp, activation, compute = 16, 4, 2 * 8192 * 8192, 6 * 70.6e9 * 512 * 8192 / 64 / speed
+    messages = 512 / dp * 80 * 4 * 2 * (tp - 1) / tp * activation / between
+    total = compute + messages + 2 * (dp - 1) / dp * 2 * 70.6e9 / tp / between
+    assert f"sends for {messages:.0f} s per step at 50 GB/s beside {compute:.0f} s of computation" in text
+    assert f"{total:.0f} s per step, where the mesh above takes 76 s" in text
+    bubbles = [100 * 7 / (512 / dp + 7) for dp in (2, 32)]
+    assert f"from {bubbles[0]:.1f} % to {bubbles[1]:.0f} %" in text
 
 
 def test_imbalance_of_the_contiguous_order() -> None:
