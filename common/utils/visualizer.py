@@ -62,7 +62,16 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "svg.hashsalt": "5d-parallel",  # the same picture gives the same file
+    "svg.fonttype": "none",  # text stays text
 }
+# In an SVG, what stands on the page's colour follows the reader's theme; what stands inside a coloured box does not.
+DARK = """
+@media (prefers-color-scheme: dark) {
+  #patch_1 path { fill: #0d1117 !important }
+  [style*="fill: #333333"] { fill: #e6edf3 !important }
+  [style*="stroke: #333333"] { stroke: #e6edf3 !important }
+}
+"""
 
 
 @contextmanager
@@ -81,6 +90,8 @@ def figure(
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+                if path.suffix == ".svg":
+                    path.write_text(path.read_text().replace("</style>", f"{DARK}</style>", 1))
             except OSError as error:
                 raise UsageError(f"the picture {path} cannot be written: {error.strerror}") from None
 
@@ -285,7 +296,7 @@ def load_map(
     if len(loads) <= 16:
         for y, row in enumerate(loads.values()):
             for x, value in enumerate(row):
-                ink = "white" if value > 0.6 * most else INK
+                ink = "white" if value > 0.6 * most else "black"
                 axes.text(x, y, f"{value:g}", ha="center", va="center", fontsize=8, color=ink)
     axes.set_yticks(range(len(loads)), list(loads))
     axes.set_xticks(range(max(map(len, loads.values()), default=0)))
