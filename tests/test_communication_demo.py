@@ -32,42 +32,42 @@ TWO = """\
 one to many: rank 0 sends to each in turn
   rank 0   10 11  ->  10 11
   rank 1   20 21  ->  10 11
-  bytes sent by all: counted 16, formula (n-1) S = 16
+  bytes sent by all: counted 16, formula (n-1) |x| = 16
 
-one to many, tree: who has it sends it on
+one to many, tree: each rank that has it sends it on
   rank 0   10 11  ->  10 11
   rank 1   20 21  ->  10 11
-  bytes sent by all: counted 16, formula (n-1) S = 16
+  bytes sent by all: counted 16, formula (n-1) |x| = 16
 
 broadcast: the library's one to many
   rank 0   10 11  ->  10 11
   rank 1   20 21  ->  10 11
-  bytes sent by all: counted 16, formula (n-1) S = 16
+  bytes sent by all: counted 16, formula (n-1) |x| = 16
 
-reduce: many to one, summed; what others hold is spoiled
+reduce: many to one, summed; undefined on other ranks
   rank 0   10 11  ->  30 32
-  rank 1   20 21  ->  (spoiled)
-  bytes sent by all: counted 16, formula (n-1) S = 16
+  rank 1   20 21  ->  (undefined)
+  bytes sent by all: counted 16, formula (n-1) |x| = 16
 
 all-reduce: all get the sum
   rank 0   10 11  ->  30 32
   rank 1   20 21  ->  30 32
-  bytes sent by all: counted 32, formula 2(n-1) S = 32
+  bytes sent by all: counted 32, formula 2(n-1) |x| = 32
 
 all-gather: all get all pieces
   rank 0   10 11  ->  10 11 20 21
   rank 1   20 21  ->  10 11 20 21
-  bytes sent by all: counted 32, formula (n-1) S = 32
+  bytes sent by all: counted 32, formula (n-1) |x| = 32
 
 reduce-scatter: each gets its piece of the sum
   rank 0   10 11  ->  30
   rank 1   20 21  ->  32
-  bytes sent by all: counted 16, formula (n-1) S = 16
+  bytes sent by all: counted 16, formula (n-1) |x| = 16
 
 all-to-all: piece j of rank i becomes piece i of rank j
   rank 0   10 11  ->  10 20
   rank 1   20 21  ->  11 21
-  bytes sent by all: counted 16, formula (n-1) S = 16
+  bytes sent by all: counted 16, formula (n-1) |x| = 16
 
 messages of one to many, in turn: 1; rounds of the tree: 1
   round 1   0 -> 1

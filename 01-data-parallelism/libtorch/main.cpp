@@ -180,8 +180,8 @@ class Lesson : TorchLesson<Settings> {
         }
         return right;
     }
-    /// Bytes that all ranks together send in a step: 2 (n-1) S of gradients, or (n-1) S each of gradients and of weights,
-    /// their padding included; and 2 (n-1) times a flag for each parameter.
+    /// Bytes that all ranks together send in a step: 2 (n-1) G of gradients, or (n-1) G each of gradients and of
+    /// weights, their padding included; and 2 (n-1) times a flag for each parameter.
     std::int64_t bytes_by_formula(Way way) const {
         const Tensors parameters = model_->parameters();
         const std::int64_t n = world_.size(), flags = std::int64_t(parameters.size());

@@ -1,6 +1,6 @@
 """Bytes that a rank sends in chapter 01, by formula: before the first step, and in a step.
 
-n ranks  S bytes of weights  M micro-batches
+n ranks  M micro-batches
 """
 
 from __future__ import annotations

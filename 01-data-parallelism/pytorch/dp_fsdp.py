@@ -12,8 +12,8 @@
     fsdp-keep          fully_shard(reshard_after_forward=False): weights stay until backward ends
     fsdp               fully_shard: stage 3
 
-Cost, for S bytes of weights: fsdp sends about 3 M (n-1)/n S bytes in a step of M micro-batches, DDP 2 (n-1)/n
-S. The messages of the library's versions are counted by common/comm/listen.py. FSDP is by Zhao et al.
+Cost, for G bytes of weights: fsdp sends about 3 M (n-1)/n G bytes in a step of M micro-batches, DDP 2 (n-1)/n
+G. The messages of the library's versions are counted by common/comm/listen.py. FSDP is by Zhao et al.
 (arXiv:2304.11277); FSDP2 is PyTorch's later design, per parameter.
 
     python dp_fsdp.py --nproc 4      torchrun --nproc_per_node=4 dp_fsdp.py      mpirun -np 4 python dp_fsdp.py

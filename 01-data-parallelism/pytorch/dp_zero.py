@@ -11,14 +11,14 @@ will do:
     forward     runs of the weights  -> all-gather ->  the whole unit, while the unit before it computes
                 stage 3 frees it after its use, and gathers it once more for its backward pass
 
-    S bytes of weights, M micro-batches, float32 and AdamW; a rank holds (bytes per parameter) and sends in a
-    step:
+    G bytes of gradients and as many of weights, M micro-batches, float32 and AdamW; a rank holds (bytes per
+    parameter) and sends in a step:
 
     stage   weights  gradients  state   sharded                     sends, times (n-1)/n
-    0       4        4          8       nothing (dp_basic.py)       2 S
-    1       4        4          8/n     state                       2 S
-    2       4        4/n        8/n     state, gradients            (M + 1) S: M reduce-scatters, a gather
-    3       4/n      4/n        8/n     state, gradients, weights   3 M S: M times two gathers, a reduce-scatter
+    0       4        4          8       nothing (dp_basic.py)       2 G
+    1       4        4          8/n     state                       2 G
+    2       4        4/n        8/n     state, gradients            (M + 1) G: M reduce-scatters, a gather
+    3       4/n      4/n        8/n     state, gradients, weights   3 M G: M times two gathers, a reduce-scatter
 
 Stage 3 sends a little less: what lies outside of the layers is one unit more, gathered once per micro-batch. For a
 moment a rank also holds the gradients of two whole units (stages 2 and 3) and the weights of two and of the outer

@@ -1,13 +1,13 @@
 """Time and bandwidth of the primitives by size, as nccl-tests defines them.
 
-    algorithm bandwidth = S / time
-    bus bandwidth       = algorithm bandwidth times the bytes that a rank sends per byte of S, to be
+    algorithm bandwidth = |x| / time
+    bus bandwidth       = algorithm bandwidth times the bytes that a rank sends per byte of x, to be
                           compared with the speed of a link:
                           2(n-1)/n all-reduce; (n-1)/n all-gather, reduce-scatter, all-to-all; 1 from or to one rank
 
-S is the larger of what a rank holds before and after, GB are 10^9 bytes, MiB 2^20. Time is the slowest rank's
-between barriers, the median of the samples, with the copies that `common.comm` makes. The timed runs send
-zeros, so that sums stay finite; another run checks the values.
+x is the larger tensor that a rank holds, before or after, and |x| its bytes; GB are 10^9 bytes, MiB 2^20. Time is the
+slowest rank's between barriers, the median of the samples, with the copies that `common.comm` makes. The timed runs
+send zeros, so that sums stay finite; another run checks the values.
 
 Source: nccl-tests, doc/PERFORMANCE.md.
 """

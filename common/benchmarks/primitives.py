@@ -7,8 +7,8 @@
     all-gather       all get all pieces                  reduce-scatter  reduce, and each gets a piece of the sum
     all-to-all       piece j of rank i becomes piece i of rank j: a transpose over ranks
 
-Bytes that all n ranks send together, S being the largest tensor that a rank holds before or after (all-gather: the
-result): (n-1) S, and 2(n-1) S for all-reduce, which is a reduce-scatter and an all-gather.
+Bytes that all n ranks send together, x being the largest tensor that a rank holds before or after (all-gather: the
+result) and |x| its bytes: (n-1) |x|, and 2(n-1) |x| for all-reduce, which is a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class Primitive:
     idea: str
     run: Callable[[Tensor, Group], Tensor]
     expected: Callable[[Start, int, int], Tensor | None]
-    passes: int = 1  # times (n-1) S is what all ranks send together
+    passes: int = 1  # all ranks together send this times (n-1) |x|
     rooted: bool = False  # from or to one rank
-    gathers: bool = False  # starts with a piece of S
+    gathers: bool = False  # starts with a shard of x
 
     def sent(self, size: int, n: int) -> int:
-        """Return the bytes that n ranks send together; size: S in bytes."""
+        """Return the bytes that n ranks send together; size: |x|."""
         return self.passes * (n - 1) * size
 
     def bus_factor(self, n: int) -> Fraction:
@@ -99,11 +99,11 @@ class Primitive:
 
 PRIMITIVES = (
     Primitive("one to many", "rank 0 sends to each in turn", one_to_many, first, rooted=True),
-    Primitive("one to many, tree", "who has it sends it on", tree, first, rooted=True),
+    Primitive("one to many, tree", "each rank that has it sends it on", tree, first, rooted=True),
     Primitive("broadcast", "the library's one to many", in_place(comm.broadcast), first, rooted=True),
     Primitive(
         "reduce",
-        "many to one, summed; what others hold is spoiled",
+        "many to one, summed; undefined on other ranks",
         in_place(comm.reduce),
         lambda start, rank, n: total(start, rank, n) if rank == 0 else None,
         rooted=True,

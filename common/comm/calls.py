@@ -3,7 +3,7 @@
 Each function takes the group it talks in, adds a row to the ledger, and returns at once when the group
 has one rank. Sources and destinations are ranks *inside* the group.
 
-Sizes: n ranks in the group, S bytes of the whole tensor. "Sends" is per rank, the mean over the group.
+Sizes: n ranks in the group, |x| bytes of the whole tensor. "Sends" is per rank, the mean over the group.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
-    """In place: P(x) to R(x). Sends 2(n-1)/n S (ring: reduce-scatter, then all-gather)."""
+    """In place: P(x) to R(x). Sends 2(n-1)/n |x| (ring: reduce-scatter, then all-gather)."""
     y, back = in_place(x, group)
     ready = Pending("all_reduce", group, share(x, 2, group), back)
     return ready.start(lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True), async_op)
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
-    """In place: x of rank `src` to R(x). Sends (n-1)/n S."""
+    """In place: x of rank `src` to R(x). Sends (n-1)/n |x|."""
     y, back = in_place(x, group)
     ready = Pending("broadcast", group, share(x, 1, group), back)
     return ready.start(lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True), async_op)
 
 
 def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
-    """In place: P(x) to the sum on rank `dst`; the contents of x on other ranks are undefined. Sends (n-1)/n S."""
+    """In place: P(x) to the sum on rank `dst`; the contents of x on other ranks are undefined. Sends (n-1)/n |x|."""
     y, back = in_place(x, group)
     ready = Pending("reduce", group, share(x, 1, group), back)
     ready.start(
@@ -79,7 +79,7 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """S(x on dim) to R: the pieces of all ranks joined along `dim`. Sends (n-1)/n S, S of the result.
+    """S(x on dim) to R: the pieces of all ranks joined along `dim`. Sends (n-1)/n |x|, |x| of the result.
 
     sizes: each rank's length along `dim` where they differ; the shorter ones travel padded.
     """
@@ -94,7 +94,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """P(x) to S(x on dim): this rank's piece of the sum. Sends (n-1)/n S.
+    """P(x) to S(x on dim): this rank's piece of the sum. Sends (n-1)/n |x|.
 
     sizes: each rank's length along `dim`, as `sizes_of` cuts when absent; the shorter ones travel padded.
     """
@@ -109,7 +109,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
-    """S(x on dimension 0) to R(out), pieces of equal length; x may be this rank's place in out. Sends (n-1)/n S.
+    """S(x on dimension 0) to R(out), pieces of equal length; x may be this rank's place in out. Sends (n-1)/n |x|.
 
     Both are contiguous: nothing is copied on the way. Raises ValueError where x does not fill out n times.
     """
@@ -123,7 +123,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
-    """P(x) to S(out on dimension 0), pieces of equal length; out may be this rank's place in x. Sends (n-1)/n S.
+    """P(x) to S(out on dimension 0), pieces of equal length; out may be this rank's place in x. Sends (n-1)/n |x|.
 
     Both are contiguous: nothing is copied on the way. Raises ValueError where out does not fill x n times.
     On gloo an all-to-all carries the terms, and wait() adds them in the order of the ranks.
@@ -195,7 +195,7 @@ def all_to_all_into(
 
 
 def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:
-    """One message to rank `dst`: sends S."""
+    """One message to rank `dst`: sends |x|."""
     y = carried(x, group)
     ready = Pending("send", group, y.nbytes, peer=f" to {dst}")
     return ready.start(lambda: dist.isend(y, group.ranks[dst], group=group.pg, tag=tag), async_op)
@@ -211,7 +211,7 @@ def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False
 def exchange(
     x: Tensor, out: Tensor, group: Group, dst: int, src: int, tag: int = 0, async_op: bool = False
 ) -> Pending:
-    """x to rank `dst` while out comes from rank `src`: sends S. Empty tensors do not travel.
+    """x to rank `dst` while out comes from rank `src`: sends |x|. Empty tensors do not travel.
 
     Both are posted as one batch. Posted one after the other, two ranks that are each other's neighbours would wait
     for ever where a backend runs messages in order, as NCCL does.
@@ -227,7 +227,7 @@ def exchange(
 
 
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
-    """x of rank r-by: every rank sends to r+by and receives at once, so that no order can deadlock. Sends S."""
+    """x of rank r-by: every rank sends to r+by and receives at once, so that no order can deadlock. Sends |x|."""
     if group.size == 1 or by % group.size == 0:
         return x.clone()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

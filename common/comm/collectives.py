@@ -1,18 +1,18 @@
 """Differentiable collectives: each docstring states the placement of input and output, and the adjoint.
 
 Along the group's axis a tensor is R(eplicated), S(harded on a dimension) or P(artial: to be summed).
-n ranks, S bytes of the whole tensor; "sends" is per rank. The adjoint of a sum is a copy and the reverse;
+n ranks, |x| bytes of the whole tensor; "sends" is per rank. The adjoint of a sum is a copy and the reverse;
 the adjoint of taking a piece is putting it back. Tensor, sequence and expert parallelism need only this list.
 
     function          forward          backward (adjoint)     sends forward / backward
-    copy              R -> R           P -> R  all-reduce     0          / 2(n-1)/n S
-    reduce            P -> R           R -> R  nothing        2(n-1)/n S / 0
-    scatter           R -> S  slice    S -> R  all-gather     0          / (n-1)/n S
-    gather            S -> R           R -> S  slice          (n-1)/n S  / 0
-    gather (partial)  S -> R           P -> S  reduce-scatter (n-1)/n S  / (n-1)/n S
-    reduce_scatter    P -> S           S -> R  all-gather     (n-1)/n S  / (n-1)/n S
-    all_to_all        S(a) -> S(b)     S(b) -> S(a)           (n-1)/n s  / (n-1)/n s   (s: this rank's piece)
-    shift             x of rank r-k    gradient of rank r+k   s          / s
+    copy              R -> R           P -> R  all-reduce     0            / 2(n-1)/n |x|
+    reduce            P -> R           R -> R  nothing        2(n-1)/n |x| / 0
+    scatter           R -> S  slice    S -> R  all-gather     0            / (n-1)/n |x|
+    gather            S -> R           R -> S  slice          (n-1)/n |x|  / 0
+    gather (partial)  S -> R           P -> S  reduce-scatter (n-1)/n |x|  / (n-1)/n |x|
+    reduce_scatter    P -> S           S -> R  all-gather     (n-1)/n |x|  / (n-1)/n |x|
+    all_to_all        S(a) -> S(b)     S(b) -> S(a)           (n-1)/n |s|  / (n-1)/n |s|   (s: this rank's shard)
+    shift             x of rank r-k    gradient of rank r+k   |s|          / |s|
 
 R in the backward column means that every rank holds the same, complete gradient; P that each holds a part.
 """

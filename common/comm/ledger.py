@@ -1,7 +1,7 @@
 """The communication ledger: every collective and every message adds a row.
 
 A row holds the bytes of its call by formula: for a collective the bytes that one rank sends on average in the
-bandwidth-optimal algorithm (an all-reduce of S bytes over n ranks: 2(n-1)/n * S), for a message its own size.
+bandwidth-optimal algorithm (an all-reduce of x over n ranks: 2(n-1)/n |x| bytes), for a message its own size.
 They are kept as fractions, so that `counted == formula` is an equality and not a tolerance. The calls of
 common/comm/calls.py send these bytes: tests/test_wire.py compares them with the counters of a private network
 interface, within 3 % for headers, on gloo and on MPI over TCP. Calls that libraries make (common/comm/listen.py)

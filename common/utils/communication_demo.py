@@ -40,7 +40,7 @@ PATIENCE = 3.0  # seconds until the deadlock is called one
 
 def numbers(x: Tensor | None) -> str:
     """Return a row of the picture."""
-    return "(spoiled)" if x is None else " ".join(f"{v:2d}" for v in x.tolist())
+    return "(undefined)" if x is None else " ".join(f"{v:2d}" for v in x.tolist())
 
 
 def show(primitive: Primitive, rt: Runtime, out: Console) -> bool:
@@ -63,7 +63,7 @@ def show(primitive: Primitive, rt: Runtime, out: Console) -> bool:
     factor = "2(n-1)" if primitive.passes == 2 else "(n-1)"
     counted = round(sent.item())
     out.print(
-        f"  bytes sent by all: counted {show_bytes(counted)}, formula {factor} S = {show_bytes(formula)}\n"
+        f"  bytes sent by all: counted {show_bytes(counted)}, formula {factor} |x| = {show_bytes(formula)}\n"
     )
     return all(right) and counted == formula
 

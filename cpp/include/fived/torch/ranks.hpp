@@ -26,7 +26,8 @@ struct Message {
     double seconds;
 };
 
-/// Starts messages and waits for them. S: bytes of the whole tensor. Tensors are contiguous and stay as they are until wait().
+/// Starts messages and waits for them. |x|: bytes of the whole tensor. Tensors are contiguous and stay as they are
+/// until wait().
 /// An object of torch's kind, so that autograd's nodes can hold it.
 class Ranks final : public torch::CustomClassHolder {
   public:
@@ -41,7 +42,7 @@ class Ranks final : public torch::CustomClassHolder {
         Message message;
         std::function<void()> finish{};  // when all has arrived
     };
-    /// In place: P to R. Sends 2 (n-1)/n S.
+    /// In place: P to R. Sends 2 (n-1)/n |x|.
     [[nodiscard]] Pending all_reduce(const at::Tensor& x,
                                      c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) const {
         return start("all_reduce", 2 * (size() - 1), x, [&]() -> Works {
@@ -51,15 +52,15 @@ class Ranks final : public torch::CustomClassHolder {
             return {group_->allreduce(list, options)};
         });
     }
-    /// In place: rank 0's to R. (n-1)/n S.
+    /// In place: rank 0's to R. (n-1)/n |x|.
     [[nodiscard]] Pending broadcast(const at::Tensor& x) const {
         return start("broadcast", size() - 1, x, [&]() -> Works {
             Tensors list{x};
             return {group_->broadcast(list)};
         });
     }
-    /// P to S: `mine`, this rank's run of x, becomes the sum of all ranks' runs there. (n-1)/n S. gloo's own sends twice
-    /// that: there an all-to-all carries the terms, and wait() adds them in the order of the ranks.
+    /// P to S: `mine`, this rank's run of x, becomes the sum of all ranks' runs there. (n-1)/n |x|. gloo's own sends
+    /// twice that: there an all-to-all carries the terms, and wait() adds them in the order of the ranks.
     [[nodiscard]] Pending reduce_scatter(at::Tensor mine, at::Tensor x) const {
         const bool adds_itself = group_ && group_->getBackend(x.device().type())->getBackendName() == "gloo";
         const at::Tensor terms = adds_itself ? at::empty_like(x) : at::Tensor();
@@ -72,7 +73,7 @@ class Ranks final : public torch::CustomClassHolder {
         if (adds_itself) pending.finish = [mine, terms, n = size()] { add_up(mine, terms, n); };
         return pending;
     }
-    /// S to R: x becomes every rank's `mine`, which is this rank's run of it. (n-1)/n S.
+    /// S to R: x becomes every rank's `mine`, which is this rank's run of it. (n-1)/n |x|.
     [[nodiscard]] Pending all_gather(at::Tensor x, at::Tensor mine) const {
         return start("all_gather", size() - 1, x,
                      [&]() -> Works { return {group_->all_gather_single(x, mine)}; });
@@ -86,7 +87,7 @@ class Ranks final : public torch::CustomClassHolder {
         pending.message.n_bytes -= size() * send[rank()] * x.stride(0) * std::int64_t(x.element_size());
         return pending;
     }
-    /// x to rank `to`: sends S of x. What goes to one rank arrives there in the order in which it was sent.
+    /// x to rank `to`: sends |x|. What goes to one rank arrives there in the order in which it was sent.
     [[nodiscard]] Pending send(const at::Tensor& x, int to) const {
         return start("send", size(), x, [&]() -> Works {
             Tensors list{x};
@@ -100,7 +101,7 @@ class Ranks final : public torch::CustomClassHolder {
             return {group_->recv(list, from, 0)};
         });
     }
-    /// x to rank `to` while `into` comes from rank `from`: both at once, so that no order can deadlock. Sends S of x.
+    /// x to rank `to` while `into` comes from rank `from`: both at once, so that no order can deadlock. Sends |x|.
     [[nodiscard]] Pending exchange(const at::Tensor& x, int to, const at::Tensor& into, int from,
                                    int tag) const {
         return start("exchange", size(), x, [&]() -> Works {
