@@ -22,6 +22,7 @@ from markdown_it.token import Token
 from mpi.launch import BINARIES, need_binary, run
 
 from common.models import by_hand
+from common.models.transformer import Transformer, config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -259,8 +260,32 @@ def test_mean_of_means_of_the_worked_example() -> None:
     ]
     mean = sum(part.dB_FD for part in parts) / 2
     numbers = "; ".join(" ".join(f"{x:.4g}" for x in row) for row in mean.tolist())
-    assert f"({numbers}) instead of (0 1; 0 1)" in (ROOT / "docs" / "01-data-parallelism.md").read_text()
+    text = " ".join((ROOT / "docs" / "01-data-parallelism.md").read_text().split())
+    assert f"({numbers}) instead of (0 1; 0 1)" in text
     assert by_hand.one_device().dB_FD.tolist() == [[0, 1], [0, 1]]
+
+
+def test_worked_numbers_of_the_introduction() -> None:
+    """LLaMA 2 7B on 8 ranks: the bytes that a rank sends per sequence, and the bandwidth that keeps up with 4e14 FLOP/s."""
+    with torch.device("meta"):
+        model = Transformer(config("llama2-7b"))
+    alone = model.flops_per_token(4096) * 4096 / 4e14
+    shared, activation, gradients = alone / 8, 2 * 4096 * 4096, 2 * model.parameter_count()
+    dp, pp = 2 * 7 / 8 * gradients, 2 * activation
+    tp, ring = 32 * 4 * 2 * 7 / 8 * activation, 3 * 32 * 7 * 2 * activation / 8
+    ulysses, experts = 2 * 32 * 4 * 7 / 8 * activation / 8, 32 * 4 * 2 * 7 / 8 * activation / 8
+    text = (ROOT / "docs" / "00-introduction.md").read_text()
+    shown = [
+        f"{alone:.2f} s of it, and {shared:.3f} s",
+        f"| {dp / 1e9:.1f} per step | {dp / alone / 1e9:.0f} with one sequence per rank, {dp / alone / 8e9:.1f}",
+        f"| {pp / 1e9:.3f} per sequence | {pp / shared / 1e9:.1f} |",
+        f"| {tp / 1e9:.1f} per sequence | {tp / shared / 1e9:.0f} |",
+        f"| ring {ring / 1e9:.1f}, Ulysses {ulysses / 1e9:.2f} per sequence | {ring / shared / 1e9:.0f}, "
+        f"{ulysses / shared / 1e9:.0f} |",
+        f"| {experts / 1e9:.2f} per sequence | {experts / shared / 1e9:.0f} |",
+    ]
+    text = " ".join(text.split())
+    assert [number for number in shown if number not in text] == []
 
 
 def test_worked_numbers_of_chapter_01() -> None:
@@ -282,6 +307,12 @@ def test_worked_numbers_of_chapter_01() -> None:
     assert f"{2 * part * weights / 1e9:.0f} GB, {2 * part * weights / link:.1f} s at 50 GB/s" in text
     assert f"= {4 * parameters * 8192 / speed:.1f} s" in text  # backward pass of the last micro-batch
     assert 1 * 2 * speed / (2 * link) == 8000  # tokens that hide the all-reduce of many ranks
+    naive, buckets = 36 * 116 / 1e3, 3 * 116 / 1e3  # milliseconds of latency, of 36 messages and of 3
+    assert f"{naive:.1f} ms of latency" in " ".join(text.split()) and f"three buckets {buckets:.2f} ms" in text
+    exposed = [max(t, 4 * t - (1 - 1 / 4) * 8) for t in (1, 3)]
+    assert exposed == [1, 6]  # milliseconds, of the worked example
+    computed, sent = 1 / 3 + 2 / 3, 4 * 2 / 3
+    assert f"1/3 + 4 · 2/3 = {(1 / 3 + sent) / computed:.0f} times" in text
 
 
 def test_worked_numbers_of_chapters_02_to_05() -> None:
