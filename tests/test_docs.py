@@ -266,7 +266,7 @@ def test_mean_of_means_of_the_worked_example() -> None:
 
 
 def test_worked_numbers_of_the_introduction() -> None:
-    """LLaMA 2 7B on 8 ranks: the bytes that a rank sends per sequence, and the bandwidth that keeps up with 4e14 FLOP/s."""
+    """LLaMA 2 7B on 8 ranks: bytes per rank and sequence, and the bandwidth that keeps up with 4e14 FLOP/s."""
     with torch.device("meta"):
         model = Transformer(config("llama2-7b"))
     alone = model.flops_per_token(4096) * 4096 / 4e14
