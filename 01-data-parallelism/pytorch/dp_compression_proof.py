@@ -22,7 +22,7 @@ from common.lesson.job import Job, Train, one_device
 from common.lesson.proof import Proof
 from common.lesson.runner import DTYPES, console
 from common.lesson.training import make_model, shape_of
-from common.utils.visualizer import figure, loss_curves
+from common.utils.visualizer import INK, colour, figure
 
 from dp_basic import Bucket
 from dp_compression_simulated import train as train_simulated
@@ -137,6 +137,16 @@ def curves(rt: Runtime, o: CompressionOptions, lesson: Lesson, memoryless: Train
         table.add_row(name, *row)
     console(rt).print(table)
     if rt.rank == 0 and o.plot:
+        window = max(1, min(50, o.curve_steps // 4))
         with figure(o.plot, width=7.5, height=4.2) as (axes,):
-            title = f"{o.model}, {rt.world_size} ranks, SGD, mean of 10 steps"
-            loss_curves(axes, losses, title=title, mean=10)
+            for place, name in enumerate(COMPRESSORS):
+                for label, line in ((name, "-"), (f"{name}, no memory", ":")):
+                    lag = [a - b for a, b in zip(losses[label], losses["bucketed"], strict=True)]
+                    means = [sum(lag[i - window : i]) / window for i in range(window, len(lag) + 1)]
+                    steps = range(window - 1, len(lag))
+                    axes.plot(steps, means, line, color=colour(place), label=label)
+            axes.axhline(0, color=INK, linewidth=1)
+            axes.set(xlabel="step", ylabel="loss above the all-reduce's (nats a token)")
+            axes.set_title(f"{o.model}, {rt.world_size} ranks, SGD, mean of {window} steps")
+            axes.grid(axis="y")
+            axes.legend(loc="upper left")

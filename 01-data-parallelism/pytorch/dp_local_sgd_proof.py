@@ -133,9 +133,12 @@ def curves(rt: Runtime, o: LocalOptions, versions: Versions) -> None:
     console(rt).print(table)
     if rt.rank == 0 and o.plot:
         with figure(o.plot, columns=2, width=11, height=4.2) as (left, right):
-            loss_curves(left, losses, title=f"{o.model}, {rt.world_size} ranks, mean of 16 steps", mean=16)
-            for place, (label, sent, loss) in enumerate(rows):
-                right.plot(float(sent), loss, "o", color=colour(place))
+            middle = f"H = {o.periods[len(o.periods) // 2]}"
+            drawn = {label: losses[label] for label in losses if "H = " not in label or label.endswith(middle)}
+            loss_curves(left, drawn, title=f"{o.model}, {rt.world_size} ranks, mean of 16 steps", mean=16)
+            kinds = list(dict.fromkeys(label.split(",")[0] for label, *_ in rows))
+            for label, sent, loss in rows:
+                right.plot(float(sent), loss, "o", color=colour(kinds.index(label.split(",")[0])))
                 right.annotate(label, (float(sent), loss), (5, 4), textcoords="offset points", fontsize=8)
             right.set(
                 xscale="log", xlabel="bytes a step and rank", xmargin=0.2, ylabel="loss on validation text"

@@ -26,9 +26,9 @@
 //                       my piece's sum, to where its
 //                       terms came from
 //
-// Cost of an all-reduce of S bytes, for each of n ranks: S (n-1)/n copied into its slot, as many bytes of terms
+// Cost of an all-reduce of x, for each of n ranks: |x| (n-1)/n copied into its slot, as many bytes of terms
 // read and summed, as many sums written over them, as many copied out of its slot. All but x itself stays in the
-// cache. Were every rank to read and sum all chunks, it would copy S, and read and sum S (n-1): for n = 2 as many
+// cache. Were every rank to read and sum all chunks, it would copy |x|, and read and sum |x| (n-1): for n = 2 as many
 // bytes between the cores, but twice the additions and twice the lines of the cache.
 #pragma once
 
