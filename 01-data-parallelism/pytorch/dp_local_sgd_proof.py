@@ -134,7 +134,9 @@ def curves(rt: Runtime, o: LocalOptions, versions: Versions) -> None:
     if rt.rank == 0 and o.plot:
         with figure(o.plot, columns=2, width=11, height=4.2) as (left, right):
             middle = f"H = {o.periods[len(o.periods) // 2]}"
-            drawn = {label: losses[label] for label in losses if "H = " not in label or label.endswith(middle)}
+            drawn = {
+                label: losses[label] for label in losses if "H = " not in label or label.endswith(middle)
+            }
             loss_curves(left, drawn, title=f"{o.model}, {rt.world_size} ranks, mean of 16 steps", mean=16)
             kinds = list(dict.fromkeys(label.split(",")[0] for label, *_ in rows))
             for label, sent, loss in rows:
