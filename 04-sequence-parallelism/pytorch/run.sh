@@ -4,7 +4,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/chapter.sh"
 
 folder=04-sequence-parallelism/pytorch
 three_ways 2 "$folder" sp_by_hand
-three_ways "$ranks" "$folder" sp_basic sp_ulysses sp_ring_attention sp_hybrid sp_memory
+three_ways "$ranks" "$folder" sp_basic sp_ulysses sp_ring_attention sp_hybrid sp_memory sp_library
 binaries sp_mpi sp_libtorch
 with_modules "sp_mpi sp_libtorch" "$ranks" "$folder/sp_languages.py"
 printf '\nall of chapter 04 holds on %s ranks\n' "$ranks"

@@ -44,7 +44,7 @@ class AttentionCase:
     """A way to split attention: the tokens among the ranks of `column`, and those of a rank among `row`.
 
     n_bytes: bytes that a rank sends, by formula. row: ranks that swap tokens for heads. messages(qkv): send the
-    same messages without computing.
+    same messages without computing. waits: the ledger has the seconds that a rank waits.
     """
 
     attend: Attend
@@ -54,6 +54,7 @@ class AttentionCase:
     row: Group = ALONE
     messages: Callable[[list[Tensor]], None] | None = None
     language: str = "pytorch"
+    waits: bool = True
 
     def pairs(self, S: int, H: int) -> int:
         """Return the query-key pairs of this rank in all its heads; a query sees its own token and those before."""
@@ -122,10 +123,10 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: Mapping[str, Att
             f"{m.median * 1e3:.0f}",
             f"{m.spread:.0%}",
             f"{median(a / b for a, b in zip(one.seconds, m.seconds, strict=True)):.2f}",
-            f"{median(m.blocked) * 1e3:.1f}",
+            f"{median(m.blocked) * 1e3:.1f}" if case.waits else "-",
             f"{alone.median * 1e3:.1f}" if alone else "-",
             f"{max(pairs) / mean(pairs):.2f}",
-            f"{max(seconds) / mean(seconds):.2f}",
+            f"{max(seconds) / mean(seconds):.2f}" if case.waits else "-",
             f"{apart[name]:.0e}",
         )
         records.append(

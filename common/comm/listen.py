@@ -92,8 +92,10 @@ class Listener(TorchDispatchMode):
             kind = "send" if x.is_floating_point() else "bookkeeping"
             return Row(kind, self.group.axis, Fraction(x.numel() * x.element_size()), 0.0)
         uneven = name == "alltoall_base_" and len(set(args[4])) > 1
-        if name not in known or uneven:
+        if (name not in known and name != "all_to_all_single") or uneven:
             raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
+        if namespace == "_c10d_functional" and name == "all_to_all_single":
+            return Row("all_to_all", self.group.axis, Fraction(to_others(args)), 0.0)
         n, (op, times, _) = ranks_of(args), known[name]
         whole = COLLECTIVES[name][2] if namespace == "c10d" else 0
         tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]
@@ -103,6 +105,12 @@ class Listener(TorchDispatchMode):
         if times == 1 and not any(x.is_floating_point() for x in tensors):
             op = "bookkeeping"
         return Row(op, self.group.axis, Fraction(times * (n - 1) * size, n), 0.0)
+
+
+def to_others(args: Any) -> int:
+    """Return the bytes that a functional all-to-all sends to other ranks: (x, rows received, rows sent, group)."""
+    x, _, rows, name = args
+    return int((sum(rows) - rows[_resolve_process_group(name).rank()]) * x[:1].numel() * x.element_size())
 
 
 def ranks_of(args: Any) -> int:
