@@ -54,7 +54,7 @@ class MemoryOptions(SequenceOptions, without=("steps", "micro_batches", "benchma
     """Options: the shape of the attention whose peak is measured."""
 
     sequence: Size = 64
-    """Tokens of a sample, all ranks together; half that number is measured as well."""
+    """Tokens of a sample, all ranks together; a half is measured as well, with --plot a quarter and an eighth."""
     shape: tuple[Size, Size, Size] = (1024, 16, 64)
     """Tokens, heads and width of a head of the attention whose peak is measured."""
     long_model: str = "llama-tiny"
@@ -176,7 +176,7 @@ def main(rt: Runtime, o: MemoryOptions) -> bool:
     """Print the tables; True if saved bytes equal the formula and the rings' peaks scale as 1/n."""
     comparison.check(rt, tuple(ORDERS), o)
     o = replace(o, micro_batches=1)
-    lengths = (o.sequence // 4, o.sequence // 2, o.sequence) if o.plot else (o.sequence // 2, o.sequence)
+    lengths = tuple(o.sequence // cut for cut in ((8, 4, 2, 1) if o.plot else (2, 1)))
     longest = longest_sequence(config(o.model))
     for name in o.versions:
         for length in lengths:
