@@ -227,12 +227,12 @@ def test_a_dense_model_is_refused() -> None:
 
 
 def slices(rt: Runtime) -> bool:
-    o = MoEOptions(model="ep-mixtral", batch=12, sequence=6, steps=2, versions=("tensor",))
+    o = MoEOptions(model="ep-mixtral", batch=12, sequence=6, steps=2, versions=("naive", "tensor"))
     return ep_tensor_parallel.main(rt, replace(o, micro_batches=4 - rt.world_size))
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_slices_of_experts_are_equal(world: int) -> None:
+def test_all_tokens_on_all_ranks_are_equal(world: int) -> None:
     assert all(spawn(slices, world))
 
 
