@@ -127,8 +127,12 @@ def show_balance(rt: Runtime, o: ExpertOptions, train: Train, steps: int) -> Non
         table.add_row(name, *uneven, str(idle), f"{sum(last) / len(last):.4f}")
     console(rt).print(table)
     if o.plot and rt.rank == 0:
-        with figure(o.plot, columns=len(histories), width=2.4 * len(histories), height=4.2) as axes:
+        with figure(o.plot, columns=len(histories), width=1 + 2.3 * len(histories), height=4.2) as axes:
             for ax, (name, (loads, _)) in zip(axes, histories.items(), strict=True):
-                rows = {str(t): loads_LE[-1].tolist() for t, loads_LE in enumerate(loads)}
-                load_map(ax, rows, title=name, most=max(sum(row) for row in rows.values()) / 2)
-                ax.set_yticks(range(0, len(rows), max(1, len(rows) // 6)))
+                rows = {
+                    str(t): (loads_LE[-1] / loads_LE[-1].sum()).tolist() for t, loads_LE in enumerate(loads)
+                }
+                bar = "share of all choices" if ax is axes[-1] else ""
+                load_map(ax, rows, title=name, most=0.5, bar=bar)
+                ax.set_yticks(range(0, len(rows), max(1, len(rows) // 8)))
+            axes[0].set_ylabel("step")

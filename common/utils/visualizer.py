@@ -288,11 +288,21 @@ def run_curves(
 
 
 def load_map(
-    axes: Axes, loads: Mapping[str, Sequence[float]], *, title: str = "", most: float | None = None
+    axes: Axes,
+    loads: Mapping[str, Sequence[float]],
+    *,
+    title: str = "",
+    most: float | None = None,
+    bar: str = "",
 ) -> None:
-    """Draw each expert's load: row -> loads, darker for more, up to `most`. Few rows also get numbers."""
+    """Draw each expert's load: row -> loads, darker for more, up to `most`. Few rows also get numbers.
+
+    bar: label of a colour bar; "" draws none.
+    """
     most = most or max((value for row in loads.values() for value in row), default=1.0) or 1.0
-    axes.imshow(list(loads.values()), cmap="Blues", vmin=0, vmax=most, aspect="auto")
+    image = axes.imshow(list(loads.values()), cmap="Blues", vmin=0, vmax=most, aspect="auto")
+    if bar:
+        axes.figure.colorbar(image, ax=axes, label=bar, extend="max")
     if len(loads) <= 16:
         for y, row in enumerate(loads.values()):
             for x, value in enumerate(row):
