@@ -22,7 +22,12 @@ from markdown_it.token import Token
 from mpi.launch import BINARIES, need_binary, run
 
 from common.models import by_hand
+from common.models.moe import Routing
 from common.models.transformer import Transformer, config
+
+import ep_by_hand
+from ep_load_balance import balance_loss
+from ep_training import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -336,6 +341,10 @@ def test_worked_numbers_of_chapters_02_to_05() -> None:
     ring = 3 * (n - 1) * keys_values / n * layers
     ulysses = 2 * (n - 1) / n * 2 * long / n * (2 * width + 2 * 1024) * layers
     experts = 2 * 2 * length * width * (n - 1) / n * 2
+    mlp_width = 28672
+    mlps = 3 * width * mlp_width * layers
+    rest = parameters - mlps
+    routed = 6 * (rest + 2 * mlps) * length / speed
     kept = 34 * length * width
     p, m = 8, 512 // 8
     held = p * layers // p
@@ -366,13 +375,53 @@ def test_worked_numbers_of_chapters_02_to_05() -> None:
         ],
         "05-expert-parallelism": [
             f"{experts * 2 / 2 / 1e6:.0f} MB in 16 bits, and {experts * 2 * layers / 1e9:.0f} GB for 80 layers",
-            f"| {experts * 2 * layers / inside:.2f} | {experts * 2 * layers / between:.1f} |",
-            f"the {6 * parameters * length / speed:.1f} s of the dense model",
+            f"take {experts * 2 * layers / inside:.2f} s at 450 GB/s in a host, "
+            f"{experts * 2 * layers / inside / routed:.1%} of the computation".replace("%", " %"),
+            f"{experts * 2 * layers / between:.1f} s at 50 GB/s between hosts, "
+            f"{experts * 2 * layers / between / routed:.1%}.".replace("%", " %"),
+            f"{mlps / 1e9:.1f}·10⁹ of the 70.6·10⁹",
+            f"{(8 * mlps + rest) / 1e9:.0f}·10⁹ parameters, {2 * (8 * mlps + rest) / 1e9:.0f} GB in 16 bits",
+            f"a token uses {(2 * mlps + rest) / 1e9:.0f}·10⁹",
+            f"= {routed:.1f} s per sequence",
+            f"another {6 * 2 * mlps * length / speed:.1f} s",
+            f"u = {experts / 1e6:.0f} MB / (50 GB/s) / 2 = {experts / between / 2 * 1e3:.1f} ms",
+            f"w = {2 * 2 * mlps / layers * length / speed * 1e3:.0f} ms",
+            f"{1.5 * 8 * mlp_width / 2:,.0f} tokens in the Llama example, {1.5 * 8 * 14336 / 2:,.0f} for Mixtral",
         ],
     }
     for page, numbers in shown.items():
         text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
         assert [number for number in numbers if number not in text] == [], page
+
+
+def test_balance_of_each_rank_is_not_the_balance_of_all() -> None:
+    """Two ranks with two tokens and two experts each: even load together, uneven load on each."""
+    scores_RBSE = torch.tensor([[[[0.75, 0.25]] * 2], [[[0.25, 0.75]] * 2]], dtype=torch.float64)
+    routings = [Routing(s.log(), s, s.topk(1, -1).indices, s.topk(1, -1).values) for s in scores_RBSE]
+    counts = [load(r.experts_BSK, 2) for r in routings]
+    alone = [balance_loss([r], count_E).item() / 2 for r, count_E in zip(routings, counts, strict=True)]
+    together = sum(balance_loss([r], sum(counts)).item() for r in routings) / 4
+    assert (alone, together) == ([1.5, 1.5], 1)
+    text = (ROOT / "docs" / "05-expert-parallelism.md").read_text()
+    assert text.count("= 1.5 |") == 2
+    assert "= 1 |" in text
+
+
+def test_wrong_expert_gradients_of_the_worked_example() -> None:
+    """Experts taken for replicas: a sum of different experts' dA; a mean of each rank's own tokens: n times dA."""
+    rows = [expert == ep_by_hand.EXPERT for expert in range(2)]
+    tokens_of = list(zip(ep_by_hand.EXPERT.tolist(), by_hand.X_TD, strict=True))
+    y_TD = torch.stack([ep_by_hand.forward(e, x_D[None])[0] for e, x_D in tokens_of])
+    dy_TD = (y_TD - by_hand.TARGET_TD) / 4
+    dA = [ep_by_hand.backward(e, by_hand.X_TD[mine], dy_TD[mine])[0] for e, mine in enumerate(rows)]
+    shown = ["(" + "; ".join(" ".join(f"{x:g}" for x in row) for row in m.tolist()) + ")" for m in dA]
+    total, doubled = (
+        "(" + "; ".join(" ".join(f"{x:g}" for x in row) for row in m.tolist()) + ")"
+        for m in (dA[0] + dA[1], 2 * dA[0])
+    )
+    text = " ".join((ROOT / "docs" / "05-expert-parallelism.md").read_text().split())
+    assert f"dA = {shown[0]} + {shown[1]} = {total}" in text
+    assert f"dA = {doubled} instead of {shown[0]}" in text
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 8), (8, 2, 4), (4, 4, 4), (4, 8, 2), (2, 8, 4), (1, 8, 8)])
