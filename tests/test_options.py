@@ -188,6 +188,17 @@ def test_there_is_one_parser() -> None:
     assert len(FILES) > 55
 
 
+@pytest.mark.parametrize("added", ["--local-rank=1", "--local_rank=1"])
+def test_the_rank_that_torch_distributed_launch_passes_is_ignored(
+    added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert options.parse(Few, args=[added, "--size", "2"]) == Few(size=2)
+    monkeypatch.setattr(sys, "argv", ["lesson.py", added, "--size", "3"])
+    assert options.parse(Few) == Few(size=3)
+    with pytest.raises(UsageError, match="--local-rank"):
+        options.parse(Few, args=["--local-rank=x"])
+
+
 def test_what_documented_commands_write_is_ignored() -> None:
     texts = [file.read_text() for file in tracked("*.md", "0[1-6]-*.py")]
     shown = {name for text in texts for name in re.findall(r"--(?:plot|json) ([\w/]+\.(?:png|jsonl))", text)}

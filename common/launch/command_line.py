@@ -45,6 +45,7 @@ Size = Annotated[int, Within(1, 2**27)]  # of a batch or a sequence; more tokens
 Width = Annotated[int, Within(1, 2**20)]  # of a layer
 Ranks = Annotated[int, Within(1, 4096)]
 Seed = Annotated[int, Within(0, 2**63 - 1)]
+LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 
 class Checked:
@@ -124,12 +125,16 @@ def parse(
     args: Sequence[str] | None = None,
     default: T | None = None,
 ) -> T:
-    """Return the options of the command line, or of `args`. Raises UsageError, one line, for invalid ones."""
+    """Return the options of the command line, or of `args`. Raises UsageError, one line, for invalid ones.
+
+    The --local-rank=N that `python -m torch.distributed.launch` adds is ignored: N is in LOCAL_RANK as well.
+    """
+    given = [arg for arg in (sys.argv[1:] if args is None else args) if not LOCAL_RANK.fullmatch(arg)]
     said = io.StringIO()
     known: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with redirect_stderr(said):
-            found: T = tyro.cli(options, description=description, args=args, **known)
+            found: T = tyro.cli(options, description=description, args=given, **known)
     except SystemExit as end:
         if end.code in (0, None):
             raise  # --help
