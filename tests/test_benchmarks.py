@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from toys import EQUAL, FAILS, TIMED, chapter
 
@@ -389,24 +390,31 @@ def test_a_pair_of_scaling_plots_is_as_wide_as_two(tmp_path: Path) -> None:
     assert wide == 2 * narrow
 
 
-def test_the_picture_says_which_scaling_each_half_shows(
+def test_the_picture_has_a_panel_per_scaling_in_the_same_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    titles = []
-    for name in ("throughput_bars", "scaling_lines"):
-        monkeypatch.setattr(
-            f"common.utils.visualizer.{name}", lambda *args, title, **kwargs: titles.append(title)
-        )
+    drawn: list[tuple[str, str, dict[int, float]]] = []
+
+    def lines(
+        axes: Axes, rates: dict[str, dict[int, float]], *, unit: str, title: str, **kwargs: Any
+    ) -> None:
+        drawn.append((title.replace("\n", " "), unit, *rates.values()))
+
+    monkeypatch.setattr("common.utils.visualizer.throughput_lines", lines)
     given = dict.fromkeys(measures.TIMED, "x") | {"step_seconds": (1.0,)}
     runs = [
         measures.Timing(**given | {"ranks": ranks, "scaling": scaling, "tokens_per_step": tokens})
         for ranks, scaling, tokens in ((1, "strong", 1024), (2, "strong", 1024), (2, "weak", 2048))
     ]
-    plots.picture(runs, tmp_path / "p.png")
-    plots.picture(runs[:2], tmp_path / "p.png")
-    assert [title.replace("\n", " ") for title in titles] == [
-        "Throughput, strong scaling: 1,024 tokens per step",
-        "Speed-up, weak scaling: 1,024 tokens per rank and step",
-        "Throughput, strong scaling: 1,024 tokens per step",
-        "Speed-up, strong scaling: 1,024 tokens per step",
+    strong = "Strong scaling: 1,024 tokens per step, divided among the ranks"
+    weak = "Weak scaling: 1,024 tokens per rank and step"
+    plots.picture(runs, tmp_path / "both.svg")
+    assert drawn == [
+        (strong, "tokens per second", {1: 1024, 2: 1024}),
+        (weak, "tokens per second", {1: 1024, 2: 2048}),
     ]
+    drawn.clear()
+    plots.picture(runs[:2], tmp_path / "strong.svg")
+    plots.picture(runs[:1], tmp_path / "alone.svg")
+    assert [title for title, *_ in drawn] == [strong, strong]
+    assert (tmp_path / "both.svg").read_text().startswith("<?xml")

@@ -54,6 +54,17 @@ def test_scaling_draws_the_ideal_up_to_the_cores() -> None:
     assert "ranks share cores" not in texts(alone)
 
 
+def test_throughput_lines_begin_at_0_and_draw_the_ideal_up_to_the_cores() -> None:
+    axes = new_axes()
+    rates = {"naive": {1: 900.0, 2: 1500.0, 4: 1400.0}, "ddp": {1: 1100.0, 2: 2000.0, 4: 1900.0}}
+    visualizer.throughput_lines(axes, rates, unit="tokens per second", cores=2)
+    ideal, *lines = axes.lines
+    assert ideal.get_xydata().tolist() == [[1, 1000], [2, 2000], [4, 2000]]
+    assert [dict(line.get_xydata().tolist()) for line in lines] == list(rates.values())
+    assert (axes.get_ylim()[0], axes.get_xlabel(), axes.get_ylabel()) == (0, "ranks", "tokens per second")
+    assert "ranks share cores" in texts(axes)
+
+
 def test_shares_add_up_and_name_the_sum() -> None:
     axes = new_axes()
     visualizer.share_bars(axes, {"ddp, 2 ranks": {"compute": 90.0, "communication": 30.0}}, unit="ms")

@@ -176,23 +176,31 @@ def _timelines(lines: Mapping[str, Mapping[str, Sequence[visualizer.Interval]]],
 
 
 def picture(timings: Sequence[Timing], path: Path) -> None:
-    """Draw the figure of the README: throughput and scaling of the work that most languages did."""
+    """Draw the figure of the README: throughput over ranks of the work that most languages did, a panel per scaling."""
     works = {t.work: {u.language for u in timings if u.work == t.work} for t in timings}
     work = max(works, key=lambda key: len(works[key]))
-    same = [t for t in timings if t.work == work and t.purpose == "time"]
-    fixed = [t for t in same if t.scaling == "strong"] or same
-    kind: Scaling = "weak" if _speed_ups(same, "weak") else "strong"
-    rates = _series(fixed, lambda t: t.tokens_per_second)
-    with visualizer.figure(path, columns=2, width=10, height=max(3.8, _height(rates))) as (left, right):
-        title = f"Throughput, {fixed[0].scaling} scaling:\n{_tokens(fixed[0])}"
-        visualizer.throughput_bars(left, rates, unit="tokens/s", title=title)
-        ups, one = _speed_ups(same, kind), replace(fixed[0], scaling=kind)
-        title = f"Speed-up, {kind} scaling:\n{_tokens(one)}"
-        visualizer.scaling_lines(right, ups, cores=same[0].cores, title=title)
+    same = [t for t in timings if t.work == work and t.purpose == "time" and t.tokens_per_second is not None]
+    kinds: list[Scaling] = [kind for kind in ("strong", "weak") if _speed_ups(same, kind)]
+    shown = kinds or ["strong"]
+    with visualizer.figure(path, columns=len(shown), width=5.2 * len(shown) + 1.4, height=4.6) as axes:
+        for one, kind in zip(axes, shown, strict=True):
+            chosen = [t for t in same if t.scaling == kind or t.ranks == 1]
+            rates = _series(chosen, lambda t: t.tokens_per_second)
+            title = f"{kind.capitalize()} scaling:\n{_tokens(replace(same[0], scaling=kind))}"
+            visualizer.throughput_lines(
+                one, rates, unit="tokens per second", cores=same[0].cores, title=title, legend=one is axes[-1]
+            )
+        top = max(one.get_ylim()[1] for one in axes)
+        for one in axes:
+            one.set_ylim(0, top)  # one scale: heights of the panels can be compared
 
 
 def _tokens(timing: Timing) -> str:
     """Describe the work that stays the same when ranks are added."""
-    per = "step" if timing.scaling == "strong" else "rank and step"
     tokens = timing.one_rank_tokens
-    return f"{tokens:,.0f} tokens per {per}" if tokens else f"the same work per {per}"
+    amount = f"{tokens:,.0f} tokens" if tokens else "the same work"
+    return (
+        f"{amount} per step, divided among the ranks"
+        if timing.scaling == "strong"
+        else f"{amount} per rank and step"
+    )

@@ -112,6 +112,14 @@ def _lines(axes: Axes, series: Mapping[str, Mapping[int, float]]) -> None:
         axes.plot(*zip(*sorted(points.items()), strict=True), **_line(place), label=name)
 
 
+def _shade_shared_cores(axes: Axes, cores: int, most: int) -> None:
+    """Shade the rank counts above `cores`, up to `most`."""
+    if cores < most:
+        axes.axvspan(cores, most * 1.1, color=FAINT, alpha=0.12, linewidth=0)
+        where = axes.get_xaxis_transform()
+        axes.text(most * 1.08, 0.03, "ranks share cores", ha="right", fontsize=8, transform=where)
+
+
 def _rows(axes: Axes, names: Sequence[str]) -> None:
     """Name rows 0, 1, ... from the top."""
     axes.set_yticks(range(len(names)), names)
@@ -161,10 +169,7 @@ def scaling_lines(
     cores = min(cores or most, most)
     axes.plot([1, cores, most], [1, cores, cores], "--", color=FAINT, linewidth=1.5, label="ideal")
     _lines(axes, speed_ups)
-    if cores < most:
-        axes.axvspan(cores, most * 1.1, color=FAINT, alpha=0.12, linewidth=0)
-        where = axes.get_xaxis_transform()
-        axes.text(most * 1.08, 0.03, "ranks share cores", ha="right", fontsize=8, transform=where)
+    _shade_shared_cores(axes, cores, most)
     values = [1.0, cores, *(value for by_ranks in speed_ups.values() for value in by_ranks.values())]
     low, high = min(values) * 0.85, max(values) * 1.15
     ticks = [m * 2.0**power for power in range(-10, 20) for m in (1, 1.5)]
@@ -177,6 +182,37 @@ def scaling_lines(
     axes.set(xlabel="ranks", ylabel="speed-up over one rank", title=title)
     axes.grid(axis="y")
     _legend(axes)
+
+
+def throughput_lines(
+    axes: Axes,
+    rates: Mapping[str, Mapping[int, float]],
+    *,
+    unit: str,
+    cores: int | None = None,
+    title: str = "",
+    legend: bool = True,
+) -> None:
+    """Draw throughput over ranks: name -> ranks -> rate in `unit`; ideal is a rank's mean rate times the ranks."""
+    most = max((ranks for by_ranks in rates.values() for ranks in by_ranks), default=1)
+    counts = sorted({ranks for by_ranks in rates.values() for ranks in by_ranks} | {1, most})
+    cores = min(cores or most, most)
+    alone = [by_ranks[1] for by_ranks in rates.values() if 1 in by_ranks]
+    if alone:
+        rate = sum(alone) / len(alone)
+        ideal = [rate, rate * cores, rate * cores]
+        axes.plot([1, cores, most], ideal, "--", color=FAINT, linewidth=1.5, label="ideal")
+    _lines(axes, rates)
+    _shade_shared_cores(axes, cores, most)
+    axes.set(xscale="log", xlim=(0.93, most * 1.1), xlabel="ranks", ylabel=unit, title=title)
+    axes.set_ylim(0, axes.get_ylim()[1])
+    axes.xaxis.set_major_locator(ticker.FixedLocator(counts))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    axes.grid(axis="y")
+    if legend:
+        _legend(axes)
 
 
 def share_bars(
