@@ -127,26 +127,57 @@ def test_a_rank_killed_on_one_host_is_named_on_the_other(
     assert "Signal 9 (SIGKILL)" in there
 
 
-def test_mpirun_on_two_hosts(
-    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """mpirun starts ranks on two hosts; a pipe between the hosts' shells takes the place of ssh."""
-    hostfile, pipe, agent = tmp_path / "hosts", tmp_path / "pipe", tmp_path / "agent"
-    lines = [f"{host.address} slots={n} max_slots=9\n" for host, n in zip(hosts, (2, 1), strict=True)]
-    hostfile.write_text("# two of them\n\n" + "".join(lines))
+def test_torchrun_with_a_rank_for_each_node(hosts: tuple[Host, Host]) -> None:
+    """The static form: each host is given its number, and all meet at the first one's address."""
+    words = ("--nnodes=2", "--nproc_per_node=2", f"--master_addr={hosts[0].address}", "--master_port=29500")
+    both = [host.start("torchrun", f"--node_rank={n}", *words, SMALL) for n, host in enumerate(hosts)]
+    shown = [said(process) for process in both]
+    assert [process.returncode for process in both] == [0, 0], shown
+    assert "torchrun gloo 4 ranks: 4" in "".join(shown)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the pipe to the other host's shell that takes the place of ssh; AGENT is what writes into it."""
+    pipe, agent = tmp_path / "pipe", tmp_path / "agent"
     os.mkfifo(pipe)
     agent.write_text(f'#!/bin/sh\nshift\nprintf "%s\\n" "$*" >{pipe}\n')
     agent.chmod(0o755)
     monkeypatch.setenv("AGENT", str(agent))
-    names = over_both(hosts, pipe, str(hostfile), "/bin/uname", "-n")
+    return pipe
+
+
+def test_mpirun_on_two_hosts(hosts: tuple[Host, Host], pipe: Path, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    lines = [f"{host.address} slots={n} max_slots=9\n" for host, n in zip(hosts, (2, 1), strict=True)]
+    hostfile.write_text("# two of them\n\n" + "".join(lines))
+    names = over_both(hosts, pipe, MPIRUN, str(hostfile), "/bin/uname", "-n")
     assert sorted(re.findall(r"^node\d$", names, re.MULTILINE)) == ["node0", "node0", "node1"]
-    assert "openmpi mpi 3 ranks: 3" in over_both(hosts, pipe, str(hostfile), SMALL)
+    assert "openmpi mpi 3 ranks: 3" in over_both(hosts, pipe, MPIRUN, str(hostfile), SMALL)
+
+
+def test_mpirun_with_hosts_on_its_command_line(hosts: tuple[Host, Host], pipe: Path) -> None:
+    """-H names hosts and slots, -x passes variables; with an address and a port, ranks meet there."""
+    given = f"MASTER_ADDR={hosts[0].address}"
+    words = [
+        "--prtemca",
+        "plm_ssh_agent",
+        os.environ["AGENT"],
+        "-x",
+        given,
+        "-x",
+        "MASTER_PORT=29500",
+        "-x",
+        "PATH",
+    ]
+    slots = ",".join(f"{host.address}:2" for host in hosts)
+    assert "openmpi mpi 4 ranks: 4" in over_both(hosts, pipe, "mpirun", "-H", slots, *words, "python", SMALL)
 
 
 def over_both(hosts: tuple[Host, Host], pipe: Path, *words: str) -> str:
-    """Return the output of mpirun.sh. Open MPI's launcher sometimes hangs before a rank starts: it has two tries."""
+    """Return the output of mpirun, which sometimes hangs before a rank starts: it has two tries."""
     for seconds in (40, 120):
-        there, here = hosts[1].start("sh", str(pipe)), hosts[0].start(MPIRUN, *words)
+        there, here = hosts[1].start("sh", str(pipe)), hosts[0].start(*words)
         try:
             shown = here.communicate(timeout=seconds)[0]
             said(there)
