@@ -225,7 +225,7 @@ def test_binaries_take_the_options_that_docs_give_them() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_tables_that_programs_print_stand_under_their_command(page: Path) -> None:
-    """In the same section stands the block with the command before the table, or the program's name."""
+    """The command stands before the table: in a block of the same section, as inline code, or as "$ command" above it."""
     named, wrong = False, []
     for token in tokens(page):
         if token.type == "heading_open" and token.tag in ("h1", "h2"):
@@ -233,7 +233,7 @@ def test_tables_that_programs_print_stand_under_their_command(page: Path) -> Non
         elif token.type == "inline":
             named |= any(PROGRAM.search(c.content) for c in token.children or () if c.type == "code_inline")
         elif token.type == "fence":
-            named |= token.info.split()[:1] == ["sh"]
+            named |= token.info.split()[:1] == ["sh"] or token.content.startswith("$ ")
             if not token.info and re.search("^│ ", token.content, re.M) and not named:
                 wrong.append(token.content.splitlines()[0])
     assert not wrong
