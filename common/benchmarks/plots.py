@@ -180,8 +180,8 @@ def picture(timings: Sequence[Timing], path: Path) -> None:
     works = {t.work: {u.language for u in timings if u.work == t.work} for t in timings}
     work = max(works, key=lambda key: len(works[key]))
     same = [t for t in timings if t.work == work and t.purpose == "time" and t.tokens_per_second is not None]
-    kinds: list[Scaling] = [kind for kind in ("strong", "weak") if _speed_ups(same, kind)]
-    shown = kinds or ["strong"]
+    kinds: tuple[Scaling, ...] = ("strong", "weak")
+    shown = [kind for kind in kinds if _speed_ups(same, kind)] or list(kinds[:1])
     with visualizer.figure(path, columns=len(shown), width=5.2 * len(shown) + 1.4, height=4.6) as axes:
         for one, kind in zip(axes, shown, strict=True):
             chosen = [t for t in same if t.scaling == kind or t.ranks == 1]
