@@ -225,7 +225,7 @@ def test_binaries_take_the_options_that_docs_give_them() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_tables_that_programs_print_stand_under_their_command(page: Path) -> None:
-    """The command stands before the table: in a block of the same section, as inline code, or as "$ command" above it."""
+    """The command stands before the table: in a block of the same section, as inline code, or as "$ command"."""
     named, wrong = False, []
     for token in tokens(page):
         if token.type == "heading_open" and token.tag in ("h1", "h2"):
