@@ -364,6 +364,13 @@ def test_worked_numbers_of_chapters_02_to_05() -> None:
             f"| {messages / inside:.2f} | {messages / inside / compute:.0%} |".replace("%", " %"),
             f"| {messages / between:.1f} | {messages / between / compute:.0%} |".replace("%", " %"),
             f"= {layers * 8 * 15 / 16 * activation / 1e9:.1f} GB, {layers * 8 * 15 / 16 * activation / between:.1f} s",
+            f"{compute:.2f} + {messages / inside:.2f} = {compute + messages / inside:.2f} s",
+            f"{compute / 2:.2f} + {layers * 8 * 15 / 16 * activation / between:.2f} = 2.15 s",
+            f"{parameters / (4 * layers * width):,.0f} for Llama 3 70B",
+            f"= {16 * parameters / n / 1e9:.0f} GB per GPU",
+            f"= {13 * length * width * layers / 1e9:.1f} GB without",
+            f"= {(4 + 30 / 8) * length * width * layers / 1e9:.1f} GB with ours",
+            f"= {34 / 8 * length * width * layers / 1e9:.1f} GB if",
         ],
         "04-sequence-parallelism": [
             f"{keys_values / 1e6:.0f} MB in 16 bits, {keys_values / n / 1e6:.0f} MB per rank",

@@ -188,6 +188,9 @@ def visit(rt: Runtime) -> dict[str, dict[str, float]]:
 
 def test_what_breaks_is_caught() -> None:
     by_rank = spawn(visit, 4)
+    for version in by_rank[0]:
+        worst = {name: max(found[version][name] for found in by_rank) for name in ("C", "dA", "dB")}
+        print(f"\n{version}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()), end="")
     for found in by_rank:
         assert found["ForgetsTheSum"].pop("C") < 1e-13  # C shows nothing
         assert min(found["ForgetsTheSum"].values()) > 0.1

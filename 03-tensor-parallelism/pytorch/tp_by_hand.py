@@ -4,6 +4,7 @@
     dx = sum over ranks of dh_r A[:, r]^T                                one in the backward pass
 
 The model is common/models/by_hand.py. dA[:, r] and dB[r, :] are complete on their rank: nothing is sent for them.
+A last table shows two mistakes: dx without its all-reduce, and dy with one, which makes dB and dA 2 times too large.
 
     python tp_by_hand.py --nproc 2     torchrun --nproc_per_node=2 tp_by_hand.py     mpirun -np 2 python tp_by_hand.py
 """
@@ -42,6 +43,13 @@ def main(rt: Runtime, o: ByHandOptions) -> bool:
     backward = {"dy": dy_TD, "dB, its row": dB_fD, "dh": dh_Tf, "dA, its column": dA_Df}
     backward |= {"dx, its term": dx_part_TD, "dx, summed": dx_TD}
     console(rt).print(table_of_ranks("tp: backward", rt.world, backward))
+
+    twice_TD = dy_TD.clone()
+    comm.all_reduce(twice_TD, rt.world)  # wrong: both ranks already have the whole dy
+    wrong_dh_Tf = (twice_TD @ B_FD[f].T).where(h_Tf > 0, 0)
+    wrong = {"dx, not summed": dx_part_TD, "dy, summed": twice_TD, "dB from it": g_Tf.T @ twice_TD}
+    wrong |= {"dA from it": X_TD.T @ wrong_dh_Tf}
+    console(rt).print(table_of_ranks("tp: two mistakes in the backward pass", rt.world, wrong))
     right = one_device()
     return verdict(rt, [(y_TD, right.y_tD), (dA_Df, right.dA_DF[:, f]), (dB_fD, right.dB_FD[f])])
 

@@ -1,11 +1,11 @@
 """Activations that a layer keeps for its backward pass under tensor parallelism, by formula and counted.
 
-Numbers kept per token and layer of GPT-2, with width D, MLP width M and H heads, on each of n ranks:
+Numbers kept per token and layer of GPT-2, with width D, MLP width F and H heads, on each of n ranks:
 
                           one device       plain, n ranks           sequence parallel, n ranks
     norms: their inputs   2 D + 4          2 D + 4                  2 D / n + 4 / n
     regions: inputs       2 D              2 D                      2 D
-    regions: inside       4 D + 2 M + H    (4 D + 2 M + H) / n      (4 D + 2 M + H) / n
+    regions: inside       4 D + 2 F + H    (4 D + 2 F + H) / n      (4 D + 2 F + H) / n
 
 Inside a region are q, k, v, the result of attention and the H log-sums of its softmax, and up before and
 after the GELU. Activations outside the regions are whole on all ranks unless sequence parallelism splits them

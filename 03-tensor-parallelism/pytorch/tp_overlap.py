@@ -7,20 +7,20 @@
 With Megatron's sequence parallelism every region begins with an all-gather and ends with a reduce-scatter of
 B S D numbers. The first product needs the gathered input, and the reduce-scatter needs the last product, so
 as wholes they cannot overlap. But one row of the product needs only one row of the input. So the rank cuts
-its slice of the sequence into P pieces, and piece j + 1 travels while piece j is multiplied; at the end of
+its slice of the sequence into q pieces, and piece j + 1 travels while piece j is multiplied; at the end of
 the region piece j travels while piece j + 1 is multiplied (Wang et al., "Overlap communication with dependent
 computation via decomposition", ASPLOS 2023). The two are each other's adjoints, so the backward pass overlaps
 as well.
 
-    T(P) = max(Tc, Tm) + min(Tc, Tm) / P + P o        best at P* = sqrt(min(Tc, Tm) / o)
+    t(q) = max(t_c, t_m) + min(t_c, t_m) / q + q o        best at q = sqrt(min(t_c, t_m) / o)
 
-Tc is the time of the product, Tm that of the message, o the overhead per piece. The gain is at most a factor
-of 2, at Tc = Tm.
+t_c is the time of the product, t_m that of the message, o the overhead per piece. The gain is at most a factor
+of 2, at t_c = t_m.
 
 Cost: the bytes of the plain version. Memory: one more piece, in flight.
 
     python tp_overlap.py --nproc 4     torchrun --nproc_per_node=4 tp_overlap.py     mpirun -np 4 python tp_overlap.py
-    mpirun -np 2 --bind-to core python tp_overlap.py --benchmark --dtype float32      # T(P), by formula and measured
+    mpirun -np 2 --bind-to core python tp_overlap.py --benchmark --dtype float32      # t(q), by formula and measured
     mpirun -np 2 --bind-to core python tp_overlap.py --benchmark --trace traces       # with a trace
 """
 
@@ -227,7 +227,7 @@ LESSON = Lesson("tp", dict.fromkeys(VERSIONS, train), megatron_bytes)
 
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
-    """Prove a Transformer both ways; with --benchmark show T(P) on this machine and on a simulated link."""
+    """Prove a Transformer both ways; with --benchmark show t(q) on this machine and on a simulated link."""
     check_split(o.model_config(), rt.world_size)
     if o.model_config().mlp != "gelu":
         raise UsageError(

@@ -1,6 +1,6 @@
-"""Time of an MLP's first layer whose input arrives in P pieces, T(P), by formula and measured.
+"""Time of an MLP's first layer whose input arrives in q pieces, t(q), by formula and measured.
 
-T(P) = max(Tc, Tm) + min(Tc, Tm) / P + P o: Tc and Tm are measured alone, in one piece; o is what each of 15 more
+t(q) = max(t_c, t_m) + min(t_c, t_m) / q + q o: t_c and t_m are measured alone, in one piece; o is what each of 15 more
 pieces adds to their sum.
 """
 
@@ -28,7 +28,7 @@ COUNTS = (1, 2, 4, 8, 16)
 
 
 def predicted(compute: float, message: float, piece: float, count: int) -> float:
-    """Return T(P), in the unit of the given times. piece: the overhead per piece, o. count: P."""
+    """Return t(q), in the unit of the given times. piece: the overhead per piece, o. count: q."""
     return max(compute, message) + min(compute, message) / count + count * piece
 
 
@@ -40,9 +40,9 @@ def sweep(
     arriving: Callable[[Tensor, Any], Iterable[object]],
     pieces: Callable[[int], Any],
 ) -> bool:
-    """Show T(P), forward, by formula and measured; True if 1 and 16 pieces agree.
+    """Show t(q), forward, by formula and measured; True if 1 and 16 pieces agree.
 
-    multiply, arriving: `gather_multiply` and `arriving` of tp_overlap.py. pieces(P): returns P pieces.
+    multiply, arriving: `gather_multiply` and `arriving` of tp_overlap.py. pieces(q): returns q pieces.
     """
     group, tokens, width = tp_group(rt), 2048 // rt.world_size, 1024
     draw = partial(torch.randn, dtype=DTYPES[o.dtype], generator=torch.Generator().manual_seed(group.rank))
@@ -63,20 +63,20 @@ def sweep(
         for _ in arriving(x_BsD, pieces(count)):
             pass
 
-    cases: dict[str, Callable[[], object]] = {f"T {P}": partial(multiplied, P) for P in COUNTS}
-    for P in (1, 16):
-        cases |= {f"c {P}": partial(product, P), f"m {P}": partial(all_arrive, P)}
+    cases: dict[str, Callable[[], object]] = {f"t {q}": partial(multiplied, q) for q in COUNTS}
+    for q in (1, 16):
+        cases |= {f"c {q}": partial(product, q), f"m {q}": partial(all_arrive, q)}
     times = in_turn(cases, o.steps, group, device=rt.device.type)
     ms = {name: 1e3 * measured.median for name, measured in times.items()}
     compute, message = ms["c 1"], ms["m 1"]
     piece = max(0.0, (ms["c 16"] - compute + ms["m 16"] - message) / 15)
     title += f"\nproduct {compute:.1f} ms, messages {message:.1f} ms, a piece more {piece:.2f} ms"
     table = make_table(title, (">pieces", ">predicted ms", ">measured ms", ">of one piece"))
-    for P in COUNTS:
-        formula, found = predicted(compute, message, piece, P), ms[f"T {P}"]
-        table.add_row(str(P), f"{formula:.1f}", f"{found:.1f}", f"{found / ms['T 1']:.2f}")
+    for q in COUNTS:
+        formula, found = predicted(compute, message, piece, q), ms[f"t {q}"]
+        table.add_row(str(q), f"{formula:.1f}", f"{found:.1f}", f"{found / ms['t 1']:.2f}")
     best = math.sqrt(min(compute, message) / piece) if piece else math.inf
-    fastest = min(COUNTS, key=lambda P: ms[f"T {P}"])
+    fastest = min(COUNTS, key=lambda q: ms[f"t {q}"])
     console(rt).print(table)
-    console(rt).print(f"best by formula: P* = {best:.1f}; of those measured: {fastest}")
+    console(rt).print(f"pieces that are best by formula: {best:.1f}; of those measured: {fastest}")
     return difference(multiplied(1), multiplied(16)) <= TOLERANCE[x_BsD.dtype]
