@@ -1,10 +1,10 @@
-"""Picture of chapter 03: a Transformer block on two tensor-parallel ranks, with the operators f and g."""
+"""Pictures of chapter 03: a Transformer block with the operators f and g; compute and messages of 1 to 32 ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from canvas import BY_RANK, PALE, arrow, box, canvas, faint, heading, words
+from canvas import BY_RANK, PALE, RED, arrow, box, canvas, faint, heading, words
 from matplotlib.axes import Axes
 
 from common.utils.visualizer import INK
@@ -51,4 +51,31 @@ def transformer_f_g(path: Path) -> None:
         words(axes, 14.0, 7.95, "forward: all-reduce of the two ranks' terms\nbackward: copy, no message")
 
 
-PICTURES = {"transformer-f-g": transformer_f_g}
+def seconds(ranks: int) -> tuple[float, float]:
+    """Return the seconds of compute and of messages per sequence of Llama 3 70B, by the formulas of chapter 03."""
+    compute = 6 * 70.6e9 * 8192 / ranks / 4e14
+    sent = 80 * 4 * 2 * (ranks - 1) / ranks * 2 * 8192 * 8192
+    return compute, sent / (450e9 if ranks <= 8 else 50e9)
+
+
+def tensor_communication(path: Path) -> None:
+    """Draw the seconds of 1 to 32 ranks as bars, compute before messages."""
+    left, unit = 7.4, 2.1
+    with canvas(path, 28.5, 9.4) as axes:
+        for x, fill, text in ((left, BY_RANK[0], "compute"), (left + 4, RED, "messages")):
+            box(axes, x, 0.3, 0.8, 0.7, "", fill)
+            words(axes, x + 1.1, 0.65, text)
+        for i, ranks in enumerate((1, 2, 4, 8, 16, 32)):
+            y, x = 1.7 + 1.2 * i, left
+            hosts = "1 host" if ranks <= 8 else f"{ranks // 8} hosts"
+            words(axes, left - 0.3, y + 0.45, f"{ranks} GPU{'s' * (ranks > 1)}, {hosts}", ha="right")
+            for time, fill in zip(seconds(ranks), (BY_RANK[0], RED), strict=True):
+                text = f"{time:.2f}" if unit * time > 1 else ""
+                if time:
+                    box(axes, x, y, unit * time - 0.03, 0.9, text, fill, fontsize=8)
+                x += unit * time
+            words(axes, x + 0.3, y + 0.45, f"{sum(seconds(ranks)):.2f} s", fontweight="bold")
+        faint(axes, 28.2, 0.65, "seconds per sequence", ha="right")
+
+
+PICTURES = {"transformer-f-g": transformer_f_g, "tensor-communication": tensor_communication}
