@@ -482,6 +482,28 @@ def test_worked_example_of_chapter_06() -> None:
     assert all(numbers in text for numbers in wrong)
 
 
+def test_worked_bytes_of_chapter_06() -> None:
+    """The step of mixtral-tiny on dp 2 x ep 2 x tp 2: 4 samples of 32 tokens per place, 2 experts per token."""
+    text, c = (ROOT / "docs" / "06-hybrid-parallelism.md").read_text(), config("mixtral-tiny")
+    assert f"{c.layers} layers of width {c.width}, {c.experts} experts of width {c.mlp_width}" in " ".join(
+        text.split()
+    )
+    experts = c.layers * c.experts // 2 * 3 * c.width * c.mlp_width // 2 * 8
+    tokens, micro_batches = 4 * 32, 2
+    rows = 2 * tokens * 2 // 2  # sent and received: half of each token's two choices
+    counts = c.layers * micro_batches * c.experts // 2 * 8
+    by_hand_too = {
+        "dp+ep+tp": 2 * 7 * c.layers * c.experts * c.width * 8 // 8,
+        "dp": 2 * experts // 2,
+        "ep": c.layers * 2 * rows * c.width * 8 + counts,
+        "tp": (8 * c.layers + 2 * 2) * tokens * c.width * 8 // 2 + 2 * 3 * tokens * 8 // 2,
+    }
+    for along, sent in by_hand_too.items():
+        assert re.search(rf"^│ {re.escape(along)} +│ {sent:,}$", text, re.M), along
+        assert re.search(rf"^\| {re.escape(along)} \|.*\| {sent:,} \|$", text, re.M), along
+    assert [(0.1 + 0.2) + 0.3, (0.2 + 0.3) + 0.1] == [0.6000000000000001, 0.6]
+
+
 def test_worked_losses_of_chapter_06() -> None:
     """Cases in which a mesh loses: tp where the model fits, tp between hosts, few micro-batches."""
     text = " ".join((ROOT / "docs" / "06-hybrid-parallelism.md").read_text().split())
