@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 import statistics
@@ -340,6 +341,7 @@ def test_worked_numbers_of_chapters_02_to_05() -> None:
     keys_values = 2 * 2 * long * 1024
     ring = 3 * (n - 1) * keys_values / n * layers
     ulysses = 2 * (n - 1) / n * 2 * long / n * (2 * width + 2 * 1024) * layers
+    block = 2 * 2 * length // n * 1024  # keys and values of a rank, of a sequence of 8192 tokens
     experts = 2 * 2 * length * width * (n - 1) / n * 2
     mlp_width = 28672
     mlps = 3 * width * mlp_width * layers
@@ -379,6 +381,12 @@ def test_worked_numbers_of_chapters_02_to_05() -> None:
             f"computes {6 * parameters * long / n / speed:.0f} s",
             f"{3 * 2 * long**2 * width * layers / n / speed:.0f} s for attention",
             f"{34 * long * width * layers / n / 1e9:.0f} GB on each of 8 ranks",
+            f"= {2 / 8 * speed / between:.0f} tokens per rank hide",
+            f"{2 / 8 * speed / inside:.0f} suffice at 450 GB/s",
+            f"takes {block / between * 1e6:.0f} µs and its computation "
+            f"{2 * width * (length / n) ** 2 / speed * 1e6:.0f} µs",
+            f"{3 * (n - 1) * layers * block / 1e9:.1f} GB per sequence and rank, "
+            f"{3 * (n - 1) * layers * block / between:.2f} s beside {compute:.2f} s",
         ],
         "05-expert-parallelism": [
             f"{experts * 2 / 2 / 1e6:.0f} MB in 16 bits, and {experts * 2 * layers / 1e9:.0f} GB for 80 layers",
@@ -535,6 +543,21 @@ def test_imbalance_of_the_contiguous_order() -> None:
     text = (ROOT / "docs" / "04-sequence-parallelism.md").read_text()
     assert "2 − 1/n" in text
     assert all(f"{number} on {ranks}" in " ".join(text.split()) for ranks, number in shown.items())
+
+
+def test_merge_of_two_blocks_and_pairs_of_the_orders() -> None:
+    o, lse = (4, 128 / 6), (math.log(2), math.log(6))
+    weight = 1 / (1 + math.exp(lse[0] - lse[1]))
+    assert math.isclose(weight, 3 / 4)
+    assert math.isclose(o[0] + weight * (o[1] - o[0]), 17)
+    assert math.isclose(sum(map(math.exp, lse)), 8)
+    work = [sum(token + 1 for token in tokens) for tokens in zip(*[iter(range(16))] * 4, strict=True)]
+    text = " ".join((ROOT / "docs" / "04-sequence-parallelism.md").read_text().split())
+    assert "o = 4 + 6/8 · (21⅓ − 4) = 17, as before, and lse = ln 8" in text
+    assert "Contiguous: {}, {}, {} and {}, with a mean of {}.".format(*work, sum(work) // 4) in text
+    halves = [sum(token + 1 for c in (rank, 7 - rank) for token in (2 * c, 2 * c + 1)) for rank in range(4)]
+    assert set(halves) == {34}
+    assert "Zigzag: 34 on every rank" in text
 
 
 def test_bubbles_in_both_conventions() -> None:

@@ -31,6 +31,7 @@ from common.models import configs
 from common.models.transformer import attend
 
 import sp_hybrid
+import sp_library
 import sp_ring_attention
 import sp_sequence_parallel
 from sp_attention_benchmark import AttentionCase
@@ -405,3 +406,17 @@ def test_bad_input_is_one_line(given: dict[str, object], message: str) -> None:
 def test_bad_grids(given: dict[str, object], message: str) -> None:
     o = sp_hybrid.HybridOptions(versions=tuple(sp_hybrid.ORDERS), **given)
     assert re.search(message, refused(sp_hybrid.main, 4, o))
+
+
+def compare_with_torch(rt: Runtime) -> bool:
+    """Return True if torch's ring and ours equal one device and send the bytes of their formulas."""
+    return sp_library.main(rt, sp_library.LibraryOptions(versions=sp_library.VERSIONS, shape=(24, 4, 8)))
+
+
+def test_torchs_ring_equals_one_device() -> None:
+    assert spawn(compare_with_torch, 3) == [True] * 3
+
+
+def test_torchs_ring_needs_two_ranks() -> None:
+    o = sp_library.LibraryOptions(versions=sp_library.VERSIONS)
+    assert "at least 2 ranks" in refused(sp_library.main, 1, o)

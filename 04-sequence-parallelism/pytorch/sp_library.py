@@ -131,6 +131,8 @@ def main(rt: Runtime, o: LibraryOptions) -> bool:
     """Compare torch's ring and ours with one device, and time them in turn."""
     check(rt, VERSIONS, o)
     check_length(o.shape[0], "zigzag", rt.world_size)
+    if rt.world_size == 1:
+        raise UsageError("torch's ring needs at least 2 ranks: give --nproc 2")
     if rt.device.type != "cpu":
         raise UsageError("sp_library.py gives torch's ring the kernel of CPUs: start it on CPUs")
     of_torch._cp_options.convert_to_f32 = False  # merge float64 in float64
