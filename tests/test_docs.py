@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
@@ -27,8 +28,13 @@ from common.models.moe import Routing
 from common.models.transformer import Transformer, config
 
 import ep_by_hand
+import pp_checker
 from ep_load_balance import balance_loss
 from ep_training import load
+from pp_schedule import Instruction, Schedule, connect, settled
+from pp_schedules import KINDS, make_schedule
+from pp_simulator import simulate
+from pp_stages import by_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -562,8 +568,99 @@ def test_merge_of_two_blocks_and_pairs_of_the_orders() -> None:
 
 def test_bubbles_in_both_conventions() -> None:
     p, m = 4, 8
-    text = (ROOT / "docs" / "02-pipeline-parallelism.md").read_text()
+    text = " ".join((ROOT / "docs" / "02-pipeline-parallelism.md").read_text().split())
     assert f"{(p - 1) / (m + p - 1):.0%} and {(p - 1) / m:.1%}".replace("%", " %") in text
+    for ranks in (4, 8):  # few micro-batches
+        few, more = (Fraction(ranks - 1, micro + ranks - 1) for micro in (ranks, 4 * ranks))
+        assert f"{float(few):.0%}".replace("%", " %") in text
+        assert f"{float(more):.0%}".replace("%", " %") in text
+
+
+def stage_time(schedule: Schedule) -> Callable[[Instruction], Fraction]:
+    """Return the time of a computation where a rank's whole forward takes 1 and its backward 2."""
+    chunks = schedule.stages // schedule.ranks
+    return lambda i: Fraction(2 if i.op == "B" else 1, chunks)
+
+
+def time_grid(name: str, ranks: int, micro_batches: int) -> list[str]:
+    """Return the picture of a schedule in text: digits are forwards, letters backwards, dots bubble."""
+    schedule = make_schedule(name, ranks, micro_batches)
+    line = simulate(schedule)
+    rows = [["."] * int(line.length) for _ in range(ranks)]
+    for e in line.events:
+        op, stage, micro = e.instruction
+        second = stage != schedule.mine(e.rank)[0]
+        letters = {"F": "⁰¹²³" if second else "0123", "W": "ABCD"}.get(op, "abcd")
+        rows[e.rank][int(e.start) : int(e.end)] = letters[micro] * int(e.end - e.start)
+    return [f"    rank {rank}   {' '.join(row)}\n" for rank, row in enumerate(rows)]
+
+
+def test_schedules_of_chapter_02() -> None:
+    """Pictures in text, the table of the five schedules, and the times with slow messages."""
+    text = (ROOT / "docs" / "02-pipeline-parallelism.md").read_text()
+    for shown in (("gpipe", 4, 4), ("1f1b", 4, 4), ("interleaved", 2, 4), ("zb-h1", 3, 4), ("zb-v", 2, 4)):
+        assert "".join(time_grid(*shown)) in text, shown
+    every = {name: make_schedule(name, 4, 8) for name in KINDS}
+    for name, schedule in every.items():
+        line, work = simulate(schedule, stage_time(schedule)), 3 * 8
+        idle, chunks = line.length - work, " ".join(str(pp_checker.held(schedule, rank)) for rank in range(4))
+        shares = f"{float(line.bubble):.1%} | {float(idle / work):.1%}".replace("%", " %")
+        row = rf"\| {name}[^|]* \| {float(idle):g} \| {float(line.length):g} \| {shares} \| {chunks}[ ,]"
+        assert re.search(row, text), row
+    for message in (0, Fraction(1, 2), 1):
+        units = [simulate(s, stage_time(s), message).length for s in every.values()]
+        assert f"| {' | '.join(f'{float(x):g}' for x in units)} |\n" in text
+    shown = {
+        str(k): [str(send) for send in sends] for k, sends in settled(make_schedule("1f1b", 2, 2), 0).items()
+    }
+    page = (ROOT / "docs" / "02a-running-a-schedule.md").read_text()
+    assert str(shown).replace("'", "") in page
+    assert str(make_schedule("1f1b", 2, 2)) in page
+
+
+def test_exercises_of_chapter_02() -> None:
+    text = " ".join((ROOT / "docs" / "02-pipeline-parallelism.md").read_text().split())
+
+    def pairs(rank: int) -> list[Instruction]:
+        return [
+            Instruction(op, rank, m)
+            for first in range(0, 8, 2)
+            for op in ("F", "B")
+            for m in (first, first + 1)
+        ]
+
+    schedule = connect("pairs", 8, range(4), [pairs(rank) for rank in range(4)])
+    pp_checker.check(schedule)
+    line, most = simulate(schedule), pp_checker.held(schedule, 0)
+    share = f"{float(line.bubble):.0%}".replace("%", " %")
+    assert f"It holds {most} and its bubble is {share}: {line.length} units" in text
+    units = {}
+    for name in KINDS:
+        schedule = make_schedule(name, 4, 8)
+        usual = stage_time(schedule)
+        head = schedule.stages - 1
+        slow = simulate(
+            schedule,
+            lambda i, usual=usual, head=head: usual(i) + (i.stage == head) * (2 if i.op == "B" else 1),
+        )
+        units[name] = f"{float(slow.length):g} instead of {float(simulate(schedule, usual).length):g}"
+    assert units["gpipe"] == units["1f1b"]
+    assert f"GPipe and 1F1B take {units['1f1b']}" in text.replace(" units", "")
+    assert all(f"{name} {units[name]}" in text for name in ("interleaved", "zb-h1", "zb-v"))
+    assert [len(cut) for cut in by_cost([1.0] * 16, 4, 0, 4.0)] == [5, 5, 5, 1]
+    loses = {}
+    for ranks in (2, 4, 8):
+        for message in (Fraction(1, 2), Fraction(1)):
+            plain, ours = (
+                [
+                    simulate(s, stage_time(s), message).length
+                    for s in (make_schedule(name, ranks, micro) for micro in range(1, 33))
+                ]
+                for name in ("1f1b", "interleaved")
+            )
+            loses[ranks, message] = [m for m, (a, b) in enumerate(zip(plain, ours, strict=True), 1) if b > a]
+    assert [max(loses[ranks, Fraction(1, 2)]) for ranks in (2, 4, 8)] == [2, 2, 4]
+    assert [max(loses[ranks, Fraction(1)]) for ranks in (2, 4, 8)] == [8, 3, 6]
 
 
 @pytest.mark.parametrize("line", RUN)

@@ -1,4 +1,4 @@
-"""1F1B: each backward as soon as it can run, so that few micro-batches are held (Narayanan et al., arXiv:2104.04473).
+"""1F1B: each backward as soon as it can run, so that few micro-batches are held (PipeDream, arXiv:1806.03377).
 
     rank 0   0 1 2 3 . . . . . . a a . b b . c c . d d      rank r fills the pipeline with p-1-r forwards, then does
     rank 1   . 0 1 2 . . . . a a 3 b b . c c . d d . .      one forward, one backward, ... and drains it
