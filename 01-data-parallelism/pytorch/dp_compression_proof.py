@@ -149,4 +149,4 @@ def curves(rt: Runtime, o: CompressionOptions, lesson: Lesson, memoryless: Train
             axes.set(xlabel="step", ylabel="loss above the all-reduce's (nats a token)")
             axes.set_title(f"{o.model}, {rt.world_size} ranks, SGD, mean of {window} steps")
             axes.grid(axis="y")
-            axes.legend(loc="upper left")
+            axes.legend(loc="upper right")
