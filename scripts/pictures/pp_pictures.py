@@ -60,7 +60,7 @@ def row_of(axes: Axes, name: str, top: float, end: float) -> None:
 def pipeline_schedules(path: Path) -> None:
     """Draw all schedules for 4 ranks and 8 micro-batches, with the micro-batches that each rank holds at most."""
     end, gap = 33.0, 5.9
-    height = 1.6 + gap * len(KINDS)
+    height = 2.6 + gap * len(KINDS)
     with figure(path, width=42 * SCALE * 0.72, height=height * SCALE * 0.72) as (axes,):
         axes.set(xlim=(-3, end + 6), ylim=(height, 0))
         axes.axis("off")
@@ -76,10 +76,10 @@ def pipeline_schedules(path: Path) -> None:
             x += 2.4 + 0.24 * len(text)
         for place, name in enumerate(KINDS):
             row_of(axes, name, 2.9 + gap * place, end)
-        faint(axes, end, height - 0.2, "time, in forwards of a micro-batch on a rank", ha="right")
-        axes.plot([0, end], [height - 0.7] * 2, color=FAINT, linewidth=1)
+        faint(axes, end, height - 0.3, "time, in forwards of a micro-batch on a rank", ha="right")
+        axes.plot([0, end], [height - 1.7] * 2, color=FAINT, linewidth=1)
         for tick in range(0, 34, 3):
-            faint(axes, tick, height - 0.2, str(tick) if tick < 18 else "", ha="center", fontsize=8)
+            faint(axes, tick, height - 1.2, str(tick), ha="center", fontsize=8)
 
 
 PICTURES = {"pipeline-schedules": pipeline_schedules}
