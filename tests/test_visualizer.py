@@ -119,7 +119,7 @@ def test_loads_are_written_into_the_map() -> None:
     assert texts(axes) == ["9", "0", "3", "4", "4", "4"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["top-1", "expert choice"]
     assert axes.images[0].get_array().tolist() == [[9, 0, 3], [4, 4, 4]]
-    assert [text.get_color() for text in axes.texts][:2] == ["white", visualizer.INK]
+    assert [text.get_color() for text in axes.texts][:2] == ["white", "black"]
 
 
 def test_figure_saves_every_format_and_leaves_no_style_behind(tmp_path: Path) -> None:

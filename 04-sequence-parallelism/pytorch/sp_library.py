@@ -17,7 +17,7 @@ whole ring, where ours stays at home: 3n - 2 blocks, ours 3(n-1).
 
 Times need one core per rank. The waits of torch's versions are not known.
 
-B batch  S sequence  s = S / n, a rank's tokens  H heads  K width of a head  n ranks
+S sequence  s = S / n, a rank's tokens  H heads  K width of a head  n ranks
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def main(rt: Runtime, o: LibraryOptions) -> bool:
     if rt.device.type != "cpu":
         raise UsageError("sp_library.py gives torch's ring the kernel of CPUs: start it on CPUs")
     of_torch._cp_options.convert_to_f32 = False  # merge float64 in float64
+    of_torch._cp_options.enable_load_balance = True  # zigzag order
     group = sp_group(rt)
     cases = {
         name: AttentionCase(

@@ -91,11 +91,11 @@ class Listener(TorchDispatchMode):
             (x,) = args[0]
             kind = "send" if x.is_floating_point() else "bookkeeping"
             return Row(kind, self.group.axis, Fraction(x.numel() * x.element_size()), 0.0)
-        uneven = name == "alltoall_base_" and len(set(args[4])) > 1
-        if (name not in known and name != "all_to_all_single") or uneven:
-            raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
         if namespace == "_c10d_functional" and name == "all_to_all_single":
             return Row("all_to_all", self.group.axis, Fraction(to_others(args)), 0.0)
+        uneven = name == "alltoall_base_" and len(set(args[4])) > 1
+        if name not in known or uneven:
+            raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
         n, (op, times, _) = ranks_of(args), known[name]
         whole = COLLECTIVES[name][2] if namespace == "c10d" else 0
         tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]

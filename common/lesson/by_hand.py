@@ -1,4 +1,4 @@
-"""What the worked examples `*_by_hand.py` share: their options, the check of their ranks, their verdict.
+"""Shared parts of the worked examples `*_by_hand.py`: their options, the check of their ranks, their verdict.
 
 They compute in float32, whose integers below 2^24 and halves are exact, so a rank's tensor equals one device's or the
 lesson is wrong.

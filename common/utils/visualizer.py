@@ -39,7 +39,7 @@ mpl, ticker = Later("matplotlib"), Later("matplotlib.ticker")
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; yellow is too pale for lines.
 INK, FAINT = "#333333", "#8C8C8C"
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", INK)
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#666666")
 MARKERS = "osD^vPX"
 PARTS = 4  # first colour of parts of a whole, so that they do not look like implementations
 STYLE: dict[str, Any] = {
@@ -65,12 +65,12 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
 }
 # In an SVG, what stands on the page's colour follows the reader's theme; what stands inside a coloured box does not.
-DARK = """
-@media (prefers-color-scheme: dark) {
-  #patch_1 path { fill: #0d1117 !important }
-  [style*="fill: #333333"] { fill: #e6edf3 !important }
-  [style*="stroke: #333333"] { stroke: #e6edf3 !important }
-}
+DARK = f"""
+@media (prefers-color-scheme: dark) {{
+  #patch_1 path {{ fill: #0d1117 !important }}
+  [style*="fill: {INK}"] {{ fill: #e6edf3 !important }}
+  [style*="stroke: {INK}"] {{ stroke: #e6edf3 !important }}
+}}
 """
 
 
@@ -82,7 +82,9 @@ def figure(
 
     Raises UsageError when a path cannot be written.
     """
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context():
+        mpl.rcdefaults()  # the user's matplotlibrc does not reach the course's pictures
+        mpl.rcParams.update(STYLE)
         drawn = Later("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
         Later("matplotlib.backends.backend_agg").FigureCanvasAgg(drawn)
         yield tuple(drawn.subplots(rows, columns, squeeze=False).flat)
@@ -91,7 +93,8 @@ def figure(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 drawn.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
                 if path.suffix == ".svg":
-                    path.write_text(path.read_text().replace("</style>", f"{DARK}</style>", 1))
+                    text = path.read_text(encoding="utf-8")
+                    path.write_text(text.replace("</style>", f"{DARK}</style>", 1), encoding="utf-8")
             except OSError as error:
                 raise UsageError(f"the picture {path} cannot be written: {error.strerror}") from None
 

@@ -48,7 +48,7 @@ def mesh_groups(path: Path) -> None:
         )
 
 
-PARAMETERS, LAYERS, WIDTH, TOKENS, GPUS, ROOM = 70.6e9, 80, 8192, 8192, 64, 80
+PARAMETERS, LAYERS, WIDTH, TOKENS, ROOM = 70.6e9, 80, 8192, 8192, 80
 MESHES = {  # name: (tp, pp, dp, stage of ZeRO, checkpointing), as in the tables of chapters 01, 02 and 06
     "dp 64": (1, 1, 64, 0, True),
     "dp 64, ZeRO-1": (1, 1, 64, 1, True),
