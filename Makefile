@@ -10,7 +10,7 @@ SAMPLE := tests/portability.py tests/test_moe.py tests/test_transformer.py tests
 	tests/test_museum_dp_step.py tests/test_tp_summa_mpi.py -k "not lessons_prove or 03-tensor or 04-sequence"
 CPP_FILES := git ls-files -z '*.cpp' '*.hpp'
 
-.PHONY: help setup test test-sample test-portability proof demo benchmark pictures lint format clean
+.PHONY: help setup test test-sample test-portability proof demo benchmark grade pictures lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-17s%s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ demo: setup ## train in two pipeline stages, prove it equal to one device, draw 
 
 benchmark: setup ## run every implementation and write results/report.html
 	@$(ACTIVATE) python common/benchmarks/benchmark_all.py
+
+grade: setup ## grade the exercises: what passes, what fails first; common/grade says how to grade one
+	@$(ACTIVATE) python -m common.grade
 
 pictures: setup ## draw the pictures that explain the course, into docs/images
 	@$(ACTIVATE) python scripts/pictures/draw_pictures.py

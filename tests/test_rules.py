@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = {"dp": "01", "pp": "02", "tp": "03", "sp": "04", "ep": "05", "hybrid": "06"}
 COLLECTIVE = re.compile("all_|reduce|broadcast|gather|scatter|barrier|monitored_barrier|i?send|i?recv|P2POp")
 # Rooms of common, from the ground up: each imports its own and those before it.
-ROOMS = ["errors.py", "random.py", "data", "models", "comm", "launch", "utils", "lesson", "benchmarks"]
+ROOMS = [
+    "errors.py",
+    "random.py",
+    "data",
+    "models",
+    "comm",
+    "launch",
+    "utils",
+    "lesson",
+    "grade",
+    "benchmarks",
+]
 CPP_ROOMS = ["error.hpp", "named.hpp", "math", "mpi", "lesson", "torch"]  # of cpp/include/fived, likewise
 PROGRAMS = {"common/utils/communication_demo.py"}  # imported by nothing
 # Functions that show the library's own version beside ours: {(file, function)}.

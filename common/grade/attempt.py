@@ -1,0 +1,157 @@
+"""One grading: the exercise's module is loaded on every rank, and its targets are tried in order.
+
+The first target that is missed ends the grading. A rank that raises ends all others; where ranks wait for one
+another for ever, the watchdog says where each of them stands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import traceback
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from common import comm
+from common.comm import blocked_in, ledger
+from common.errors import RankError, UsageError
+from common.grade.exercises import Exercise, refused
+from common.grade.targets import Target, Wrong
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+
+WAIT = 20.0  # seconds that a rank may wait for another
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a grading: names of all targets, how many were met, and of the next one what was wrong."""
+
+    targets: tuple[str, ...]
+    met: int
+    wrong: str = ""
+    to_write: bool = False
+    """True if the exercise raised NotImplementedError: `wrong` says what to do first."""
+
+    @property
+    def passed(self) -> bool:
+        """True if all targets are met."""
+        return self.met == len(self.targets)
+
+
+def load(source: str, path: Path) -> ModuleType:
+    """Run the source of a file as a module of its own, which no other module can import by name."""
+    module = ModuleType(f"graded {path.parent.name} {path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
+
+
+def targets_of(exercise: Exercise) -> tuple[list[Target], frozenset[str]]:
+    """Return the targets of an exercise, and the further modules that it allows."""
+    module = load(exercise.targets.read_text(), exercise.targets)
+    found = [x.target for x in vars(module).values() if isinstance(getattr(x, "target", None), Target)]
+    return found, frozenset(getattr(module, "ALLOWED", ()))
+
+
+def _try(rt: Runtime, exercise: Exercise, source: str, seed: int, progress: Path | None) -> Outcome:
+    """Try the targets in order; return the outcome, the same on all ranks."""
+    targets, _ = targets_of(exercise)
+    names = tuple(t.name for t in targets)
+    mine = load(source, exercise.path)
+    for number, target in enumerate(targets):
+        if progress and rt.rank == 0:
+            progress.write_text(str(number))
+        for size in target.ranks:
+            wrong, to_write = "", False
+            if rt.rank < size:
+                group = rt.world.part("world", range(size))
+                rng = torch.Generator().manual_seed(seed + zlib.crc32(f"{target.name} {size}".encode()))
+                try:
+                    target.check(mine, group, rng)
+                except Wrong as error:
+                    wrong = f"on {size} ranks, rank {rt.rank}: {error}" if size > 1 else str(error)
+                except NotImplementedError as error:
+                    wrong, to_write = str(error), True
+                except Exception as error:
+                    if blocked_in:  # in a message: the watchdog asks all ranks where they stand
+                        raise
+                    raise UsageError(json.dumps([number, _raised(error, exercise, rt.rank, size)])) from error
+            if (found := _agree(rt, wrong, to_write))[0]:
+                return Outcome(names, number, *found)
+    return Outcome(names, len(names))
+
+
+def _agree(rt: Runtime, wrong: str, to_write: bool) -> tuple[str, bool]:
+    """Return what the first rank that missed the target says, and whether it is still to be written.
+
+    The names that torch gives to new process groups depend on how many a rank has made: ranks that were not
+    needed for a target make up for theirs with groups of one.
+    """
+    with ledger.uncounted():
+        ranks = comm.everyones((wrong, to_write, len(_world.pg_names)), rt.world)
+    for _ in range(max(made for *_, made in ranks) - ranks[rt.rank][2]):
+        dist.new_group([rt.rank], use_local_synchronization=True)
+    return next(((said, to_write) for said, to_write, _ in ranks if said), ("", False))
+
+
+def _raised(error: Exception, exercise: Exercise, rank: int, size: int) -> str:
+    """Return what an exception in the answer says, with its line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(exercise.path)]
+    line = f" in line {frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+    said = next(iter(str(error).splitlines()), "")
+    return f"on {size} ranks, rank {rank} raised {type(error).__name__}{line}: {said}"
+
+
+def tried(rt: Runtime, exercise: Exercise, sources: list[str], seed: int) -> list[Outcome]:
+    """Return the outcomes of several answers that neither raise nor hang, on ranks started once."""
+    return [_try(rt, exercise, source, seed, None) for source in sources]
+
+
+def attempt(exercise: Exercise, seed: int, source: str | None = None, wait: float = WAIT) -> Outcome:
+    """Grade the exercise's file, or `source` in its place, on as many ranks as its targets need."""
+    source = exercise.path.read_text() if source is None else source
+    targets, also = targets_of(exercise)
+    names = tuple(t.name for t in targets)
+    try:
+        if why := refused(source, also):
+            return Outcome(names, 0, why)
+    except SyntaxError as error:
+        return Outcome(names, 0, f"line {error.lineno} is no Python: {error.msg}")
+    world = max(max(t.ranks) for t in targets)
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Path(folder) / "target"
+        try:
+            ranks: list[Outcome] = spawn(
+                _try, world, exercise, source, seed, progress, timeout=wait, limit=wait + 5 * len(targets)
+            )
+        except RankError as error:
+            met = int(progress.read_text()) if progress.exists() else 0
+            return Outcome(names, *_failed(str(error), met, exercise))
+    return ranks[0]
+
+
+def _failed(report: str, met: int, exercise: Exercise) -> tuple[int, str]:
+    """Return (targets met, what was wrong) from a rank's report."""
+    if report.startswith("error: ["):
+        met, wrong = json.loads(report.removeprefix("error: ").splitlines()[0])
+        return met, wrong
+    places = re.findall(r"rank (\d+) (?:failed|stood|stands) (.*)", report)
+    if not places:
+        return met, report.strip().splitlines()[-1]
+    stands = []
+    for rank, place in sorted(places):
+        line = re.search(rf"{re.escape(exercise.path.name)}:(\d+)", place)
+        call = re.search(r"in (\w+(?: (?:to|from) [\d, a-z]+?)?) over", place)
+        waits = f"waits in {call[1]}" if call else "stands"
+        stands.append(f"rank {rank} " + (f"{waits}, line {line[1]}" if line else "has ended its part"))
+    return met, "the ranks wait for one another: " + "; ".join(stands)

@@ -1,0 +1,158 @@
+"""Vocabulary of the files in `targets/`: what an exercise must do, and messages that point at a mistake.
+
+    @target("every rank has the sum", ranks=(1, 2, 3))
+    def the_sum(mine: Any, group: Group, rng: torch.Generator) -> None:
+        x = torch.randn(group.size, 10, generator=rng, dtype=torch.float64)
+        same("the result", mine.ring_all_reduce(x[group.rank], group), x.sum(0))
+
+A target runs once for each number of ranks, on the first of them; `mine` is the exercise's module, and `rng` gives
+the same numbers on every rank, others in every grading. A target that is missed raises Wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.comm.group import Group
+from common.comm.ledger import Ledger, show_bytes
+
+NEAR = 1e-12  # relative difference that another order of sums explains in float64; 1e-5 in float32
+
+Check = Callable[[Any, Group, torch.Generator], None]
+C = TypeVar("C", bound=Check)
+
+
+class Wrong(Exception):
+    """A target was missed; the message says where, with the number that was wrong."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A claim about an exercise, the numbers of ranks to test it on, and the function that tests it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    check: Check
+
+
+def target(name: str, ranks: tuple[int, ...] = (1,)) -> Callable[[C], C]:
+    """Mark a function of a targets file as a target; targets are tried in the order of the file."""
+
+    def mark(check: C) -> C:
+        check.target = Target(name, ranks, check)  # type: ignore[attr-defined]
+        return check
+
+    return mark
+
+
+def near(dtype: torch.dtype) -> float:
+    """Return the relative difference that is allowed for a type."""
+    return NEAR if dtype in (torch.float64, torch.complex128) else 1e-5
+
+
+def same(
+    name: str,
+    got: object,
+    want: Tensor,
+    looks_like: Mapping[str, Tensor] | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Compare a tensor with the right one. Raises Wrong, which names the first wrong element.
+
+    looks_like: tensors of typical mistakes by their names; the message says which one was found.
+    tolerance: relative to the largest element; default: rounding of the type.
+    """
+    if not isinstance(got, Tensor):
+        raise Wrong(f"{name} is {_kind(got)}, a tensor of shape {tuple(want.shape)} is needed")
+    if got.shape != want.shape:
+        raise Wrong(f"{name} has shape {tuple(got.shape)}, {tuple(want.shape)} is needed")
+    if got.dtype != want.dtype:
+        raise Wrong(f"{name} has type {got.dtype}, {want.dtype} is needed")
+    got, want = got.detach(), want.detach()
+    if not want.numel() or _close(got, want, tolerance):
+        return
+    if not got.isfinite().all():
+        raise Wrong(f"{name} has {int((~got.isfinite()).sum())} elements that are not finite")
+    for mistake, tensor in (looks_like or {}).items():
+        if tensor.shape == got.shape and _close(got, tensor.to(got.dtype), tolerance):
+            raise Wrong(f"{name} is {mistake}")
+    if not got.any():
+        raise Wrong(f"{name} is zero everywhere")
+    factor = (got * want).sum() / (want * want).sum()
+    if _close(got, factor * want, tolerance):
+        raise Wrong(f"{name} is {factor:.6g} times the right one, in every element")
+    scale = want.abs().max().item() or 1.0
+    off = (got - want).abs() > (tolerance or near(want.dtype)) * scale
+    place = tuple(off.nonzero()[0].tolist())
+    raise Wrong(
+        f"{name} is wrong in {int(off.sum())} of {off.numel()} elements; the first, {list(place)}, "
+        f"is {got[place].item():.6g}, {want[place].item():.6g} is right"
+    )
+
+
+def _close(got: Tensor, want: Tensor, tolerance: float | None) -> bool:
+    difference = (got - want).abs().max().item()
+    return difference <= (tolerance or near(want.dtype)) * max(want.abs().max().item(), 1e-300)
+
+
+def _kind(x: object) -> str:
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+def same_gradients(
+    got: Iterable[tuple[str, Tensor]],
+    want: Iterable[tuple[str, Tensor]],
+    looks_like: Mapping[str, Mapping[str, Tensor]] | None = None,
+) -> None:
+    """Compare the gradients of two sets of named parameters. Raises Wrong, which names the first wrong one.
+
+    looks_like: the gradients of typical mistakes, by the mistake's name, then by the parameter's.
+    """
+    right = dict(want)
+    for name, p in got:
+        mine, theirs = p.grad, right[name].grad
+        if theirs is None:
+            if mine is not None:
+                raise Wrong(f"the gradient of {name} is a tensor; nothing used {name}, so it must stay None")
+            continue
+        mistakes = {m: of[name] for m, of in (looks_like or {}).items() if name in of}
+        same(f"the gradient of {name}", mine, theirs, mistakes)
+
+
+def exactly(name: str, got: Fraction | float, want: Fraction | float) -> None:
+    """Compare a count. Raises Wrong."""
+    if got != want:
+        raise Wrong(f"{name}: {_number(got)}, exactly {_number(want)} is needed")
+
+
+def at_most(name: str, got: Fraction | float, most: Fraction | float) -> None:
+    """Compare a count with its limit. Raises Wrong."""
+    if got > most:
+        raise Wrong(f"{name}: {_number(got)}, at most {_number(most)} is allowed")
+
+
+def _number(x: Fraction | float) -> str:
+    return show_bytes(x) if isinstance(x, int | Fraction) else f"{x:.6g}"
+
+
+def holds(condition: bool, otherwise: str) -> None:
+    """Raise Wrong with the message `otherwise` unless the condition holds."""
+    if not condition:
+        raise Wrong(otherwise)
+
+
+@contextmanager
+def counted(*calls: str) -> Iterator[Ledger]:
+    """Count the communication inside the block. Raises Wrong for a call of `common.comm` that is not in `calls`."""
+    with Ledger() as ledger:
+        yield ledger
+    if other := sorted({row.op for row in ledger.rows} - set(calls)):
+        allowed = f"write it with {', '.join(calls)}" if calls else "it needs no communication"
+        raise Wrong(f"it calls comm.{other[0]}; {allowed}")

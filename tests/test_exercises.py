@@ -1,0 +1,99 @@
+"""Exercises: stubs say what to do first, solutions pass, and wrong answers get a message that points at the mistake.
+
+tests/wrong_answers/NN.toml lists the wrong answers to the exercises of a chapter. Answers that neither raise nor hang
+are graded one after the other on ranks that are started once per exercise.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.grade.attempt import Outcome, attempt, targets_of, tried
+from common.grade.exercises import Exercise, find, refused
+from common.launch.spawn import spawn
+
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
+STUBS = {e.name: e for e in find() if e.path.suffix == ".py"}
+SOLUTIONS = {e.name: e for e in find("", "solutions") if e.path.suffix == ".py"}
+SEED = 7
+
+
+def wrong_answers() -> dict[str, list[dict[str, Any]]]:
+    """Return the wrong answers by exercise."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SOLUTIONS}
+    for file in sorted((Path(__file__).parent / "wrong_answers").glob("*.toml")):
+        for answer in tomllib.loads(file.read_text())["wrong"]:
+            name = f"{file.stem}/{answer['exercise']}"
+            if name in found:
+                found[name].append(answer)
+    return found
+
+
+WRONG = wrong_answers()
+
+
+def source_of(exercise: Exercise, answer: dict[str, Any]) -> str:
+    """Return the text of a wrong answer."""
+    if "source" in answer:
+        return answer["source"]
+    solution = exercise.path.read_text()
+    assert solution.count(answer["right"]) >= 1, f"{answer['name']}: not in the solution"
+    return solution.replace(answer["right"], answer["wrong"])
+
+
+def graded(exercise: Exercise, sources: list[str]) -> list[Outcome]:
+    """Grade answers that neither raise nor hang, on ranks that are started once."""
+    targets, also = targets_of(exercise)
+    names = tuple(t.name for t in targets)
+    static = [refused(source, also) for source in sources]
+    run = [source for source, why in zip(sources, static, strict=True) if not why]
+    ranks = spawn(tried, max(max(t.ranks) for t in targets), exercise, run, SEED, timeout=30, limit=120)
+    outcomes = iter(ranks[0])
+    return [Outcome(names, 0, why) if why else next(outcomes) for why in static]
+
+
+def test_each_stub_has_targets_and_a_solution() -> None:
+    for name, exercise in STUBS.items():
+        assert exercise.targets.exists(), name
+        assert exercise.title.endswith("."), f"{name}: its text begins with a line that ends in a full stop"
+    assert SOLUTIONS.keys() == STUBS.keys()
+
+
+@pytest.mark.parametrize("name", list(SOLUTIONS))
+def test_exercise(name: str) -> None:
+    """The solution passes, the stub says what to do first, every wrong answer is told its mistake."""
+    exercise, together = SOLUTIONS[name], [a for a in WRONG[name] if not a.get("alone")]
+    stub = STUBS[name].path.read_text()
+    sources = [exercise.path.read_text(), stub, *(source_of(exercise, a) for a in together)]
+    solved, unsolved, *outcomes = graded(exercise, sources)
+    assert solved.passed, solved
+    assert unsolved.to_write, unsolved
+    assert len(unsolved.wrong) > 20, "the stub says what to do first"
+    for answer, outcome in zip(together, outcomes, strict=True):
+        assert not outcome.passed, answer["name"]
+        assert re.search(answer["says"], outcome.wrong), (answer["name"], outcome)
+
+
+@pytest.mark.parametrize("name", list(SOLUTIONS))
+def test_each_exercise_has_its_wrong_answers(name: str) -> None:
+    kinds = [answer.get("kind", "mistake") for answer in WRONG[name]]
+    assert kinds.count("mistake") >= 3
+    assert set(kinds) >= {"constant", "gather", "library"}
+
+
+ALONE = [(name, answer) for name, answers in WRONG.items() for answer in answers if answer.get("alone")]
+
+
+@pytest.mark.parametrize(("name", "answer"), ALONE, ids=[f"{n} {a['name']}" for n, a in ALONE])
+def test_an_answer_that_raises_or_hangs(name: str, answer: dict[str, Any]) -> None:
+    outcome = attempt(SOLUTIONS[name], SEED, source_of(SOLUTIONS[name], answer), wait=3.0)
+    assert not outcome.passed
+    assert re.search(answer["says"], outcome.wrong), outcome
