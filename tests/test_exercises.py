@@ -28,7 +28,7 @@ SEED = 7
 
 def wrong_answers() -> dict[str, list[dict[str, Any]]]:
     """Return the wrong answers by exercise."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SOLUTIONS}
+    found: dict[str, list[dict[str, Any]]] = {e.name: [] for e in find("", "solutions")}
     for file in sorted((Path(__file__).parent / "wrong_answers").glob("*.toml")):
         for answer in tomllib.loads(file.read_text())["wrong"]:
             name = f"{file.stem}/{answer['exercise']}"
@@ -64,7 +64,7 @@ def test_each_stub_has_targets_and_a_solution() -> None:
     for name, exercise in STUBS.items():
         assert exercise.targets.exists(), name
         assert exercise.title.endswith("."), f"{name}: its text begins with a line that ends in a full stop"
-    assert SOLUTIONS.keys() == STUBS.keys()
+    assert [e.path.name for e in find()] == [e.path.name for e in find("", "solutions")]
 
 
 @pytest.mark.parametrize("name", list(SOLUTIONS))
@@ -89,7 +89,27 @@ def test_each_exercise_has_its_wrong_answers(name: str) -> None:
     assert set(kinds) >= {"constant", "gather", "library"}
 
 
-ALONE = [(name, answer) for name, answers in WRONG.items() for answer in answers if answer.get("alone")]
+CPP = {e.name: e for e in find("", "solutions") if e.path.suffix == ".cpp"}
+
+
+@pytest.mark.parametrize("name", list(CPP))
+def test_exercise_in_cpp(name: str) -> None:
+    """The same of an answer in C++; each wrong one is compiled."""
+    exercise = CPP[name]
+    solved = attempt(exercise, SEED)
+    assert solved.passed, solved
+    unsolved = attempt(next(e for e in find(name) if e.path.suffix == ".cpp"), SEED)
+    assert unsolved.to_write, unsolved
+    kinds = [answer.get("kind", "mistake") for answer in WRONG[name]]
+    assert kinds.count("mistake") >= 3
+    assert "library" in kinds
+    for answer in WRONG[name]:
+        outcome = attempt(exercise, SEED, source_of(exercise, answer), wait=3.0)
+        assert not outcome.passed, answer["name"]
+        assert re.search(answer["says"], outcome.wrong), (answer["name"], outcome)
+
+
+ALONE = [(name, answer) for name in SOLUTIONS for answer in WRONG[name] if answer.get("alone")]
 
 
 @pytest.mark.parametrize(("name", "answer"), ALONE, ids=[f"{n} {a['name']}" for n, a in ALONE])

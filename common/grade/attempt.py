@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _world
 from common import comm
 from common.comm import blocked_in, ledger
 from common.errors import RankError, UsageError
+from common.grade.cpp import attempt_in_cpp
 from common.grade.exercises import Exercise, refused
 from common.grade.targets import Target, Wrong
 from common.launch.runtime import Runtime
@@ -120,6 +121,8 @@ def tried(rt: Runtime, exercise: Exercise, sources: list[str], seed: int) -> lis
 def attempt(exercise: Exercise, seed: int, source: str | None = None, wait: float = WAIT) -> Outcome:
     """Grade the exercise's file, or `source` in its place, on as many ranks as its targets need."""
     source = exercise.path.read_text() if source is None else source
+    if exercise.path.suffix == ".cpp":
+        return attempt_in_cpp(exercise, seed, source, wait)
     targets, also = targets_of(exercise)
     names = tuple(t.name for t in targets)
     try:
