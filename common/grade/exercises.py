@@ -22,7 +22,7 @@ MODULES = {
 HIDDEN = {
     "distributed", "dist", "ledger", "uncounted", "calls", "travel", "everyones", "modules", "sys", "os", "importlib",
     "__import__", "eval", "exec", "compile", "open", "globals", "vars", "getattr", "setattr", "__dict__",
-    "__builtins__", "__globals__", "hub", "load", "library", "utils", "export", "jit",
+    "__builtins__", "__globals__", "hub", "load", "library", "utils", "export", "jit", "collectives", "pg",
 }  # fmt: skip
 
 
@@ -76,6 +76,7 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
 
     also: further modules that the exercise allows.
     """
+    hidden = HIDDEN - {name.split(".")[-1] for name in also}
     for node in ast.walk(ast.parse(source)):
         for name in _imported(node):
             if name not in MODULES | also:
@@ -83,7 +84,7 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
                     f"line {node.lineno} imports {name}; write it yourself, with torch and common.comm alone"  # type: ignore[attr-defined]
                 )
         used = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if used in HIDDEN:
+        if used in hidden:
             return f"line {node.lineno} uses {used!r}; an answer must not: communicate through common.comm"  # type: ignore[attr-defined]
     return ""
 

@@ -126,6 +126,15 @@ def same_gradients(
         same(f"the gradient of {name}", mine, theirs, mistakes)
 
 
+def backpropagate(name: str, y: object, dy: Tensor) -> None:
+    """Run the backward pass of y from its gradient dy. Raises Wrong if y is cut off from what it was computed from."""
+    if not isinstance(y, Tensor) or not y.requires_grad:
+        raise Wrong(
+            f"{name} has no backward pass: it is a constant for autograd (detached, or under no_grad)"
+        )
+    y.backward(dy)
+
+
 def exactly(name: str, got: Fraction | float, want: Fraction | float) -> None:
     """Compare a count. Raises Wrong."""
     if got != want:
