@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -21,6 +22,7 @@ from rich.markup import escape
 
 from common.grade.attempt import Outcome, attempt
 from common.grade.exercises import Exercise, find
+from common.grade.mine import grade_mine
 from common.launch.command_line import Checked, Seed, parse
 from common.launch.program import run_program
 from common.launch.terminal import terminal
@@ -34,6 +36,10 @@ class GradeOptions(Checked):
     """A chapter (03) or an exercise (03/2); default: all."""
     folder: Literal["exercises", "solutions"] = "exercises"
     """Grade the files of this folder of each chapter."""
+    mine: Path | None = None
+    """Model file of your own, to compare with one device in place of the exercises; common/grade/mine.py says how."""
+    mesh: str = "dp=2"
+    """Mesh for --mine: ranks along pp, dp, ep, sp and tp."""
     seed: Seed | None = None
     """Seed of the inputs; default: another one each time, which is printed."""
 
@@ -55,9 +61,23 @@ def show(out: Console, exercise: Exercise, outcome: Outcome) -> None:
     out.print(textwrap.indent(textwrap.fill(escape(outcome.wrong), 96), " " * 16))
 
 
+def show_mine(out: Console, path: Path, mesh: str) -> int:
+    """Print what differs from one device with each optimizer; return the exit code."""
+    found = grade_mine(path, mesh)
+    for optimizer, wrong in found.items():
+        verdict = (
+            f"[red]differs[/]: {escape(wrong)}" if wrong else "[green]equal[/] to one device within 1e-12"
+        )
+        out.print(f"{path.name}, {mesh}, {optimizer}: {verdict}")
+    return 1 if any(found.values()) else 0
+
+
 def main(o: GradeOptions) -> int:
     """Grade and print; return the exit code."""
-    exercises, out = find(o.which, o.folder), terminal()
+    out = terminal()
+    if o.mine:
+        return show_mine(out, o.mine, o.mesh)
+    exercises = find(o.which, o.folder)
     seed = secrets.randbelow(10**6) if o.seed is None else o.seed
     passed = 0
     for exercise in exercises:

@@ -1,0 +1,150 @@
+"""A model file of one's own, trained on a mesh and on one device.
+
+    python -m common.grade --mine model.py --mesh "tp=2 dp=2"
+
+The file has four functions; the model and its training are any PyTorch:
+
+    make_model() -> nn.Module            the plain model, with the same weights at each call
+    batch(step) -> tuple[Tensor, ...]    the global batch of a step, the same on every rank
+    parallelize(model, mesh) -> None     the strategies, in place; `place` of common.comm.placement says what is split
+    step(model, batch, mesh) -> Tensor   forward and backward of this rank's part; leaves the gradients of the global
+                                         batch and returns its loss
+
+On one device `parallelize` is not called, and the mesh has one rank. Loss, every gradient, the gradient norm and the
+weights after SGD and after AdamW must be equal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.comm import Group
+from common.comm.mesh import AXES, Mesh
+from common.errors import RankError, UsageError
+from common.grade.targets import Wrong, same
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import (
+    OPTIMIZERS,
+    TOLERANCE,
+    Followed,
+    MakeOptimizer,
+    Named,
+    compare,
+    unequal_replicas,
+    watch,
+)
+
+FUNCTIONS = ("make_model", "batch", "parallelize", "step")
+STEPS = 3
+
+
+@dataclass
+class OwnRun:
+    """A training run of the file's model; `owner` is what the optimizer steps on."""
+
+    owner: Named | None
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the ranks along each axis of "tp=2 dp=2". Raises UsageError."""
+    shape: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        axis, _, ranks = word.partition("=")
+        if axis not in AXES or not ranks.isdecimal() or not 1 <= int(ranks) <= 64:
+            raise UsageError(
+                f'--mesh {text!r}: give axes and ranks like "tp=2 dp=2"; the axes are {", ".join(AXES)}'
+            )
+        shape[axis] = int(ranks)
+    return shape
+
+
+def load_mine(path: Path) -> Any:
+    """Return the file as a module. Raises UsageError if it is not there or lacks a function."""
+    if not path.is_file():
+        raise UsageError(f"--mine {path}: there is no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--mine {path}: give a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if missing := [name for name in FUNCTIONS if not hasattr(module, name)]:
+        raise UsageError(f"--mine {path} has no function {missing[0]}; it needs {', '.join(FUNCTIONS)}")
+    return module
+
+
+def _train(mine: Any, mesh: Mesh, make: MakeOptimizer, split: bool) -> Followed:
+    """Train `STEPS` steps; return losses, gradients, norms and weights."""
+    torch.manual_seed(0)
+    model = mine.make_model()
+    if split:
+        mine.parallelize(model, mesh)
+    optimizer = make(list(model.parameters()))
+
+    def steps() -> Iterator[Tensor]:
+        for t in range(STEPS):
+            optimizer.zero_grad()
+            yield torch.as_tensor(mine.step(model, mine.batch(t), mesh)).detach()
+            optimizer.step()
+
+    found = watch(steps(), OwnRun(model), mesh if split else None)
+    if split and (names := unequal_replicas(model.named_parameters(), mesh)):
+        raise Wrong(
+            f"after {STEPS} steps the ranks that hold {names[0]} differ: its gradient was not summed over them"
+        )
+    return found
+
+
+def explain(reference: Followed, found: Followed) -> str:
+    """Return the first number that differs from one device; empty if all are equal."""
+    largest = {
+        kind: d for kind, d in compare(reference, found).items() if not d.value <= TOLERANCE[torch.float64]
+    }
+    if not largest:
+        return ""
+    pairs = zip(reference.sets(), found.sets(), strict=True)
+    for (_, suffix, right), (_, _, got) in pairs:
+        for name, tensor in right.items():
+            try:
+                if name not in got:
+                    raise Wrong(f"{name}{suffix} is missing")
+                same(f"{name}{suffix}", got[name], tensor, tolerance=1e-9)
+            except Wrong as wrong:
+                return f"{'' if suffix == '' else 'the gradient of '}{wrong}"
+    kind, difference = next(iter(largest.items()))
+    return f"the {kind} differ by {difference.value:.1e} in {difference.where}"
+
+
+def _on_ranks(rt: Runtime, path: Path, shape: dict[str, int]) -> dict[str, str]:
+    """Return what differs, by optimizer."""
+    mine, mesh, found = load_mine(path), Mesh(rt.world, **shape, timeout=rt.timeout), {}
+    for name, make in OPTIMIZERS.items():
+        reference = _train(mine, Mesh(Group.alone("world")), make, False)
+        try:
+            found[name] = explain(reference, _train(mine, mesh, make, True))
+        except Wrong as wrong:
+            found[name] = str(wrong)
+    return found
+
+
+def grade_mine(path: Path, mesh: str) -> dict[str, str]:
+    """Return what differs from one device by optimizer, empty where nothing does. Raises UsageError.
+
+    path: the model file. mesh: ranks along the axes, "tp=2 dp=2".
+    """
+    shape = parse_mesh(mesh)
+    load_mine(path)
+    ranks = math.prod(shape.values())
+    try:
+        found: list[dict[str, str]] = spawn(_on_ranks, ranks, path.absolute(), shape, limit=None)
+    except RankError as error:
+        return dict.fromkeys(OPTIMIZERS, str(error))
+    return {name: next((of[name] for of in found if of[name]), "") for name in OPTIMIZERS}
