@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,10 @@ from torch import Tensor
 from common.comm.group import Group
 from common.comm.ledger import Ledger, show_bytes
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # SGD shows factors that AdamW hides
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
 NEAR = 1e-12  # relative difference that another order of sums explains in float64; 1e-5 in float32
 
 Check = Callable[[Any, Group, torch.Generator], None]
@@ -155,6 +160,11 @@ def holds(condition: bool, otherwise: str) -> None:
     """Raise Wrong with the message `otherwise` unless the condition holds."""
     if not condition:
         raise Wrong(otherwise)
+
+
+def share(times: int, size: int, group: Group) -> Fraction:
+    """Return times * (n-1)/n of `size` bytes: a gather or a reduce-scatter sends 1 of these, an all-reduce 2."""
+    return Fraction(times * (group.size - 1) * size, group.size)
 
 
 @contextmanager
