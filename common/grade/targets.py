@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from common.comm.group import Group
 from common.comm.ledger import Ledger, show_bytes
+from common.comm.travel import Pending
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # SGD shows factors that AdamW hides
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -165,6 +167,23 @@ def holds(condition: bool, otherwise: str) -> None:
 def share(times: int, size: int, group: Group) -> Fraction:
     """Return times * (n-1)/n of `size` bytes: a gather or a reduce-scatter sends 1 of these, an all-reduce 2."""
     return Fraction(times * (group.size - 1) * size, group.size)
+
+
+@contextmanager
+def traced(note: Callable[[str, str], object]) -> Iterator[None]:
+    """Call note("start", call) and note("wait", call) as communication inside the block starts and is waited for."""
+    start, wait = Pending.start, Pending.wait
+
+    def starting(pending: Pending, *given: Any, **named: Any) -> Pending:
+        note("start", pending.op)
+        return start(pending, *given, **named)
+
+    def waiting(pending: Pending) -> None:
+        note("wait", pending.op)
+        wait(pending)
+
+    with patch.multiple(Pending, start=starting, wait=waiting):
+        yield
 
 
 @contextmanager
