@@ -10,6 +10,7 @@ each rank.
 from __future__ import annotations
 
 import fcntl
+import linecache
 import math
 import multiprocessing
 import os
@@ -23,12 +24,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
 
+import cloudpickle
 import torch.distributed as dist
 
 from common.errors import RankError
@@ -102,22 +105,29 @@ def spawn(
 ) -> list[Any]:
     """Return the results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
 
-    fn must be importable by name (a function of a module), its arguments and results picklable.
+    fn must be importable by name (a function of a module), its arguments and results picklable. A notebook is in no
+    file, so functions and classes of its cells are sent as code, with the globals that they read.
     timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
     left out, None for no limit.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands. ValueError when ranks could not
-    import fn, because it, or the whole script, was typed in and is in no file.
+    import the script, because it is in no file.
     """
-    script = getattr(sys.modules["__main__"], "__file__", "")
-    if (script or getattr(fn, "__module__", "") == "__main__") and not os.path.exists(script):
-        raise ValueError("spawn's ranks import the script again: put it, and what they run, in a file")
+    script = getattr(sys.modules["__main__"], "__file__", "")  # a notebook has none
+    if script and not os.path.exists(script):
+        raise ValueError("spawn's ranks import the script again: put it in a file")
     folder = tempfile.mkdtemp(prefix="spawn-", dir=_folder())
     meeting = os.path.join(folder, "store")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
-    task = pickle.dumps((fn, args))
+    if script:
+        task = pickle.dumps((fn, args))
+    else:
+        cells = {
+            name: lines for name, lines in linecache.cache.items() if lines[1:2] == (None,)
+        }  # in no file
+        task = cloudpickle.dumps((partial(_of_a_cell, cells, fn), args))
     ranks: Ranks = {}
     for rank in range(world_size):
         here, there = context.Pipe()
@@ -134,6 +144,12 @@ def spawn(
             process.kill()
             process.join()
         shutil.rmtree(folder)
+
+
+def _of_a_cell(cells: dict[str, Any], fn: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of a notebook; tracebacks show the lines of its cells."""
+    linecache.cache.update(cells)
+    return fn(*args)
 
 
 def _folder() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.table import Table
@@ -19,8 +19,15 @@ def table_of_ranks(title: str, group: Group, tensors: Mapping[str, Tensor]) -> T
     All ranks call it; the table is right on rank 0.
     """
     columns = [_of_all(x.detach().double().cpu(), group) for x in tensors.values()]
-    rows = [[str(rank), *(_text(column[rank]) for column in columns)] for rank in range(group.size)]
-    return make_table(title, ("rank", *tensors), rows, show_lines=True)
+    return table_of_results(
+        title, [dict(zip(tensors, row, strict=True)) for row in zip(*columns, strict=True)]
+    )
+
+
+def table_of_results(title: str, results: Sequence[Mapping[str, Tensor]]) -> Table:
+    """Return the same table of the mappings that ranks return from `spawn`."""
+    rows = [[str(rank), *map(_text, tensors.values())] for rank, tensors in enumerate(results)]
+    return make_table(title, ("rank", *results[0]), rows, show_lines=True)
 
 
 def _of_all(x: Tensor, group: Group) -> list[Tensor]:
@@ -34,4 +41,4 @@ def _of_all(x: Tensor, group: Group) -> list[Tensor]:
 
 
 def _text(x: Tensor) -> str:
-    return "\n".join(" ".join(f"{value + 0.0:.4g}" for value in row) for row in x.tolist())
+    return "\n".join(" ".join(f"{value + 0.0:.4g}" for value in row) for row in torch.atleast_2d(x).tolist())
