@@ -16,7 +16,7 @@ from common.grade.targets import Wrong
 
 from pp_checker import ScheduleError, check, computations
 from pp_schedule import COMPUTE, Instruction, Schedule, connect
-from pp_simulator import Time, Timeline, equal, simulate
+from pp_simulator import Time, Timeline, simulate
 
 HOLDS = {"F": 1, "B": -1, "W": -1}
 
@@ -114,14 +114,13 @@ def holds_at_most(plan: Answer, most: Callable[[int], int], unit: str = "micro-b
             )
 
 
-def bubble_at_most(
-    plan: Answer, right: Schedule, takes: Callable[[Instruction], Time] = equal, message: Time = 0
-) -> None:
+def bubble_at_most(plan: Answer, right: Schedule, backward: int = 2, message: Fraction | int = 0) -> None:
     """Check that the bubble is that of the right schedule, or shorter; if not, name the first wait that is not its.
 
-    takes, message: times of a computation and of a message.
+    backward, message: times of a backward and of a message, in units of a forward. I takes 1 unit.
     """
-    got, want = (simulate(s, takes, message) for s in (plan.schedule, right))
+    takes = {"F": 1, "B": backward, "I": 1, "W": backward - 1}
+    got, want = (simulate(s, lambda i: Fraction(takes[i.op]), message) for s in (plan.schedule, right))
     if got.length <= want.length:
         return
     allowed = {wait[:3] for wait in waits(want)}
@@ -131,8 +130,9 @@ def bubble_at_most(
         where = (
             f"; rank {rank} waits from {start} to {end} before its slot {plan.lists[rank].index(i)}, '{i}'"
         )
+    times = f", a message takes {message}" if message else f", a backward takes {backward}" * (backward != 2)
     raise Wrong(
-        f"{plan}: the bubble is {got.bubble} of the time ({got.length} units), exactly {want.bubble} "
+        f"{plan}{times}: the bubble is {got.bubble} of the time ({got.length} units), exactly {want.bubble} "
         f"({want.length} units) is needed{where}"
     )
 
