@@ -98,7 +98,9 @@ def attempt_in_cpp(exercise: Exercise, seed: int, source: str, wait: float) -> O
                 wrong.removeprefix("not written: "),
                 wrong.startswith("not written"),
             )
-    stands = sorted({line for line in run.stdout.splitlines() if re.match(r"rank \d+ waits", line)})
+    if missed := sorted(re.findall(r"^missed (\d+) (.*)$", run.stdout, re.MULTILINE)):
+        return Outcome(names, int(missed[0][0]), missed[0][1])
+    stands = sorted({line for line in run.stdout.splitlines() if re.match(r"rank \d+ waits in", line)})
     if stands:
         return Outcome(names, 0, "the ranks wait for one another: " + "; ".join(stands))
     return Outcome(

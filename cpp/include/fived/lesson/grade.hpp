@@ -139,6 +139,7 @@ inline int run(int argc, char** argv, const std::vector<Target>& targets) {
                 } catch (const std::exception& e) {
                     std::strncpy(said, e.what(), sizeof said - 1);
                 }
+            if (said[0]) std::printf("missed %zu %s\n", met, said), std::fflush(stdout);  // others may hang
             std::vector<char> all(sizeof said * std::size_t(world));
             PMPI_Allgather(said, sizeof said, MPI_CHAR, all.data(), sizeof said, MPI_CHAR, MPI_COMM_WORLD);
             for (int r = world; r-- > 0;)
