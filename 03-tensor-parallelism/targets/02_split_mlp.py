@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.comm import Group, sizes_of
 from common.grade.targets import at_most, backpropagate, counted, exactly, holds, same, target
-from common.utils.memory import saved_bytes
+from common.utils.memory import LiveBytes, saved_bytes
 
 ALLOWED = {"common.comm.collectives"}
 B, S, D, HIDDEN = 2, 5, 6, 11
@@ -42,18 +42,24 @@ def part(x: Tensor, dim: int | None, group: Group) -> Tensor:
 
 @target("each rank holds its shards and nothing else", ranks=(1, 2, 3))
 def shards(mine: Any, group: Group, rng: torch.Generator) -> None:
-    """Values, memory of their own, no other parameters and buffers."""
+    """Values, memory of their own, no other parameters, buffers and hidden copies."""
     up, down, *_ = whole(rng)
-    mlp = mine.SplitMLP(up, down, group)
+    with LiveBytes() as live:
+        mlp = mine.SplitMLP(up, down, group)
     held = {**dict(mlp.named_parameters()), **dict(mlp.named_buffers())}
+    needed, names = 0, ", ".join(held) or "none"
     for name, (layer, kind, dim) in SHARDS.items():
-        same(name, held.pop(name, None), part(getattr((up, down)[layer], kind), dim, group))
+        holds(name in held, f"there is no parameter {name}; the module has {names}")
+        right = part(getattr((up, down)[layer], kind), dim, group)
+        needed += right.nbytes
+        same(name, held[name], right)
         at_most(
             f"bytes of memory behind {name} (a view keeps the whole tensor in memory: copy it)",
-            getattr(mlp, name).untyped_storage().nbytes(),
-            getattr(mlp, name).nbytes,
+            held[name].untyped_storage().nbytes(),
+            held.pop(name).nbytes,
         )
     holds(not held, f"the module also holds {', '.join(held)}")
+    at_most("bytes that the module holds", live.now, needed + 128)  # 128 for indices
 
 
 def one_device(up: nn.Linear, down: nn.Linear, x_BSD: Tensor) -> Tensor:
@@ -78,7 +84,10 @@ def values(mine: Any, group: Group, rng: torch.Generator) -> None:
         f"right but for the bias, which was added {group.size} times": y + (group.size - 1) * down.bias,
         "right but for the bias, which is missing": y - down.bias,
     }
-    same("y", mine.SplitMLP(up, down, group)(x_BSD), y, mistakes)
+    mlp = mine.SplitMLP(up, down, group)
+    for p in (*up.parameters(), *down.parameters()):
+        p.data.fill_(torch.nan)  # the whole layers are not kept
+    same("y", mlp(x_BSD), y, mistakes)
 
 
 @target("all gradients are those of one device", ranks=(1, 2, 3))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.comm import Group
 from common.grade.targets import at_most, backpropagate, counted, exactly, holds, same, target
+from common.utils.memory import LiveBytes
 
 ALLOWED = {"common.comm.collectives"}
 B, S, D, K = 2, 4, 5, 2
@@ -49,29 +50,29 @@ def one_device(weights: list[Tensor], x_BSD: Tensor) -> Tensor:
 
 @target("each rank holds its heads and nothing else", ranks=(1, 2, 4))
 def held(mine: Any, group: Group, rng: torch.Generator) -> None:
-    """Values, memory of their own, no other parameters and buffers."""
+    """Values, memory of their own, no other parameters, buffers and hidden copies."""
     for case, weights in cases(group, rng):
-        module = mine.SharedAttention(*(w.detach().clone() for w in weights), group)
+        with LiveBytes() as live:
+            module = mine.SharedAttention(*weights, group)
         found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        needed, names = 0, ", ".join(found) or "none"
         for name, weight in zip(NAMES, weights, strict=True):
-            right = mine_of(weight, group)
-            parts = {
-                f"the weight of head {j}, not of head {group.rank * len(weight) // group.size}": part
-                for j, part in enumerate(weight.split(1))
-            }
-            parts["the weight of all heads"] = weight
-            got = found.pop(name, None)
+            holds(name in found, f"there is no parameter {name}; the module has {names}")
+            right, got = mine_of(weight, group), found.pop(name)
+            needed += right.nbytes
+            first = group.rank * len(weight) // group.size
+            others = {f"head {j}, not head {first}": head for j, head in enumerate(weight.split(1))}
             holds(
-                got is None or got.shape != weight.shape or len(right) == len(weight),
-                f"{name} holds all heads",
+                got.shape != weight.shape or len(right) == len(weight), f"with {case}, {name} holds all heads"
             )
-            same(f"with {case}, {name}", got, right, parts)
+            same(f"with {case}, {name}", got, right, others)
             at_most(
                 f"bytes of memory behind {name} (a view keeps all heads in memory: copy them)",
                 got.untyped_storage().nbytes(),
                 got.nbytes,
             )
         holds(not found, f"the module also holds {', '.join(found)}")
+        at_most(f"with {case}, bytes that the module holds", live.now, needed + 128)  # 128 for indices
 
 
 def backward(
@@ -91,8 +92,11 @@ def values(mine: Any, group: Group, rng: torch.Generator) -> None:
     """Forward pass."""
     for case, weights in cases(group, rng):
         x_BSD = draw(rng, B, S, D)
-        module = mine.SharedAttention(*(w.detach().clone() for w in weights), group)
-        same(f"with {case}, y", module(x_BSD.clone()), one_device(weights, x_BSD))
+        y_BSD = one_device(weights, x_BSD)
+        module = mine.SharedAttention(*weights, group)
+        for w in weights:
+            w.data.fill_(torch.nan)  # the whole weights are not kept
+        same(f"with {case}, y", module(x_BSD.clone()), y_BSD)
 
 
 @target("the gradients of x, queries and output are those of one device", ranks=(1, 2, 4))
