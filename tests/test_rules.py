@@ -26,6 +26,7 @@ ROOMS = [
     "utils",
     "lesson",
     "grade",
+    "spot",
     "benchmarks",
 ]
 CPP_ROOMS = ["error.hpp", "named.hpp", "math", "mpi", "lesson", "torch"]  # of cpp/include/fived, likewise

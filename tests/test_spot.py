@@ -1,0 +1,168 @@
+"""Bugs to find: each is one wrong line, its symptoms are measured, the line and no other is accepted."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.launch.spawn import spawn
+from common.launch.terminal import terminal
+from common.spot.__main__ import SpotOptions, ask, main
+from common.spot.bugs import SYMPTOMS, Bug, find
+from common.spot.run import OPTIMIZERS, Symptoms, examine, visit, world_size
+
+BUGS = find()
+RUNS = [bug for bug in BUGS if bug.symptom != "hang"]
+HANGS = [bug for bug in BUGS if bug.symptom == "hang"]
+PAGES = list({bug.path: bug for bug in BUGS}.values())
+Found = dict[str, Symptoms]
+
+
+def ids(bug: Bug) -> str:
+    return f"{bug.place} {bug.name}"
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[Path, str], list[Found]]:
+    """Run the right pages and the wrong ones that end, on ranks started once for each number of them."""
+    found: dict[tuple[Path, str], list[Found]] = {}
+    pages = {(bug.path, text): bug for bug in PAGES for text in (bug.page,)}
+    pages |= {(bug.path, bug.text): bug for bug in RUNS}
+    for world in sorted({world_size(bug) for bug in PAGES}):
+        chosen = [key for key, bug in pages.items() if world_size(bug) == world]
+        given = [(pages[key].page, key[1], key[0]) for key in chosen]
+        of_ranks = spawn(visit, world, given, timeout=60, limit=200)
+        found |= {key: [of_rank[i] for of_rank in of_ranks] for i, key in enumerate(chosen)}
+    return found
+
+
+@pytest.mark.parametrize("bug", PAGES, ids=lambda bug: bug.path.stem)
+def test_right_page_equals_one_device(bug: Bug, measured: dict[tuple[Path, str], list[Found]]) -> None:
+    for found in measured[bug.path, bug.page]:
+        for optimizer in OPTIMIZERS:
+            differences = found[optimizer].differences
+            assert max(d.value for d in differences.values()) <= 1e-12, differences
+
+
+@pytest.mark.parametrize("bug", RUNS, ids=ids)
+def test_wrong_page_shows_its_symptom(bug: Bug, measured: dict[tuple[Path, str], list[Found]]) -> None:
+    kinds = [symptoms.kind for found in measured[bug.path, bug.text] for symptoms in found.values()]
+    assert next((kind for kind in SYMPTOMS if kind in kinds), "") == bug.symptom
+
+
+@pytest.mark.parametrize("bug", HANGS, ids=ids)
+def test_ranks_that_wait_for_ever_are_shown_with_their_lines(bug: Bug) -> None:
+    said = examine(bug)
+    assert isinstance(said, str)
+    lines = {int(n) for n in re.findall(rf"{bug.path.name}:(\d+)", said)}
+    assert lines
+    assert max(lines) <= len(bug.text.splitlines())
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=ids)
+def test_one_place_is_wrong(bug: Bug) -> None:
+    right, wrong = bug.page.splitlines(), bug.text.splitlines()
+    more = len(bug.wrong.splitlines())
+    assert right[: bug.first - 1] == wrong[: bug.first - 1]
+    assert right[bug.first :] == wrong[bug.first - 1 + more :]
+    assert right != wrong
+    assert bug.symptom in SYMPTOMS
+    ast.parse(bug.text)
+    assert max(map(len, wrong)) <= 120
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=ids)
+def test_the_wrong_line_is_accepted_and_its_neighbour_is_not(
+    bug: Bug, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(SpotOptions(bug.place, answer=bug.first)) == 0
+    found = capsys.readouterr().out
+    assert bug.source in found
+    neighbour = next(n for n in range(bug.first - 1, 0, -1) if n not in bug.answers)
+    assert main(SpotOptions(bug.place, answer=neighbour)) == 1
+    refused = capsys.readouterr().out
+    assert "Hint: " in refused
+    for secret in (bug.right, bug.source, bug.name):
+        assert secret not in refused
+
+
+def test_every_bug_has_a_source_and_its_exhibits_are_in_the_museum() -> None:
+    for bug in BUGS:
+        assert re.search(r"[\w.-]+/[\w.-]+#\d+|arXiv:\d{4}\.\d{5}", bug.source), bug.place
+        for exhibit in bug.exhibits:
+            file, name = exhibit.split(": ")
+            museum = Path(__file__).with_name(f"test_museum_{file}.py").read_text()
+            assert f'"{name}"' in museum or f"def test_{name.replace(' ', '_')}(" in museum, exhibit
+
+
+def test_pages_are_short_and_use_torch_and_comm_alone() -> None:
+    for bug in PAGES:
+        lines = bug.page.splitlines()
+        assert len(lines) <= 110, bug.path
+        modules = re.findall(r"^(?:from|import) (\S+)", bug.page, re.M)
+        assert {m for m in modules if m.split(".")[0] == "common"} <= {
+            "common",
+            "common.comm",
+            "common.comm.mesh",
+            "common.comm.placement",
+            "common.spot.run",
+        }
+
+
+def answers(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reader type these lines."""
+    typed = iter(given)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+
+
+def test_a_reader_gets_the_hint_once_and_the_explanation_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bug = BUGS[0]
+    answers(["1", "two", "999", "2", str(bug.first)], monkeypatch)
+    assert ask(terminal(), bug)
+    said = capsys.readouterr().out
+    assert said.count("Hint: ") == 1
+    assert said.count("give the number of a line") == 2
+    assert said.index("Hint: ") < said.index(bug.source)
+    answers(["1", ""], monkeypatch)
+    assert not ask(terminal(), bug)
+    assert bug.source in capsys.readouterr().out
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "common.spot", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_shows_symptoms_and_page_and_not_the_answer(tmp_path: Path) -> None:
+    bug, picture = BUGS[0], tmp_path / "loss.png"
+    done = command(bug.place, "--plot", str(picture))
+    assert done.returncode == 1, done.stderr
+    assert picture.stat().st_size > 1000
+    for shown in (bug.wrong.splitlines()[0].strip(), "gradient norm", "--answer LINE"):
+        assert shown in done.stdout
+    for secret in (bug.explanation, bug.source, f" {bug.right}\n"):
+        assert secret not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--list",), 0, "bugs to find"),
+        (("09/1",), 2, "there is no bug '09/1'"),
+        (("01/1", "--answer", "1000"), 2, "the page has lines 1 to"),
+        (("01/1", "--answer", "x"), 2, "error: "),
+        (("01/1", "--plot", "loss.txt"), 2, "--plot loss.txt: give a file"),
+    ],
+)
+def test_exit_codes(arguments: tuple[str, ...], code: int, said: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert not any(bug.source in done.stdout for bug in BUGS)
