@@ -22,7 +22,7 @@ MODULES = {
 HIDDEN = {
     "distributed", "dist", "ledger", "uncounted", "calls", "travel", "everyones", "modules", "sys", "os", "importlib",
     "__import__", "eval", "exec", "compile", "open", "globals", "vars", "getattr", "setattr", "__dict__",
-    "__builtins__", "__globals__", "hub", "load", "library", "utils", "export", "jit", "collectives", "pg",
+    "__builtins__", "__globals__", "hub", "load", "library", "utils", "export", "jit", "collectives", "pg", "ops", "_C",
     "parallel",
 }  # fmt: skip
 
