@@ -3,7 +3,7 @@
 Queries stay; keys and values travel. In step t rank r has the keys of rank r - t (modulo n), attends to them, and
 merges the result into (o, lse) of the blocks before. The forward pass below does that with n - 1 messages per rank.
 
-Write the backward pass. dq belongs to the rank's own queries and stays. The gradients dkv of keys and values must end on
+Write the backward pass. dq belongs to own queries and stays. The gradients dkv of keys and values must end on
 the rank of these keys, and every rank adds a term: send the keys round again, and each block's dkv after it.
 
     step     rank 0         rank 1         rank 2        (rank r computes its term for kv of rank r - t)
