@@ -45,6 +45,7 @@ from common.lesson.equality import (
 
 FUNCTIONS = ("make_model", "batch", "parallelize", "step")
 STEPS = 3
+Set = tuple[str, str, dict[str, Tensor]]  # kind, suffix of the names, tensors: as Followed.sets returns them
 
 
 @dataclass
@@ -103,6 +104,13 @@ def _train(mine: Any, mesh: Mesh, make: MakeOptimizer, split: bool) -> Followed:
     return found
 
 
+def _first_loss(pair: tuple[Set, Set]) -> list[tuple[Set, Set]]:
+    """Return the losses of step 0 alone: those of later steps follow from wrong gradients."""
+    (kind, suffix, right), (*_, got) = pair
+    first = next(iter(right))
+    return [((kind, suffix, {first: right[first]}), (kind, suffix, got))]
+
+
 def explain(reference: Followed, found: Followed) -> str:
     """Return the first number that differs from one device; empty if all are equal."""
     largest = {
@@ -110,15 +118,15 @@ def explain(reference: Followed, found: Followed) -> str:
     }
     if not largest:
         return ""
-    pairs = zip(reference.sets(), found.sets(), strict=True)
-    for (_, suffix, right), (_, _, got) in pairs:
+    pairs = list(zip(reference.sets(), found.sets(), strict=True))
+    for (kind, suffix, right), (*_, got) in (*_first_loss(pairs[0]), *pairs[1:], pairs[0]):
         for name, tensor in right.items():
             try:
                 if name not in got:
                     raise Wrong(f"{name}{suffix} is missing")
                 same(f"{name}{suffix}", got[name], tensor, tolerance=1e-9)
             except Wrong as wrong:
-                return f"{'' if suffix == '' else 'the gradient of '}{wrong}"
+                return f"{'the gradient of ' if kind == 'gradients' else ''}{wrong}"
     kind, difference = next(iter(largest.items()))
     return f"the {kind} differ by {difference.value:.1e} in {difference.where}"
 

@@ -92,6 +92,8 @@ def same(
             raise Wrong(f"{name} is {mistake}")
     if not got.any():
         raise Wrong(f"{name} is zero everywhere")
+    if want.numel() == 1:
+        raise Wrong(f"{name} is {got.item():.9g}, {want.item():.9g} is right")
     factor = (got * want).sum() / (want * want).sum()
     if _close(got, factor * want, tolerance):
         raise Wrong(f"{name} is {factor:.6g} times the right one, in every element")

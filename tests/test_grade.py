@@ -1,0 +1,172 @@
+"""The grader: what an answer may use, its command line, and model files of one's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UsageError
+from common.grade.cpp import refused_in_cpp
+from common.grade.exercises import find, refused
+from common.grade.mine import grade_mine
+from common.grade.targets import Wrong, at_most, counted, exactly, same
+
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import comm
+from common.comm.placement import sum_gradients
+
+from tp_column_parallel import ColumnParallelLinear
+from tp_row_parallel import RowParallelLinear
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).double()
+
+
+def batch(step):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(5, 6, generator=draw).double(), torch.randn(5, 3, generator=draw).double()
+
+
+def parallelize(model, mesh):
+    model[0] = ColumnParallelLinear(model[0], mesh.group("tp"))
+    model[2] = RowParallelLinear(model[2], mesh.group("tp"))
+
+
+def step(model, batch, mesh):
+    dp = mesh.group("dp")
+    x, y = (t.tensor_split(dp.size)[dp.rank] for t in batch)
+    loss = F.mse_loss(model(x), y, reduction="sum") / batch[1].numel()
+    loss.backward()
+    sum_gradients(model.parameters(), mesh)
+    total = loss.detach().clone()
+    comm.all_reduce(total, dp)
+    return total
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("", "", ""),
+        ("/ batch[1].numel()", "/ y.numel()", "loss, step 0 is"),
+        ("    sum_gradients(model.parameters(), mesh)\n", "", "differ: its gradient was not summed"),
+        (
+            "    sum_gradients(model.parameters(), mesh)\n",
+            "    sum_gradients(model.parameters(), mesh)\n    sum_gradients(model.parameters(), mesh)\n",
+            "the gradient of 0.bias, step 0 is 2 times the right one, in every element",
+        ),
+    ],
+)
+def test_a_model_of_ones_own(tmp_path: Path, right: str, wrong: str, says: str) -> None:
+    assert right in OWN
+    file = tmp_path / "own.py"
+    file.write_text(OWN.replace(right, wrong) if right else OWN)
+    found = grade_mine(file, "dp=2 tp=2")
+    assert set(found) == {"sgd", "adamw"}
+    for said in found.values():
+        assert (says in said) if says else said == "", found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "says"),
+    [
+        ("xp=2", OWN, "give axes and ranks like"),
+        ("dp=0", OWN, "give axes and ranks like"),
+        ("dp=2", "x = 1", "has no function make_model"),
+        ("dp=2", None, "there is no such file"),
+    ],
+)
+def test_a_bad_model_file(tmp_path: Path, mesh: str, source: str | None, says: str) -> None:
+    if source:
+        (tmp_path / "own.py").write_text(source)
+    with pytest.raises(UsageError, match=says):
+        grade_mine(tmp_path / "own.py", mesh)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import torch\nfrom common import comm\ncomm.send", ""),
+        ("from dp_zero import Zero", "line 1 imports dp_zero"),
+        ("from common import lesson", "imports common.lesson"),
+        ("import torch\ntorch.distributed.all_reduce", "line 2 uses 'distributed'"),
+        ("from common import comm\ncomm.everyones(1, None)", "uses 'everyones'"),
+        ("import importlib", "imports importlib"),
+        ("__import__('dp_zero')", "uses '__import__'"),
+        ("exec('import dp_zero')", "uses 'exec'"),
+        ("from torch import distributed", "imports torch.distributed"),
+    ],
+)
+def test_what_an_answer_may_use(source: str, says: str) -> None:
+    assert (says in refused(source)) if says else refused(source) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("#include <vector>\n#include <mpi.h>\nMPI_Send(x, 1, MPI_DOUBLE, 0, 0, comm); // MPI_Bcast", ""),
+        ("MPI_Bcast(x)", "line 1 calls MPI_Bcast"),
+        ("PMPI_Send(x)", "line 1 calls PMPI_Send"),
+        ('#include "fived/mpi/mpi.hpp"', "line 1 includes"),
+        ("#include <fived/mpi/mpi.hpp>", "line 1 includes"),
+        ('system("x")', "line 1 calls system"),
+    ],
+)
+def test_what_an_answer_in_cpp_may_use(source: str, says: str) -> None:
+    found = refused_in_cpp(source, "// allowed: MPI_Send MPI_Recv\n")
+    assert (says in found) if says else found == ""
+
+
+def test_messages_of_targets() -> None:
+    want = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    for got, says in [
+        (None, "x is None, a tensor of shape"),
+        (want[:2], "x has shape .2,., .3,. is needed"),
+        (want.float(), "x has type torch.float32"),
+        (2 * want, "x is 2 times the right one"),
+        (0 * want, "x is zero everywhere"),
+        (want * torch.nan, "3 elements that are not finite"),
+        (want.flip(0), "x is the other way round"),
+        (want + torch.eye(3)[1], r"wrong in 1 of 3 elements; the first, \[1\], is 3, 2 is right"),
+    ]:
+        with pytest.raises(Wrong, match=says):
+            same("x", got, want, {"the other way round": want.flip(0)})
+    same("x", want * (1 + 1e-14), want)
+    with pytest.raises(Wrong, match="messages: 3, exactly 2 is needed"):
+        exactly("messages", 3, 2)
+    with pytest.raises(Wrong, match="bytes: 2,000, at most 1,000 is allowed"):
+        at_most("bytes", 2000, 1000)
+    with counted():
+        pass
+
+
+def test_the_command_line() -> None:
+    def grade(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "common.grade", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    stub = grade("06/1", "--seed", "3")
+    assert stub.returncode == 1
+    assert "06/1  to write" in stub.stdout
+    assert "first: divide the rank" in stub.stdout
+    solution = grade("06/1", "--folder", "solutions")
+    assert solution.returncode == 0
+    assert "1 of 1 passed" in solution.stdout
+    unknown = grade("06/99")
+    assert unknown.returncode == 2
+    assert "there is no exercise '06/99'; choose from 06/1" in unknown.stderr
+
+
+def test_chapters_and_numbers() -> None:
+    assert [e.number for e in find("06")] == sorted(e.number for e in find("06"))
+    assert len({e.name for e in find()}) == len(find())
