@@ -63,7 +63,7 @@ def step(model, batch, mesh):
         (
             "    sum_gradients(model.parameters(), mesh)\n",
             "    sum_gradients(model.parameters(), mesh)\n    sum_gradients(model.parameters(), mesh)\n",
-            "the gradient of 0.bias, step 0 is 2 times the right one, in every element",
+            "the gradient of 0.weight, step 0 is 2 times the right one, in every element",
         ),
     ],
 )
