@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from common.grade.attempt import Outcome, attempt, targets_of, tried
-from common.grade.exercises import Exercise, find, refused
+from common.grade.attempt import attempt, targets_of, tried
+from common.grade.exercises import Exercise, Outcome, find, refused
 from common.launch.spawn import spawn
 
 try:

@@ -20,8 +20,8 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from common.grade.attempt import Outcome, attempt
-from common.grade.exercises import Exercise, find
+from common.grade.attempt import attempt
+from common.grade.exercises import Exercise, Outcome, find
 from common.grade.mine import grade_mine
 from common.launch.command_line import Checked, Seed, parse
 from common.launch.program import run_program

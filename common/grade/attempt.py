@@ -12,7 +12,6 @@ import sys
 import tempfile
 import traceback
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -24,28 +23,12 @@ from common import comm
 from common.comm import blocked_in, ledger
 from common.errors import RankError, UsageError
 from common.grade.cpp import attempt_in_cpp
-from common.grade.exercises import Exercise, refused
+from common.grade.exercises import Exercise, Outcome, refused
 from common.grade.targets import Target, Wrong
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 
 WAIT = 20.0  # seconds that a rank may wait for another
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a grading: names of all targets, how many were met, and of the next one what was wrong."""
-
-    targets: tuple[str, ...]
-    met: int
-    wrong: str = ""
-    to_write: bool = False
-    """True if the exercise raised NotImplementedError: `wrong` says what to do first."""
-
-    @property
-    def passed(self) -> bool:
-        """True if all targets are met."""
-        return self.met == len(self.targets)
 
 
 def load(source: str, path: Path) -> ModuleType:

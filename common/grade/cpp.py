@@ -14,12 +14,8 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from common.grade.exercises import ROOT, Exercise
-
-if TYPE_CHECKING:
-    from common.grade.attempt import Outcome
+from common.grade.exercises import ROOT, Exercise, Outcome
 
 COMPILE = ("-std=c++20", "-O0", "-Wall", "-Wextra", f"-I{ROOT / 'cpp' / 'include'}", "-pthread")
 HEADER = ROOT / "cpp" / "include" / "fived" / "lesson" / "grade.hpp"
@@ -65,8 +61,6 @@ def _object_of(exercise: Exercise) -> Path:
 
 def attempt_in_cpp(exercise: Exercise, seed: int, source: str, wait: float) -> Outcome:
     """Compile and run an answer; `wait`: seconds after which ranks that wait for one another are ended."""
-    from common.grade.attempt import Outcome
-
     text = exercise.targets.read_text()
     names = tuple(re.findall(r'^ *\{\s*"([^"]+)", \{', text, re.MULTILINE))
     if why := refused_in_cpp(source, text):

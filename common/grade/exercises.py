@@ -54,6 +54,22 @@ class Exercise:
         return (ast.get_docstring(ast.parse(stub)) or "").splitlines()[0]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a grading: names of all targets, how many were met, and of the next one what was wrong."""
+
+    targets: tuple[str, ...]
+    met: int
+    wrong: str = ""
+    to_write: bool = False
+    """True if the exercise raised NotImplementedError: `wrong` says what to do first."""
+
+    @property
+    def passed(self) -> bool:
+        """True if all targets are met."""
+        return self.met == len(self.targets)
+
+
 def find(which: str = "", folder: str = "exercises") -> list[Exercise]:
     """Return the exercises of all chapters, of one ("03") or one exercise ("03/2"). Raises UsageError.
 
