@@ -11,9 +11,9 @@ others stay as they are. One sequence, S = 4, K = 1, E = 2, c = 1, so C = 2:
     t2      0        0
     t3      1        -1, dropped             y of t3 is 0
 
-The samples of a batch are split over ranks, and each rank calls these functions with its own B sequences. A queue
-per sequence makes the result independent of the split; no communication is needed. With expert
-parallelism an all-to-all then sends rows_EBCD to the ranks of the experts; sizes are known without asking other ranks.
+The samples of a batch are split over ranks, and each rank calls these functions with its own B sequences. A queue per
+sequence makes the result independent of the split, without communication. With expert parallelism an all-to-all then
+sends rows_EBCD to the ranks of the experts; its sizes are known without asking other ranks.
 
 Targets: slots of one sequence; the same slots on 1, 2 and 4 ranks; later tokens change nothing; rows and y, with
 the gradients of x, weights and experts, those of a loop over tokens. docs/05-expert-parallelism.md, "Routers and the
