@@ -20,13 +20,13 @@ the gradients of a block need nothing of the other blocks: `block_backward` give
     message.wait()                                                           both are done; leave both alone until then
 
 Messages of equal tags arrive in the order in which they were sent; give kv and dkv different tags (0 and 1), because
-both are under way at once. Without async_op the call returns when both are done: that is correct too, only slower.
-Two buffers each for kv and dkv suffice for any n: the one in use, and the one that is received into.
-ctx.saved_tensors must not be overwritten: a graph may be run backward twice.
+both are under way at once. Without async_op the call returns when both are done: correct too, only slower. On one rank
+nothing is sent, and `into` stays as it is. Two buffers each for kv and dkv suffice for any n: the one in use, and
+the one that is received into. ctx.saved_tensors must not be overwritten: a graph may be run backward twice.
 
 Targets: o, dq and dkv of one device within 1e-12 for 1 to 4 ranks; the saved tensors unchanged; n - 1 blocks forward
-and 2(n-1) backward, by messages alone; at most 11 blocks alive at once in both passes on 6 ranks: 4 are these buffers,
-1 is this rank's own dkv, and the rest are dq, o and the tensors inside and after `block_backward`.
+and 2(n-1) backward, by messages alone; at most 11 blocks alive at once in both passes (4 are these buffers, 1 is this
+rank's own dkv, the rest are dq, o and the tensors inside and after `block_backward`), and no more on 6 ranks than on 3.
 """
 
 import math
