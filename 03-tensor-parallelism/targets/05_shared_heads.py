@@ -30,7 +30,7 @@ def cases(group: Group, rng: torch.Generator) -> Iterator[tuple[str, list[Tensor
     """Yield a name and [q_HKD, k_GKD, v_GKD, o_HKD] for each number of heads."""
     for H, G in HEADS[group.size]:
         weights = [draw(rng, heads, K, D).requires_grad_() for heads in (H, G, G, H)]
-        yield f"{H} query heads and {G} key-value heads", weights
+        yield f"H = {H}, G = {G}", weights
 
 
 def mine_of(weight: Tensor, group: Group) -> Tensor:
@@ -75,16 +75,22 @@ def held(mine: Any, group: Group, rng: torch.Generator) -> None:
         at_most(f"with {case}, bytes that the module holds", live.now, needed + 128)  # 128 for indices
 
 
+def own_term(weights: list[Tensor], x_BSD: Tensor, group: Group) -> Tensor:
+    """Return attention with this rank's heads alone."""
+    return one_device([mine_of(w.detach(), group) for w in weights], x_BSD)
+
+
 def backward(
     mine: Any, weights: list[Tensor], group: Group, rng: torch.Generator
-) -> tuple[Any, Tensor, Tensor]:
-    """Run both; return the module and the gradients of x, the exercise's and the right one."""
+) -> tuple[Any, Tensor | None, Tensor, Tensor]:
+    """Run both; return the module and the gradients of x: the exercise's, the right one, this rank's term."""
     x_BSD, dy_BSD = draw(rng, B, S, D).requires_grad_(), draw(rng, B, S, D)
     own = x_BSD.detach().clone().requires_grad_()
     module = mine.SharedAttention(*(w.detach().clone() for w in weights), group)
+    (term,) = torch.autograd.grad(own_term(weights, x_BSD, group), x_BSD, dy_BSD)
     one_device(weights, x_BSD).backward(dy_BSD)
     backpropagate("y", module(own), dy_BSD)
-    return module, own.grad, x_BSD.grad
+    return module, own.grad, x_BSD.grad, term
 
 
 @target("y is that of one device", ranks=(1, 2, 4))
@@ -93,18 +99,20 @@ def values(mine: Any, group: Group, rng: torch.Generator) -> None:
     for case, weights in cases(group, rng):
         x_BSD = draw(rng, B, S, D)
         y_BSD = one_device(weights, x_BSD)
+        mistakes = {"this rank's own term: nothing was added": own_term(weights, x_BSD, group)}
         module = mine.SharedAttention(*weights, group)
         for w in weights:
             w.data.fill_(torch.nan)  # the whole weights are not kept
-        same(f"with {case}, y", module(x_BSD.clone()), y_BSD)
+        same(f"with {case}, y", module(x_BSD.clone()), y_BSD, mistakes)
 
 
 @target("the gradients of x, queries and output are those of one device", ranks=(1, 2, 4))
 def gradients(mine: Any, group: Group, rng: torch.Generator) -> None:
     """They are complete before `sum_gradients`, and left alone by it."""
     for case, weights in cases(group, rng):
-        module, dx, right = backward(mine, weights, group, rng)
-        same(f"with {case}, the gradient of x", dx, right)
+        module, dx, right, term = backward(mine, weights, group, rng)
+        mistakes = {"this rank's own term: the terms of the other ranks are missing": term}
+        same(f"with {case}, the gradient of x", dx, right, mistakes)
         before = {NAMES[i]: getattr(module, NAMES[i]).grad for i in (3, 0)}
         for i in (3, 0):
             same(
