@@ -35,6 +35,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from common.errors import RankError
+from common.launch import debugger
 from common.launch.launcher import Launch
 from common.launch.program import leave_at_once
 from common.launch.runtime import session
@@ -66,10 +67,14 @@ def _rank(
     pipe: Connection,
     environment: dict[str, str],
     task: bytes,
+    debugged: tuple[int | None, Connection | None],
 ) -> None:
-    """Run one rank's process: join, work, send the result."""
+    """Run one rank's process: join, work, send the result. debugged: a rank, and standard input for it."""
     os.environ.clear()
     os.environ.update(environment)
+    debugger.rank, commands = debugged
+    if commands:
+        debugger.connect(commands)
 
     def leave_with_the_parent() -> None:
         with suppress(OSError):  # the pipe's other end closes when the parent is gone; it never writes
@@ -102,6 +107,7 @@ def spawn(
     limit: float | None = 0.0,
     device: str = "cpu",
     backend: str = "gloo",
+    debug: int | None = None,
 ) -> list[Any]:
     """Return the results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
 
@@ -109,6 +115,7 @@ def spawn(
     file, so functions and classes of its cells are sent as code, with the globals that they read.
     timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
     left out, None for no limit.
+    debug: the rank that reads this process's standard input, for its debugger.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands. ValueError when ranks could not
     import the script, because it is in no file.
@@ -132,13 +139,18 @@ def spawn(
     for rank in range(world_size):
         here, there = context.Pipe()
         launch = Launch("spawn", rank, world_size, rank, world_size)
-        given = (launch, meeting, device, backend, timeout, there, environment, task)
+        commands = debugger.standard_input() if rank == debug else None
+        debugged = debug, commands
+        given = (launch, meeting, device, backend, timeout, there, environment, task, debugged)
         process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)
         process.start()
         there.close()
+        if commands:
+            commands.close()
         ranks[here] = (rank, process)
     try:
-        return _collect(ranks, dist.FileStore(meeting, -1), timeout if limit == 0.0 else limit or math.inf)
+        limit = timeout if limit == 0.0 else limit or math.inf
+        return _collect(ranks, dist.FileStore(meeting, -1), limit, debug)
     finally:
         for _, process in ranks.values():
             process.kill()
@@ -176,7 +188,7 @@ def _folder() -> Path:
     return folder
 
 
-def _collect(ranks: Ranks, store: dist.Store, limit: float) -> list[Any]:
+def _collect(ranks: Ranks, store: dist.Store, limit: float, debug: int | None) -> list[Any]:
     """Return each rank's result, or raise RankError as `spawn` describes."""
     results: dict[int, Any] = {}
     report, code = "", 1
@@ -195,13 +207,13 @@ def _collect(ranks: Ranks, store: dist.Store, limit: float) -> list[Any]:
                     store.set("failure", report)
                 if rank not in results:
                     report = report or f"rank {rank} ended with exit code {process.exitcode} and no result"
-                    end = min(end, time.monotonic() + END_WITHIN)
-                continue
-            if good:
-                results[rank] = pickle.loads(payload)
             else:
-                report, code = report or payload, 2 if payload.startswith("error: ") else 1
-                end = min(end, time.monotonic() + END_WITHIN)
+                if good:
+                    results[rank] = pickle.loads(payload)
+                else:
+                    report, code = report or payload, 2 if payload.startswith("error: ") else 1
+        if report and debug not in {rank for rank, _ in open_pipes.values()}:
+            end = min(end, time.monotonic() + END_WITHIN)
     late = [rank for rank, _ in open_pipes.values() if rank not in results]
     if late and not report:
         report = _timed_out(late, store, limit)

@@ -22,7 +22,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from common.comm import blocked_in
-from common.errors import UsageError
+from common.errors import RankError, UsageError
+from common.launch import debugger
 from common.launch.program import WATCHDOG, leave_at_once
 
 LOOK_EVERY = 0.2  # seconds between polls of the store
@@ -46,9 +47,11 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException, rank: int) -> str:
-    """Return one line for bad input, the traceback for anything else."""
+    """Return one line for bad input and a debugger that was left, the traceback for anything else."""
     if isinstance(error, UsageError):
         return f"error: {error}"
+    if isinstance(error, RankError):
+        return str(error)
     return f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -126,8 +129,10 @@ class Watchdog(threading.Thread):
             if failed:
                 if not self.someone_failed:
                     self._answer(where(sys._current_frames().get(self.main or 0)))
-                if not self.done.wait(GRACE):
-                    leave_at_once(1)
+                while not self.done.wait(GRACE):
+                    if not debugger.at_prompt.is_set():
+                        self._wait_for_debugger()
+                        leave_at_once(1)
 
     def failed(self, error: BaseException) -> RankFailed:
         """Show `error` if this rank is the first in the world to fail; return the RankFailed to raise."""
@@ -142,6 +147,7 @@ class Watchdog(threading.Thread):
                 with suppress(RuntimeError):
                     self.store.wait(["shown"], timedelta(seconds=GRACE))
                 time.sleep(3 * LOOK_EVERY)  # the first to fail ends first: launchers blame the first to end
+                self._wait_for_debugger()
                 return ended
             self.store.set("failure", report)
             if isinstance(error, RuntimeError) and blocked_in:
@@ -152,7 +158,16 @@ class Watchdog(threading.Thread):
         with suppress(RuntimeError):
             self.store.set("shown", "")
         time.sleep(2 * LOOK_EVERY)  # the store may end with this process: let the others read it
+        self._wait_for_debugger()
         return ended
+
+    def _wait_for_debugger(self) -> None:
+        """Wait until the debugged rank is about to end: launchers end all ranks when the first one ends."""
+        with suppress(RuntimeError):  # the store is gone
+            if debugger.rank == self.rank:
+                self.store.set("debugged", "")
+            elif debugger.rank is not None:
+                self.store.wait(["debugged"], timedelta(seconds=debugger.FOREVER))
 
     def _answer(self, place: str) -> None:
         with suppress(RuntimeError):  # the store may be gone, and no rank is left to read it

@@ -24,6 +24,7 @@ from rich.console import Console
 from common import comm
 from common.data.text import load_text
 from common.errors import UsageError
+from common.launch import debugger
 from common.launch.command_line import Checked, Count, Ranks, Seed, Within, check_folder, parse
 from common.launch.launcher import resolve
 from common.launch.program import run_program
@@ -62,6 +63,8 @@ class LessonOptions(Checked):
     """Folder for a Chrome trace of all ranks; their times are printed at the end."""
     plot: Path | None = None
     """File for this lesson's picture."""
+    debug: Annotated[int, Within(0, 4095)] | None = None
+    """Rank on which Python's debugger opens, while the others wait."""
     trace_all: ClassVar[bool] = True  # a lesson is short
 
     def look_at_data(self) -> None:
@@ -156,7 +159,13 @@ def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> boo
 
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
-    launch, main = resolve(), partial(_within_memory, partial(_checked, main))
+    launch, timeout = resolve(), options.timeout
+    alone = launch.launcher == "none"
+    debugger.rank = options.debug
+    if options.debug is not None:
+        debugger.check(options.debug, launch, (options.nproc or 1) if alone else launch.world_size)
+        main, timeout = partial(debugger.debugged, main), debugger.FOREVER
+    main = partial(_within_memory, partial(_checked, main))
     write_records(options.json, [])  # fails now if the file cannot be written
     if options.trace and options.trace_all:
         main = partial(profiled, options.trace, main)
@@ -164,22 +173,23 @@ def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
         if options.plot.suffix.lower() not in PICTURES or options.plot.is_dir():
             raise UsageError(f"--plot {options.plot}: give a file whose name ends in {', '.join(PICTURES)}")
         check_folder("plot", options.plot, options.plot.absolute().parent)
-    if launch.launcher == "none" and (options.nproc or 1) > 1:
-        return all(
-            spawn(
+    if alone and (options.nproc or 1) > 1:
+        with debugger.kept_terminal():
+            results = spawn(
                 main,
                 options.nproc or 1,
                 options,
-                timeout=options.timeout,
+                timeout=timeout,
                 limit=None,
                 device=options.device,
                 backend=options.backend,
+                debug=options.debug,
             )
-        )
+        return all(results)
     if options.nproc not in (None, launch.world_size):
         raise UsageError(
             f"--nproc {options.nproc} contradicts {launch.launcher}, which started {launch.world_size} ranks; "
             f"leave --nproc out under a launcher"
         )
-    with runtime(options.device, options.backend, options.timeout) as rt:
+    with runtime(options.device, options.backend, timeout) as rt:
         return main(rt, options)
