@@ -23,7 +23,7 @@ all-to-all? `unflatten`, `flatten`, `movedim` and the like have their backward p
 `F.scaled_dot_product_attention(q, k, v, is_causal=causal)` is the kernel.
 
 Targets: both swaps, attention and all gradients as on one device within 1e-12; every rank sends (n-1)/n of its q, k, v
-and o forward and as much backward, in four all-to-alls each.
+and o forward and as much backward, in at most four all-to-alls each.
 """
 
 import torch

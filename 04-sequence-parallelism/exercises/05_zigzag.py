@@ -7,7 +7,7 @@ Query i sees the keys 0 to i, so token i costs i + 1 query-key pairs. In contigu
 
 Cut the sequence into 2n contiguous chunks instead, and give each rank two of them, one cheap and one expensive, so that
 all ranks have the same work. A length that 2n does not divide is cut into chunks whose lengths differ by at most one
-(torch.tensor_split does that), and the tokens of two ranks also differ by at most one.
+(torch.tensor_split does that), so that the tokens of two ranks differ by at most two.
 
 Layers that treat each token alone do not need the order, but positions, targets and everything that is compared with
 one device do: so a rank must know the positions of its tokens, and the ranks together must find the way back.
@@ -20,7 +20,7 @@ One call is allowed, in `whole`:
 `group.rank` and `group.size` are this rank's place and the number of ranks.
 
 Targets, for 1 to 8 ranks and about 2000 tokens, which 2n divides or not: every position once, rising on each rank;
-work of the slowest rank at most 1.01 times the mean; tokens of two ranks differ by at most one; at most two contiguous
+work of the slowest rank at most 1.01 times the mean; tokens of two ranks differ by at most two; at most two contiguous
 runs per rank; the way back, with one all-gather.
 """
 

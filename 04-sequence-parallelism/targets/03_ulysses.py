@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.comm import Group
-from common.grade.targets import backpropagate, counted, exactly, same, share, target
+from common.grade.targets import at_most, backpropagate, counted, exactly, same, share, target
 
 
 def draw(rng: torch.Generator, n: int) -> Tensor:
@@ -124,4 +124,4 @@ def bytes_sent(mine: Any, group: Group, rng: torch.Generator) -> None:
         backpropagate("attention", o, torch.ones_like(o))
     for direction, ledger in (("forward", forward), ("backward", backward)):
         exactly(f"bytes sent in the {direction} pass", ledger.bytes(), share(4, own[0].nbytes, group))
-        exactly(f"all-to-alls in the {direction} pass", len(ledger.rows), 4)
+        at_most(f"all-to-alls in the {direction} pass", len(ledger.rows), 4)
