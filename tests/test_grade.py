@@ -104,6 +104,8 @@ def test_a_bad_model_file(tmp_path: Path, mesh: str, source: str | None, says: s
         ("import importlib", "imports importlib"),
         ("__import__('dp_zero')", "uses '__import__'"),
         ("exec('import dp_zero')", "uses 'exec'"),
+        ("from common.comm import *", "imports common.comm.*"),
+        ("load, calls, library = 1, 2, 3\nprint(load + calls)", ""),
         ("from torch import distributed", "imports torch.distributed"),
     ],
 )

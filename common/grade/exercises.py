@@ -7,6 +7,7 @@ Files of one exercise have the same name; its number is the beginning of that na
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,9 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
                 return (
                     f"line {node.lineno} imports {name}; write it yourself, with torch and common.comm alone"  # type: ignore[attr-defined]
                 )
-        used = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        used = node.attr if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.Name) and (hasattr(builtins, node.id) or node.id.startswith("__")):
+            used = node.id  # any other name is the answer's own or imported, and imports are checked
         if used in hidden:
             return f"line {node.lineno} uses {used!r}; an answer must not: communicate through common.comm"  # type: ignore[attr-defined]
     return ""
@@ -116,4 +119,4 @@ def _imported(node: ast.AST) -> Iterator[str]:
             yield from (f"common.{alias.name}" for alias in node.names)
         else:
             yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names if alias.name in HIDDEN)
+            yield from (f"{module}.{alias.name}" for alias in node.names if alias.name in HIDDEN | {"*"})
