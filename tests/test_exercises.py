@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.grade.attempt import attempt, targets_of, tried
-from common.grade.exercises import Exercise, Outcome, find, refused
+from common.grade.exercises import ROOT, Exercise, Outcome, find, refused
 from common.launch.spawn import spawn
 
 try:
@@ -65,6 +65,12 @@ def test_each_stub_has_targets_and_a_solution() -> None:
         assert exercise.targets.exists(), name
         assert exercise.title.endswith("."), f"{name}: its text begins with a line that ends in a full stop"
     assert [e.path.name for e in find()] == [e.path.name for e in find("", "solutions")]
+
+
+def test_the_docs_list_all_exercises() -> None:
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    listed = re.findall(r"^\| \[(\d\d/\d+)\]\(\.\./(.+?)\) \| (.+) \|$", page, re.M)
+    assert listed == [(e.name, str(e.path.relative_to(ROOT)), e.title.rstrip(".")) for e in find()]
 
 
 @pytest.mark.parametrize("name", list(SOLUTIONS))
