@@ -1,4 +1,4 @@
-"""Split backward: the half that another rank waits for, and the half that fills the bubble.
+"""Split backward: dx now, dw later.
 
 The backward pass of a product y = x w^T makes two gradients:
 

@@ -66,12 +66,13 @@ class _Product(torch.autograd.Function):
         weight_gradient = lambda: dy.flatten(0, -2).T @ x.flatten(0, -2)  # noqa: E731
         if ctx.deferred.waiting is None:
             return dx, weight_gradient(), None
-        ctx.deferred.waiting.append(lambda: _add(weight, weight_gradient()))
+        ctx.deferred.waiting.append(lambda: _add(weight, weight_gradient))
         return dx, None, None
 
 
-@torch.no_grad()
-def _add(weight: Tensor, gradient: Tensor) -> None:
+@torch.no_grad()  # a saved x carries a graph, which the gradient would keep
+def _add(weight: Tensor, compute: Callable[[], Tensor]) -> None:
+    gradient = compute()
     if weight.grad is None:
         weight.grad = gradient.to(weight.dtype)
     else:
