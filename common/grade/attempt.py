@@ -71,7 +71,7 @@ def _try(rt: Runtime, exercise: Exercise, source: str, seed: int, progress: Path
                         raise
                     raise UsageError(json.dumps([number, _raised(error, exercise, rt.rank, size)])) from error
             if progress and wrong:  # ranks that go on may wait for this one for ever
-                progress.with_name(f"missed-{rt.rank}").write_text(wrong)
+                progress.with_name(f"missed-{rt.rank}").write_text(json.dumps((wrong, to_write)))
             if (found := _agree(rt, wrong, to_write))[0]:
                 return Outcome(names, number, *found)
     return Outcome(names, len(names))
@@ -125,7 +125,7 @@ def attempt(exercise: Exercise, seed: int, source: str | None = None, wait: floa
         except RankError as error:
             met = int(progress.read_text()) if progress.exists() else 0
             if missed := sorted(Path(folder).glob("missed-*")):
-                return Outcome(names, met, missed[0].read_text())
+                return Outcome(names, met, *json.loads(missed[0].read_text()))
             return Outcome(names, *_failed(str(error), met, exercise))
     return ranks[0]
 
@@ -137,7 +137,8 @@ def _failed(report: str, met: int, exercise: Exercise) -> tuple[int, str]:
         return met, wrong
     places = re.findall(r"rank (\d+) (?:failed|stood|stands) (.*)", report)
     if not places:
-        return met, report.strip().splitlines()[-1]
+        size = "; a message that has not the size of its receiver's tensor ends a rank so" * ("SIGABRT" in report)
+        return met, report.strip().splitlines()[-1] + size
     stands = []
     for rank, place in sorted(places):
         line = re.search(rf"{re.escape(exercise.path.name)}:(\d+)", place)
