@@ -27,5 +27,5 @@ Instruction = tuple[str, int, int]
 def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Instruction]:
     """Yield what this rank computes. ranks: p. micro_batches: M."""
     raise NotImplementedError(
-        "count in the picture the forwards of each rank before its first backward: all but one of them fill the pipeline"
+        "count in the picture each rank's forwards before its first backward; all but one of them fill the pipeline"
     )

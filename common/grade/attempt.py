@@ -137,7 +137,7 @@ def _failed(report: str, met: int, exercise: Exercise) -> tuple[int, str]:
         return met, wrong
     places = re.findall(r"rank (\d+) (?:failed|stood|stands) (.*)", report)
     if not places:
-        size = "; a message that has not the size of its receiver's tensor ends a rank so" * ("SIGABRT" in report)
+        size = ": a message has another size than its receiver's tensor" if "SIGABRT" in report else ""
         return met, report.strip().splitlines()[-1] + size
     stands = []
     for rank, place in sorted(places):
