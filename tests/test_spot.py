@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UsageError
+from common.launch.command_line import parse
 from common.launch.spawn import spawn
 from common.launch.terminal import terminal
 from common.spot.__main__ import SpotOptions, ask, main
-from common.spot.bugs import SYMPTOMS, Bug, find
+from common.spot.bugs import ROOT, SYMPTOMS, Bug, find
 from common.spot.run import OPTIMIZERS, Symptoms, examine, visit, world_size
 
 BUGS = find()
@@ -137,7 +139,7 @@ def test_a_reader_gets_the_hint_once_and_the_explanation_at_the_end(
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "common.spot", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, capture_output=True, text=True, timeout=200)
 
 
 def test_the_command_shows_symptoms_and_page_and_not_the_answer(tmp_path: Path) -> None:
@@ -151,18 +153,43 @@ def test_the_command_shows_symptoms_and_page_and_not_the_answer(tmp_path: Path) 
         assert secret not in done.stdout
 
 
+def test_bad_input_is_one_line_and_code_2() -> None:
+    done = command("09/1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: there is no bug '09/1'; choose from 01, 02, 03, 04, 05, 06\n"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "said"),
     [
-        (("--list",), 0, "bugs to find"),
-        (("09/1",), 2, "there is no bug '09/1'"),
-        (("01/1", "--answer", "1000"), 2, "the page has lines 1 to"),
-        (("01/1", "--answer", "x"), 2, "error: "),
-        (("01/1", "--plot", "loss.txt"), 2, "--plot loss.txt: give a file"),
+        (["01/1", "--answer", "1000"], "line 1000: the page has lines 1 to"),
+        (["01/1", "--answer", "x"], "--answer"),
+        (["01/1", "--plot", "loss.txt"], "--plot loss.txt: give a file"),
+        (["01/99"], "there is no bug '01/99'; choose from 01/1, 01/2"),
     ],
 )
-def test_exit_codes(arguments: tuple[str, ...], code: int, said: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == code
-    assert said in done.stdout + done.stderr
-    assert not any(bug.source in done.stdout for bug in BUGS)
+def test_bad_input_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        main(parse(SpotOptions, args=arguments))
+
+
+def test_the_list_gives_nothing_away(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SpotOptions(list=True)) == 0
+    shown = capsys.readouterr().out
+    for bug in BUGS:
+        assert f" {bug.place} " in shown
+        for secret in (bug.name, bug.source, bug.right, bug.explanation):
+            assert secret not in shown
+
+
+def test_the_docs_show_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "bugs-to-find.md").read_text()
+    blocks = re.findall(r"^```\n\$ python -m common.spot (\S+) --answer (\d+)\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 2
+    for place, line, printed in blocks:
+        main(SpotOptions(place, answer=int(line)))
+        assert capsys.readouterr().out == printed
+    counts = {kind: sum(bug.symptom == kind for bug in BUGS) for kind in SYMPTOMS}
+    assert f"{len(BUGS)} bugs" in page
+    for kind, count in counts.items():
+        assert f"| {SYMPTOMS[kind]} | {count} |" in page

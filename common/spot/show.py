@@ -92,7 +92,8 @@ def show_solution(out: Console, bug: Bug) -> None:
     for sign, text in (("-", bug.wrong), ("+", bug.right)):
         for number, line in enumerate(text.splitlines(), bug.first):
             out.print(escape(f"{number if sign == '-' else '':4} {sign} {line}"))
-    out.print(f"\n{bug.name.capitalize()}. {escape(textwrap.fill(bug.explanation, COLUMNS))}")
+    said = textwrap.fill(f"{bug.name[0].upper()}{bug.name[1:]}. {bug.explanation}", COLUMNS)
+    out.print(f"\n{escape(said)}")
     out.print(f"Source: {escape(bug.source)}")
 
 
