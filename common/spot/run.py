@@ -18,7 +18,7 @@ On one device, a mesh of one rank, collectives return at once and the page is pl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +55,7 @@ class Run:
 
     mesh: Mesh
     make_optimizer: MakeOptimizer
-    steps: int = STEPS
+    steps: int
     owner: Named | None = field(default=None, init=False)
 
     def optimizer(self, owner: Named) -> torch.optim.Optimizer:
@@ -97,10 +97,10 @@ def load(text: str, path: Path) -> ModuleType:
     return module
 
 
-def follow(page: ModuleType, mesh: Mesh, optimizer: str) -> Followed:
+def follow(page: ModuleType, mesh: Mesh, optimizer: str, steps: int = STEPS) -> Followed:
     """Train the page from the same random state; return what equality compares."""
     torch.manual_seed(0)
-    run = Run(mesh, OPTIMIZERS[optimizer])
+    run = Run(mesh, OPTIMIZERS[optimizer], steps)
     train: Callable[[Run], Iterator[Tensor]] = page.train
     return watch(train(run), run, mesh)
 
@@ -126,7 +126,12 @@ def compared(reference: Followed, other: Followed) -> Symptoms:
     )
 
 
-def visit(rt: Runtime, pages: list[tuple[str, str, Path]]) -> list[dict[str, Symptoms]]:
+def visit(
+    rt: Runtime,
+    pages: list[tuple[str, str, Path]],
+    steps: int = STEPS,
+    optimizers: Iterable[str] = tuple(OPTIMIZERS),
+) -> list[dict[str, Symptoms]]:
     """Return the symptoms of each page, by optimizer, on this rank. pages: (right text, text to run, path)."""
     torch.set_default_dtype(torch.float64)
     found, alone = [], Mesh(Group.alone())
@@ -135,10 +140,11 @@ def visit(rt: Runtime, pages: list[tuple[str, str, Path]]) -> list[dict[str, Sym
         page = load(text, path)
         mesh = Mesh(rt.world, **page.MESH)
         of_page = {}
-        for optimizer in OPTIMIZERS:
+        for optimizer in optimizers:
             if (path, optimizer) not in one_device:
-                one_device[path, optimizer] = follow(load(right, path), alone, optimizer)
-            of_page[optimizer] = compared(one_device[path, optimizer], follow(page, mesh, optimizer))
+                one_device[path, optimizer] = follow(load(right, path), alone, optimizer, steps)
+            other = follow(page, mesh, optimizer, steps)
+            of_page[optimizer] = compared(one_device[path, optimizer], other)
         found.append(of_page)
         mesh.close()
     return found
