@@ -2,8 +2,9 @@
 
 Every rank holds some of E experts, in order: `comm.sizes_of(E, group.size)` has the number on each rank; they differ
 by at most one. A rank has rows sorted by expert, and counts_E says how many for each. Rows go to the rank of their
-expert, and the expert's results return to the rank and the row that they came from. a2 is the row of token a for
-expert 2; a bar separates ranks, senders or experts:
+expert, and the expert's results return to the rank and the row that they came from. Rank 0 has
+experts 0 and 1 here, rank 1 experts 2 and 3; a2 is the row of token a for expert 2; a bar separates ranks, senders or
+experts:
 
               rows by expert   all-to-all, by sender   sorted by expert   experts, and back the same way
     rank 0    a0 b1 | a2 b3    a0 b1 | d0 c1           a0 d0 | b1 c1      results in the order of a0 b1 a2 b3
