@@ -63,7 +63,11 @@ def mistakes(stages: nn.ModuleDict, parts: Parts) -> dict[str, tuple[Tensor | No
             stages, parts, [float(b) for b in sizes]
         ),
     }
-    if len(set(sizes)) == 1:
+    if len(set(sizes)) > 1:
+        found["that of a mean over micro-batches of their means, but their sizes differ"] = one_device(
+            stages, parts, [float(b * len(sizes)) for b in sizes]
+        )
+    else:
         found["what comes of the gradients of h in the opposite order"] = (None, crossed(stages, parts))
     return found
 
