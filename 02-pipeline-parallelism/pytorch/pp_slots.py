@@ -15,7 +15,7 @@ from fractions import Fraction
 from common.grade.targets import Wrong
 
 from pp_checker import ScheduleError, check, computations
-from pp_schedule import COMPUTE, Instruction, Schedule, connect
+from pp_schedule import COMPUTE, Instruction, Schedule, connect, other_end
 from pp_simulator import Time, Timeline, simulate
 
 HOLDS = {"F": 1, "B": -1, "W": -1}
@@ -82,6 +82,11 @@ def read(
             mine = ", ".join(str(s) for s, of in enumerate(owner) if of == rank)
             raise Wrong(
                 f"rank {rank}, slot {slot}: '{i}' is for stage {stage}; of {len(owner)} stages this rank has {mine}"
+            )
+        if op not in COMPUTE and (other := other_end(i).stage) not in range(len(owner)):
+            raise Wrong(
+                f"rank {rank}, slot {slot}: the other end of '{i}' would be stage {other}, and there is none; "
+                f"the stages are 0 to {len(owner) - 1}"
             )
         found.append(i)
     return found
