@@ -24,7 +24,8 @@ The use in a step with two micro-batches; a backward pass before `begin` only ac
     buckets.finish()                     # now every p.grad is the sum over micro-batches and ranks
 
 Losses are divided by the targets of all ranks already, so gradients are summed. Weights are equal on all ranks, and
-every rank uses every parameter in each backward pass. Optimizers set p.grad to None after a step, or to zero.
+every rank uses every parameter in each backward pass. All parameters have one type. After a step the gradients become
+None, or zero.
 
 `p.register_post_accumulate_grad_hook(f)` calls f(p) in each backward pass, after its gradient was added to p.grad.
 `pending = comm.all_reduce(x, group, async_op=True)` starts to add x over the ranks in place and returns at once;
