@@ -23,7 +23,7 @@ spawn.PRELOAD += ["preloaded"]
 # about a minute to half a minute each on two cores; handed out first, so that none is waited for at the end
 LONGEST = (
     "hybrid mpi_backend launch_files runtime hybrid_faults pp dp_zero hybrid_trainer lessons tp dp_mixed_precision "
-    "dp_languages ep_libtorch mpi_groups tp_summa museum_hybrid"
+    "dp_languages ep_libtorch mpi_groups tp_summa museum_hybrid notebooks debug"
 )
 
 
