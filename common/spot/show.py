@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
+from rich.table import Table
 
 from common.launch.terminal import make_table
 from common.lesson.equality import KINDS
@@ -17,7 +18,7 @@ from common.spot.run import Symptoms, load
 from common.utils.visualizer import figure, loss_curves
 
 BARS = "▁▂▃▄▅▆▇█"
-COLUMNS = 100  # of text
+COLUMNS, WIDE = 100, 120  # of text; of a terminal that shows all steps
 
 
 def curve(values: Sequence[float], least: float, most: float) -> str:
@@ -35,7 +36,7 @@ def show_symptoms(out: Console, bug: Bug, found: dict[str, Symptoms] | str) -> N
         out.print("The page does not come to its end:")
         out.print(escape(textwrap.indent(found.replace(f"{ROOT}/", ""), "  ")))
         return
-    out.print(curves(found))
+    out.print(curves(found, out.width))
     differences = make_table(
         "Largest relative difference from one device",
         ("", *(head for name in found for head in (f">{name}", "where"))),
@@ -56,16 +57,16 @@ def show_symptoms(out: Console, bug: Bug, found: dict[str, Symptoms] | str) -> N
     )
 
 
-def curves(found: dict[str, Symptoms]) -> object:
-    """Return the table of losses and gradient norms, one device beside the page."""
-    rows = []
+def curves(found: dict[str, Symptoms], width: int) -> Table:
+    """Return the table of losses and gradient norms, one device beside the page; fewer steps where it is narrow."""
+    rows, last = [], len(found["sgd"].by_name) - 1
+    steps = range(last + 1) if width >= WIDE else (0, 1, last)
     for optimizer, symptoms in found.items():
         for name, (one, page) in (("loss", symptoms.losses), ("gradient norm", symptoms.norms)):
             least, most = min(one), max(one)
             for who, values in ((f"{name}, one device", one), (f"{name}, this page", page)):
-                numbers = [f"{v:.4g}" for v in values]
+                numbers = [f"{values[t]:.4g}" for t in steps]
                 rows.append((optimizer, who, curve(values, least, most), *numbers))
-    steps = range(len(rows[0]) - 3)
     return make_table("Steps", ("", "", "", *(f">{t}" for t in steps)), rows)
 
 
@@ -81,7 +82,7 @@ def _number(value: float | None) -> str:
 def show_page(out: Console, bug: Bug) -> None:
     """Print the page with its bug, with line numbers."""
     if out.is_terminal:
-        out.print(Syntax(bug.text, "python", line_numbers=True, background_color="default"))
+        out.print(Syntax(bug.text.rstrip(), "python", line_numbers=True, background_color="default"))
         return
     for number, line in enumerate(bug.text.splitlines(), 1):
         out.print(escape(f"{number:4}  {line}").rstrip())
@@ -92,7 +93,8 @@ def show_solution(out: Console, bug: Bug) -> None:
     for sign, text in (("-", bug.wrong), ("+", bug.right)):
         for number, line in enumerate(text.splitlines(), bug.first):
             out.print(escape(f"{number if sign == '-' else '':4} {sign} {line}"))
-    said = textwrap.fill(f"{bug.name[0].upper()}{bug.name[1:]}. {bug.explanation}", COLUMNS)
+    name = f"{bug.name[0].upper()}{bug.name[1:]}"
+    said = textwrap.fill(f"{name}. {bug.explanation}", min(COLUMNS, out.width))
     out.print(f"\n{escape(said)}")
     out.print(f"Source: {escape(bug.source)}")
 
