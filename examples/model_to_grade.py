@@ -33,8 +33,11 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def parallelize(model: nn.Sequential, mesh: Mesh) -> None:
     """Split the matrices over tp; the layers declare which of their parameters are split."""
-    model[0] = ColumnParallelLinear(model[0], mesh.group("tp"))
-    model[2] = RowParallelLinear(model[2], mesh.group("tp"))
+    up, down = model[0], model[2]
+    assert isinstance(up, nn.Linear)
+    assert isinstance(down, nn.Linear)
+    model[0] = ColumnParallelLinear(up, mesh.group("tp"))
+    model[2] = RowParallelLinear(down, mesh.group("tp"))
 
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Mesh) -> Tensor:

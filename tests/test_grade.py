@@ -11,47 +11,11 @@ import torch
 
 from common.errors import UsageError
 from common.grade.cpp import refused_in_cpp
-from common.grade.exercises import find, refused
+from common.grade.exercises import ROOT, find, refused
 from common.grade.mine import grade_mine
 from common.grade.targets import Wrong, at_most, counted, exactly, same
 
-OWN = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from common import comm
-from common.comm.placement import sum_gradients
-
-from tp_column_parallel import ColumnParallelLinear
-from tp_row_parallel import RowParallelLinear
-
-
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).double()
-
-
-def batch(step):
-    draw = torch.Generator().manual_seed(step)
-    return torch.randn(5, 6, generator=draw).double(), torch.randn(5, 3, generator=draw).double()
-
-
-def parallelize(model, mesh):
-    model[0] = ColumnParallelLinear(model[0], mesh.group("tp"))
-    model[2] = RowParallelLinear(model[2], mesh.group("tp"))
-
-
-def step(model, batch, mesh):
-    dp = mesh.group("dp")
-    x, y = (t.tensor_split(dp.size)[dp.rank] for t in batch)
-    loss = F.mse_loss(model(x), y, reduction="sum") / batch[1].numel()
-    loss.backward()
-    sum_gradients(model.parameters(), mesh)
-    total = loss.detach().clone()
-    comm.all_reduce(total, dp)
-    return total
-"""
+OWN = (ROOT / "examples" / "model_to_grade.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from common.grade.attempt import attempt
 from common.grade.exercises import Exercise, Outcome, find
-from common.grade.mine import grade_mine
+from common.grade.mine import grade_mine, parse_mesh
 from common.launch.command_line import Checked, Seed, parse
 from common.launch.program import run_program
 from common.launch.terminal import terminal
@@ -75,6 +75,7 @@ def show_mine(out: Console, path: Path, mesh: str) -> int:
 def main(o: GradeOptions) -> int:
     """Grade and print; return the exit code."""
     out = terminal()
+    parse_mesh(o.mesh)
     if o.mine:
         return show_mine(out, o.mine, o.mesh)
     exercises = find(o.which, o.folder)
