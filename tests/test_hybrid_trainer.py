@@ -267,7 +267,7 @@ def test_the_command_line_goes_over_the_file(tmp_path: Path) -> None:
     o = parse(TrainOptions, args=["--config", str(file)])
     assert (o.steps, o.explain) == (0, True)
     file.write_text("steps = 0\n")
-    parse(TrainOptions, args=["--config", str(file), "--explain"]).check()
+    parse(TrainOptions, args=["--config", str(file), "--explain"]).validate()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group, Pending
+from common.comm.checked import own
 from common.launch.command_line import Within
 
 from dp_basic import Bucket
@@ -82,7 +83,8 @@ class Compressor(ABC):
     @torch.no_grad()
     def __call__(self, bucket: Bucket) -> Message:
         """Start the exchange of a bucket. The flags at the end of the last bucket are sent uncompressed."""
-        x = {i: g + self.memory[i] if i in self.memory else g.clone() for i, g in bucket.views.items()}
+        views = {i: own(g) for i, g in bucket.views.items()}
+        x = {i: g + self.memory[i] if i in self.memory else g.clone() for i, g in views.items()}
         tail = bucket.flat[sum(g.numel() for g in x.values()) :]
         if tail.numel():
             self.used, self.flags = tail, comm.all_reduce(tail, self.group, async_op=True)

@@ -44,7 +44,7 @@ from pp_training import PipelineOptions, check, pipeline, timed_job
 
 
 @dataclass
-class MemoryOptions(PipelineOptions, without=("steps", "benchmark", "scaling", "json", "plot")):
+class MemoryOptions(PipelineOptions, without=("steps", "benchmark", "scaling", "json", "plot", "check")):
     """Options, with micro-batches so large that activations are most of the memory."""
 
     batch: Size = 16

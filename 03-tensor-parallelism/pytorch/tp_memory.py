@@ -70,7 +70,7 @@ def counted(name: str, o: MegatronOptions, group: Group, device: torch.device) -
 @dataclass
 class MemoryOptions(
     MegatronOptions,
-    without=("steps", "micro_batches", "dropout", "benchmark", "scaling", "data", "json", "plot"),
+    without=("steps", "micro_batches", "dropout", "benchmark", "scaling", "data", "json", "plot", "check"),
 ):
     """Model and batch of this lesson."""
 

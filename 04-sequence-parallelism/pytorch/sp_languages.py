@@ -44,7 +44,7 @@ LANGUAGES = {"pytorch": "pytorch", "sp_libtorch": "libtorch", "sp_mpi": "cpp-mpi
 
 @dataclass
 class LanguageOptions(
-    SequenceOptions, without=("model", "batch", "sequence", "micro_batches", "benchmark", "data")
+    SequenceOptions, without=("model", "batch", "sequence", "micro_batches", "benchmark", "data", "check")
 ):
     """Options: the shape of the attention."""
 

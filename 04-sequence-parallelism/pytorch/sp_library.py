@@ -53,7 +53,8 @@ VERSIONS = ("zigzag", *ROTATE)
 
 @dataclass
 class LibraryOptions(
-    SequenceOptions, without=("model", "batch", "sequence", "micro_batches", "benchmark", "data", "kernel")
+    SequenceOptions,
+    without=("model", "batch", "sequence", "micro_batches", "benchmark", "data", "kernel", "check"),
 ):
     """Options: the shape of the attention."""
 

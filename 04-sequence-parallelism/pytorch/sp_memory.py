@@ -50,7 +50,7 @@ from sp_training import SequenceOptions
 
 
 @dataclass
-class MemoryOptions(SequenceOptions, without=("steps", "micro_batches", "benchmark", "json")):
+class MemoryOptions(SequenceOptions, without=("steps", "micro_batches", "benchmark", "json", "check")):
     """Options: the shape of the attention whose peak is measured."""
 
     sequence: Size = 64

@@ -50,7 +50,17 @@ from ep_training import ExpertOptions, check_split, largest_difference
 @dataclass
 class LayerOptions(
     ExpertOptions,
-    without=("batch", "sequence", "micro_batches", "versions", "benchmark", "scaling", "data", "plot"),
+    without=(
+        "batch",
+        "sequence",
+        "micro_batches",
+        "versions",
+        "benchmark",
+        "scaling",
+        "data",
+        "plot",
+        "check",
+    ),
 ):
     """Options: the shape of the timed layer."""
 

@@ -77,7 +77,7 @@ class HybridOptions(Layout, Axes, TrainingOptions, without=("versions",)):
     explain: bool = False
     """Print the mesh, each rank's place and memory, groups, bytes of a step; with --steps 0 only that."""
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Check that the options fit together. Raises UsageError.
 
         Construction does not check this, because a configuration file gives the options one by one.
@@ -104,7 +104,7 @@ class TorchOptions(
     HybridOptions,
     without=(
         *("ep", "sp", "schedule", "chunks", "attention", "sequence_parallel"),
-        *("checkpointing", "precision", "clip", "scaling", "explain"),
+        *("checkpointing", "precision", "clip", "scaling", "explain", "check"),
     ),
 ):
     """Options of hybrid_torch.py: a dense model on pp, dp and tp."""

@@ -167,7 +167,7 @@ def lesson(rt: Runtime, o: HybridOptions, loop: Train) -> bool:
 
     The times, and with --benchmark only these are taken, are those of a Hybrid, which makes the same calls.
     """
-    o.check()
+    o.validate()
     o = replace(o, batch=o.batch * rt.world_size) if o.benchmark and o.scaling == "weak" else o
     mesh, out = o.mesh(rt), console(rt)
     if o.explain:

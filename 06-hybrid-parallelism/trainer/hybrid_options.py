@@ -36,7 +36,7 @@ Factor = Annotated[float, Within(0, 1e30)]
 
 
 @dataclass
-class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
+class TrainOptions(HybridOptions, without=("benchmark", "scaling", "check")):
     """Options of a training run."""
 
     config: Path | None = None
@@ -111,9 +111,9 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling")):
     def look_at_data(self) -> None:
         """No-op: `Shuffled` checks the data, since a token file may be larger than the memory."""
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Check that the options do not contradict one another. Raises UsageError."""
-        super().check()
+        super().validate()
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
         if self.generate:

@@ -240,7 +240,7 @@ class Trainer:
 
 def make(rt: Runtime, o: TrainOptions) -> Hybrid:
     """Make this rank's part of the model, and explain it with --explain. Raises UsageError for bad input."""
-    o.check()
+    o.validate()
     mesh, config = o.mesh(rt), o.model_config()
     if o.export:
         model_type(config)  # fails now, not at the end

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.comm.group import Group
+from common.comm.hooks import checked_call
 from common.comm.travel import (
     Pending,
     add_along_tree,
@@ -33,6 +34,7 @@ T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
 
 
+@checked_call
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Pending:
     """In place: P(x) to R(x). Sends 2(n-1)/n |x| (ring: reduce-scatter, then all-gather)."""
     y, back = in_place(x, group)
@@ -40,6 +42,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     return ready.start(lambda: dist.all_reduce(y, OPS[op], group=group.pg, async_op=True), async_op)
 
 
+@checked_call
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Pending:
     """In place: x of rank `src` to R(x). Sends (n-1)/n |x|."""
     y, back = in_place(x, group)
@@ -47,6 +50,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
     return ready.start(lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True), async_op)
 
 
+@checked_call
 def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
     """In place: P(x) to the sum on rank `dst`; the contents of x on other ranks are undefined. Sends (n-1)/n |x|."""
     y, back = in_place(x, group)
@@ -108,6 +112,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
     return out[: sizes[group.rank]].movedim(0, dim).contiguous()
 
 
+@checked_call
 def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
     """S(x on dimension 0) to R(out), pieces of equal length; x may be this rank's place in out. Sends (n-1)/n |x|.
 
@@ -122,6 +127,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     return ready.start(lambda: dist.all_gather_single(flat, piece, group=group.pg, async_op=True), async_op)
 
 
+@checked_call
 def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> Pending:
     """P(x) to S(out on dimension 0), pieces of equal length; out may be this rank's place in x. Sends (n-1)/n |x|.
 
@@ -174,6 +180,7 @@ def all_to_all(
     return out
 
 
+@checked_call
 def all_to_all_into(
     out: Tensor,
     x: Tensor,
@@ -201,6 +208,7 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False
     return ready.start(lambda: dist.isend(y, group.ranks[dst], group=group.pg, tag=tag), async_op)
 
 
+@checked_call
 def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False) -> Pending:
     """One message from rank `src` into x: sends nothing."""
     room, back = room_for(x, group)
@@ -208,6 +216,7 @@ def recv(x: Tensor, group: Group, src: int, tag: int = 0, async_op: bool = False
     return ready.start(lambda: dist.irecv(room, group.ranks[src], group=group.pg, tag=tag), async_op)
 
 
+@checked_call
 def exchange(
     x: Tensor, out: Tensor, group: Group, dst: int, src: int, tag: int = 0, async_op: bool = False
 ) -> Pending:
@@ -235,6 +244,7 @@ def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     return out
 
 
+@checked_call
 def everyones(value: T, group: Group) -> list[T]:
     """One Python object of each rank, on all ranks: for what a lesson shows; the ledger counts no bytes."""
     if group.size == 1:
@@ -244,6 +254,7 @@ def everyones(value: T, group: Group) -> list[T]:
     return values
 
 
+@checked_call
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here. The ledger counts no bytes for it."""
     Pending("barrier", group, 0).start(lambda: dist.barrier(group=group.pg, async_op=True))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group, sizes_of
+from common.comm.hooks import typed
 
 Map = Callable[[Tensor], Tensor]
 
@@ -62,16 +63,19 @@ def _piece(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     return x.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank]).contiguous()
 
 
+@typed("I", "R")
 def copy(x: Tensor, group: Group) -> Tensor:
     """R to R; the gradients, a part on each rank, are summed. Megatron's f (arXiv:1909.08053, section 3)."""
     return _linear(x, _same, lambda dy: _summed(dy, group))
 
 
+@typed("PV", "I")
 def reduce(x: Tensor, group: Group) -> Tensor:
     """P to R: the sum over ranks; the gradient is unchanged. Megatron's g (arXiv:1909.08053, section 3)."""
     return _linear(x, lambda x: _summed(x, group), _same)
 
 
+@typed("I", "S")
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """R to S(dim): this rank's piece, lengths as `sizes_of` cuts; the gradients are all-gathered."""
     sizes = sizes_of(x.shape[dim], group.size)
@@ -80,6 +84,7 @@ def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     )
 
 
+@typed("SV", "I")
 def gather(
     x: Tensor,
     group: Group,
@@ -98,6 +103,7 @@ def gather(
     )
 
 
+@typed("PV", "S")
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """P to S(dim): this rank's piece of the sum, as `sizes_of` cuts; the gradients are all-gathered."""
     sizes = sizes_of(x.shape[dim], group.size)
@@ -108,6 +114,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     )
 
 
+@typed("SV", "V")
 def all_to_all(
     x: Tensor,
     group: Group,
@@ -125,6 +132,7 @@ def all_to_all(
     )
 
 
+@typed("SV", "V")
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     """Round the ring: x of rank r goes to rank r + by; the gradients go back. Shapes are equal on all ranks."""
     return _linear(x, lambda x: comm.shift(x, group, by), lambda dy: comm.shift(dy, group, -by))

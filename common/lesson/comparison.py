@@ -192,7 +192,9 @@ def prove(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
             # messages that the ledger does not see go through the library's dispatcher
             with Listener(rt.world) if name in lesson.unseen else Ledger() as ledger:
                 own = name in lesson.on_rank_0
-                followed = watch(lesson.versions[name](job), job, None if own else mesh)
+                followed = watch(
+                    lesson.versions[name](job), job, None if own else mesh, name not in lesson.unseen
+                )
             formula = lesson.bytes_of_run(name, shape, rt.world, o)
             counted = ledger.bytes() - ledger.bytes("bookkeeping")
             shown = None if own and rt.rank > 0 else followed

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import ledger
+from common.comm.checked import if_asked
 from common.comm.mesh import AXES, Mesh
 from common.comm.placement import FlatShard, gradient_norm, placement
 
@@ -131,11 +132,17 @@ class Named(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
-def watch(run: Iterator[Tensor], trained: Trained, mesh: Mesh | None = None) -> Followed:
+def watch(run: Iterator[Tensor], trained: Trained, mesh: Mesh | None = None, check: bool = True) -> Followed:
     """Run a training loop to its end; return losses, gradients, norms and weights.
 
-    run: yields each step's loss of the global batch, and leaves the summed gradients until it goes on.
+    run: yields each step's loss of the global batch, and leaves the summed gradients until it goes on. check:
+    check the placements if --check was given.
     """
+    with if_asked(mesh if check else None):
+        return _watch(run, trained, mesh)
+
+
+def _watch(run: Iterator[Tensor], trained: Trained, mesh: Mesh | None) -> Followed:
     result, named = Followed(), dict[str, Tensor]()
     for loss in run:
         assert trained.owner is not None, "a training loop makes its optimizer by job.optimizer"

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 
 from common import comm
+from common.comm import checked
 from common.data.text import load_text
 from common.errors import UsageError
 from common.launch import debugger
@@ -147,6 +148,7 @@ def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) 
 def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
     """Check that the data can be read and that all ranks have the same options; then run `main`."""
     options.look_at_data()
+    checked.asked = getattr(options, "check", False)
     mine = {field.name: str(getattr(options, field.name)) for field in fields(options)}
     for rank, theirs in enumerate(comm.everyones(mine, rt.world)):
         for name, value in mine.items():

@@ -1,0 +1,215 @@
+"""Types on ranks: what misplaces a tensor is caught with no reference run, and the right version passes in silence."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import checked, collectives
+from common.comm.checked import RULES, Misplaced, declare
+from common.comm.mesh import Mesh
+from common.comm.placement import shard, sum_gradients
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.lesson.equality import OPTIMIZERS
+
+Found = dict[str, tuple[str, str, str]]  # exhibit: rule, axis, file; empty if nothing was said
+
+# by museum and exhibit: the rule that catches it, the axis, and the file of the line that is named
+CAUGHT: Mapping[str, Found] = {
+    "tp": {
+        "the missing f": ("mix", "tp", "tp_column_parallel.py"),
+        "the sum that is summed again": ("sum", "tp", "test_museum_tp.py"),
+        "the all-reduce on what autograd saved": ("sum", "tp", "test_museum_tp.py"),
+        "norms that drift apart": ("linear", "tp", "steps.py"),
+        "the norm that counts norms n times": ("once", "tp", "test_museum_tp.py"),
+        "shared heads, not summed": ("mix", "tp", "test_museum_tp.py"),
+        "right": ("", "", ""),
+        "right, sequence parallel": ("", "", ""),
+        "right, clipped": ("", "", ""),
+        "right, shared heads": ("", "", ""),
+    },
+    "dp": {
+        "the hook that averages weights": ("linear", "dp", "steps.py"),
+        "the hook that sees the last micro-batch": ("linear", "dp", "steps.py"),
+        "the clip before the reduction": ("linear", "dp", "test_museum_dp.py"),
+        "right, clipped": ("", "", ""),
+    },
+    "dp_step": {
+        "the clip of each micro-batch": ("linear", "dp", "test_museum_dp_step.py"),
+        "right, clipped": ("", "", ""),
+    },
+    "dp_zero": {
+        "the norm of a shard": ("root", "dp", "test_museum_dp_zero.py"),
+        "the gather that was forgotten": ("equal", "dp", "dp_unit.py"),
+        "right, clipped, stage 1": ("", "", ""),
+        "right, clipped, stage 3": ("", "", ""),
+    },
+    "dp_compression": {"memory behind the sum": ("step", "dp", "steps.py")},
+    "ep": {
+        "experts taken for replicas": ("sum", "ep", "test_museum_ep.py"),
+        "right, auxiliary loss with capacity": ("", "", ""),
+    },
+    "pp": {
+        "a tied embedding whose two copies drift": ("step", "pp", "test_museum_pp.py"),
+        "right": ("", "", ""),
+    },
+    "sp": {"right, zigzag": ("", "", "")},
+    "hybrid_trainer": {
+        "masks different over tp": ("equal", "tp", "tp_megatron.py"),
+        "right over tp, its tokens in slices": ("", "", ""),
+    },
+    "hybrid": {
+        "expert gradients summed over ep": ("sum", "ep", "test_museum_hybrid.py"),
+        "the norm counts replicas": ("once", "ep", "test_museum_hybrid.py"),
+        "the norm misses experts": ("once", "ep", "test_museum_hybrid.py"),
+        "each stage clips by its own norm": ("linear", "pp", "test_museum_hybrid.py"),
+        "routers taken for complete along tp": ("linear", "tp", "hybrid_model.py"),
+        "a tied head's gradient is not summed": ("step", "pp", "hybrid_training.py"),
+        "right, a tied head": ("", "", ""),
+    },
+}
+
+
+class Reference:
+    """Run on one device that nothing is compared with."""
+
+    def __init__(self) -> None:
+        self.losses = [self] * 99
+
+    def __sub__(self, other: float) -> float:
+        return 0.0
+
+
+def tour(rt: Runtime, museum: str, names: list[str]) -> Found:
+    """Visit exhibits under the checker, without their reference; return what it says."""
+    rooms, found = importlib.import_module(f"test_museum_{museum}"), Found()
+    for name in ("one_device", "plain", "alone"):
+        if hasattr(rooms, name):
+            setattr(rooms, name, lambda *given, **options: Reference())
+    rooms.compare = lambda *given: {}  # type: ignore[attr-defined]
+    with patch.object(checked, "asked", True):
+        for name in names:
+            found[name] = ("", "", "")
+            try:
+                rooms.visit(rt, name, "sgd")
+            except Misplaced as wrong:
+                print(f"\n{name}: {wrong}", end="")
+                found[name] = wrong.rule, wrong.axis, wrong.line.partition(":")[0]
+    return found
+
+
+@pytest.mark.parametrize("museum", CAUGHT)
+def test_exhibits_that_misplace_a_tensor_are_caught(museum: str) -> None:
+    ranks = 4 if museum == "hybrid" else 2
+    for found in spawn(tour, ranks, museum, [*CAUGHT[museum]], timeout=120, limit=240):
+        assert found == CAUGHT[museum]
+
+
+def split(weight: Tensor, mesh: Mesh, dim: int) -> nn.Parameter:
+    return shard(nn.Parameter(weight), mesh.group("tp"), dim)
+
+
+def forgotten_copy(rt: Runtime, mesh: Mesh) -> None:
+    x = F.rms_norm(torch.ones(3, 4), (4,), nn.Parameter(torch.ones(4)))
+    F.linear(x, split(torch.ones(4, 4), mesh, 0))
+
+
+def partial_gelu(rt: Runtime, mesh: Mesh) -> None:
+    F.gelu(F.linear(torch.ones(3, 2), split(torch.ones(4, 4), mesh, 1)))
+
+
+def bias_of_every_rank(rt: Runtime, mesh: Mesh) -> None:
+    with torch.no_grad():
+        y = F.linear(torch.ones(3, 2), split(torch.ones(4, 4), mesh, 1))
+        y + nn.Parameter(torch.ones(4))
+
+
+def norm_of_a_shard(rt: Runtime, mesh: Mesh) -> None:
+    1 / torch.linalg.vector_norm(split(torch.ones(4, 4), mesh, 0))
+
+
+def sum_of_replicas(rt: Runtime, mesh: Mesh) -> None:
+    comm.all_reduce(nn.Parameter(torch.ones(4)).detach() * 1, mesh.group("tp"))
+
+
+def copy_of_a_shard(rt: Runtime, mesh: Mesh) -> None:
+    collectives.copy(declare(torch.ones(4), tp="S"), mesh.group("tp"))
+
+
+def another_call(rt: Runtime, mesh: Mesh) -> None:
+    comm.all_reduce(torch.ones(4), mesh.group("tp"), "sum" if rt.rank else "max")
+
+
+def replicas_apart(rt: Runtime, mesh: Mesh) -> None:
+    collectives.copy(torch.full((4,), 1.0 + rt.rank), mesh.group("tp"))
+
+
+def step_without_sum(rt: Runtime, mesh: Mesh) -> None:
+    norm = nn.Parameter(torch.ones(4))
+    norm.token_axes = ("tp",)  # type: ignore[attr-defined]
+    optimizer = OPTIMIZERS["sgd"]([norm])
+    F.rms_norm(torch.ones(3, 4), (4,), norm).sum().backward()
+    optimizer.step()
+
+
+BROKEN: Mapping[str, Callable[[Runtime, Mesh], None]] = {
+    "mix": forgotten_copy,
+    "linear": partial_gelu,
+    "once": bias_of_every_rank,
+    "root": norm_of_a_shard,
+    "sum": sum_of_replicas,
+    "call": copy_of_a_shard,
+    "meet": another_call,
+    "equal": replicas_apart,
+    "step": step_without_sum,
+}
+
+
+def break_rules(rt: Runtime) -> dict[str, tuple[str, str]]:
+    """Return, for each mistake, the rule that catches it, and that which does when this rule is off."""
+    mesh, found = Mesh(rt.world, tp=rt.world_size), {}
+    for rule, mistake in BROKEN.items():
+        said = []
+        for rules in (RULES, [other for other in RULES if other != rule]):
+            said.append("")
+            try:
+                with checked.checked(mesh, timeout=20, rules=rules):
+                    mistake(rt, mesh)
+            except Misplaced as wrong:
+                here = (wrong.rank, wrong.axis, wrong.line[:16]) == (rt.rank, "tp", "test_checked.py:")
+                said[-1] = wrong.rule if here else str(wrong)
+        found[rule] = said[0], said[1]
+    return found
+
+
+def test_each_rule_is_needed() -> None:
+    assert set(BROKEN) == set(RULES)
+    for found in spawn(break_rules, 2):
+        assert found == {rule: (rule, "") for rule in RULES}
+
+
+def right_step(rt: Runtime) -> tuple[int, bool]:
+    """Return the bytes of the checker's messages in a right step, and True if all hooks are gone after it."""
+    mesh, norm = Mesh(rt.world, tp=rt.world_size), nn.Parameter(torch.ones(4))
+    norm.token_axes = ("tp",)  # type: ignore[attr-defined]
+    optimizer = OPTIMIZERS["sgd"]([norm])
+    with checked.checked(mesh) as checker:
+        F.rms_norm(torch.ones(3, 4), (4,), norm).sum().backward()
+        sum_gradients([norm], mesh)
+        optimizer.step()
+    step_without_sum(rt, mesh)
+    return checker.bytes, not norm._post_accumulate_grad_hooks
+
+
+def test_a_right_step_is_silent_and_leaves_nothing() -> None:
+    for sent, clean in spawn(right_step, 2):
+        assert clean
+        assert 0 < sent < 2000
