@@ -160,7 +160,7 @@ class Checker(TorchFunctionMode):
         )  # parameter: (fingerprint at its first use in this step, axes compared)
         self.covered: dict[tuple[int, ...], tuple[tuple[str, ...], bool]] = {}
         self.handles: list[Any] = []
-        self.stepping = False
+        self.stepping = self.reading = False
 
     # ---- the table
 
@@ -208,7 +208,8 @@ class Checker(TorchFunctionMode):
             self.parameters[p] = kinds
             if p.requires_grad:
                 self._follow_gradient(p, {axis: dual(kind) for axis, kind in kinds.items()})
-        if p not in self.used and p.untyped_storage().nbytes() >= p.nbytes:  # not freed, as in ZeRO's stage 3
+        freed = p.untyped_storage().nbytes() < p.nbytes  # in ZeRO's stage 3
+        if self.reading and p not in self.used and not freed:
             self.used[p] = fingerprint(p), set()
         return self.parameters[p]  # type: ignore[no-any-return]
 
@@ -272,7 +273,10 @@ class Checker(TorchFunctionMode):
     def _typed(
         self, name: str, operands: list[Tensor], args: Any, kwargs: dict[str, Any], results: list[Tensor]
     ) -> None:
+        # a broadcast writes into p.data: its values before do not count as used
+        self.reading = name not in ("data", "detach") and torch.is_grad_enabled()
         every = [self.kinds(x) for x in operands]
+        self.reading = False
         if not any(every):
             return
         flows = torch.is_grad_enabled()
