@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from common.grade.exercises import ROOT, Exercise, Outcome
@@ -59,6 +60,19 @@ def _object_of(exercise: Exercise) -> Path:
     return compiled
 
 
+def _run(launch: list[str], limit: float) -> tuple[str, str]:
+    """Return (stdout, stderr) of mpirun. After `limit` seconds mpirun is told to end, and ends its ranks."""
+    run = subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        return run.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        run.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            run.communicate(timeout=10)
+        run.kill()
+        return "", f"it did not end within {limit:g} s"
+
+
 def attempt_in_cpp(exercise: Exercise, seed: int, source: str, wait: float) -> Outcome:
     """Compile and run an answer; `wait`: seconds after which ranks that wait for one another are ended."""
     text = exercise.targets.read_text()
@@ -81,8 +95,8 @@ def attempt_in_cpp(exercise: Exercise, seed: int, source: str, wait: float) -> O
         launch = ["mpirun", "-np", world, "--oversubscribe", str(program), str(seed), str(wait)]
         if os.geteuid() == 0:
             launch.insert(1, "--allow-run-as-root")
-        run = subprocess.run(launch, capture_output=True, text=True, timeout=wait + STARTS_WITHIN)
-    for line in run.stdout.splitlines():
+        out, err = _run(launch, wait + STARTS_WITHIN)
+    for line in out.splitlines():
         if line.startswith("{"):
             said = json.loads(line)
             wrong = said["wrong"]
@@ -92,11 +106,9 @@ def attempt_in_cpp(exercise: Exercise, seed: int, source: str, wait: float) -> O
                 wrong.removeprefix("not written: "),
                 wrong.startswith("not written"),
             )
-    if missed := sorted(re.findall(r"^missed (\d+) (.*)$", run.stdout, re.MULTILINE)):
+    if missed := sorted(re.findall(r"^missed (\d+) (.*)$", out, re.MULTILINE)):
         return Outcome(names, int(missed[0][0]), missed[0][1])
-    stands = sorted({line for line in run.stdout.splitlines() if re.match(r"rank \d+ waits in", line)})
+    stands = sorted({line for line in out.splitlines() if re.match(r"rank \d+ waits in", line)})
     if stands:
         return Outcome(names, 0, "the ranks wait for one another: " + "; ".join(stands))
-    return Outcome(
-        names, 0, "it ends before its result: " + (run.stderr.strip().splitlines() or ["no reason"])[0]
-    )
+    return Outcome(names, 0, "it ends before its result: " + (err.strip().splitlines() or ["no reason"])[0])
