@@ -1,10 +1,10 @@
 """Targets of ZeRO-3: outputs and shards of one device, whole weights of two layers at most, 3 M S (n-1)/n bytes."""
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from common.comm import Group
@@ -68,12 +68,12 @@ def the_shards(mine: Any, group: Group, rng: torch.Generator) -> None:
     """Equal lengths, zeros at the end; the layers' own memory is free."""
     seed, _ = inputs(group, rng)
     layers, right = layers_of(seed), layers_of(seed)
-    storages = [weakref.ref(p.untyped_storage()) for layer in layers for p in layer.parameters()]
+    storages = [(StorageWeakRef(p.untyped_storage()), p.nbytes) for x in layers for p in x.parameters()]
     with LiveBytes() as live:
         model = mine.Zero3(layers, group)
         made = live.now
     same_shards("", model.shards, [list(layer.parameters()) for layer in right], group)
-    alive = sum(storage.nbytes() for ref in storages if (storage := ref()) is not None)
+    alive = sum(size for storage, size in storages if not storage.expired())
     at_most("bytes of the layers' own parameters that are still in memory", alive, 0)
     at_most("bytes that Zero3(...) keeps", made, sum(shard.nbytes for shard in model.shards))
 
