@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common.errors import UsageError
-from common.launch.command_line import Checked, Seed, check_folder, parse
+from common.launch.command_line import Checked, Count, Seed, check_folder, parse
 from common.launch.program import run_program
 from common.launch.terminal import terminal
 from common.spot.bugs import Bug, find
@@ -37,7 +37,7 @@ class SpotOptions(Checked):
 
     which: Annotated[str, tyro.conf.Positional] = ""
     """A bug (03/2), or a chapter (03) to draw from; default: draw from all."""
-    answer: int | None = None
+    answer: Count | None = None
     """Number of the wrong line; default: ask on a terminal."""
     list: bool = False
     """List the bugs by chapter and symptom."""
