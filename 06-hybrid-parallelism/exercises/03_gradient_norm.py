@@ -19,6 +19,7 @@ Return the norm as a float. Ranks may hold different numbers of gradients.
 Targets: the norm of one device on five meshes of 4 ranks; one message, of 8 bytes.
 """
 
+import torch
 from torch import Tensor
 
 from common import comm

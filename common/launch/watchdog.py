@@ -62,7 +62,8 @@ def where(frame: FrameType | None) -> str:
         for f in traceback.extract_stack(frame)
         if "site-packages" not in f.filename
         and "<frozen" not in f.filename
-        and os.path.basename(f.filename) not in ("calls.py", "travel.py", "threading.py", "selectors.py")
+        and os.path.basename(f.filename)
+        not in ("calls.py", "travel.py", "hooks.py", "threading.py", "selectors.py")
     ]
     state = dict(blocked_in)
     waiting = ""
