@@ -14,9 +14,10 @@ receives into another from rank src, so that no order of ranks can wait for itse
 are this rank's place and the number of ranks. The length need not divide by the number of ranks.
 
 Targets: the sum on every rank, x unchanged, 2(n-1) messages, 2(n-1)/n of the bytes of x where n divides its length.
-docs/01-data-parallelism.md has the picture.
+docs/00-introduction.md has the picture, under the all-reduce.
 """
 
+import torch
 from torch import Tensor
 
 from common import comm
