@@ -2,6 +2,8 @@
 #   VENV=folder  PYTHON=program  TORCH=cpu  MPI=system  go to the set-up: see scripts/install_all.sh
 
 export VENV ?= .venv
+# Python keeps what it compiles, also where a container says otherwise: without, each start of torch takes 4 s more
+export PYTHONDONTWRITEBYTECODE :=
 
 ACTIVATE := . "$$(cd "$$VENV" && pwd)/bin/activate" &&
 PYTEST := python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
