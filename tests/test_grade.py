@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import UsageError
+from common.errors import RankError, UsageError
+from common.grade.__main__ import GradeOptions, main, show
 from common.grade.cpp import refused_in_cpp
-from common.grade.exercises import ROOT, find, refused
+from common.grade.exercises import ROOT, Outcome, find, refused
 from common.grade.mine import grade_mine
 from common.grade.targets import Wrong, at_most, counted, exactly, same
+from common.launch.terminal import terminal
 
 OWN = (ROOT / "examples" / "model_to_grade.py").read_text()
 
@@ -48,13 +51,32 @@ def test_a_model_of_ones_own(tmp_path: Path, right: str, wrong: str, says: str) 
         ("dp=0", OWN, "give axes and ranks like"),
         ("dp=2", "x = 1", "has no function make_model"),
         ("dp=2", None, "there is no such file"),
+        ("dp=2", "x = 1 +", "line 1 is no Python: invalid syntax"),
+        ("dp=2", "import no_such_module", "it raised ModuleNotFoundError in line 1, `import no_such_module`"),
+        (
+            "dp=2",
+            OWN.replace("def batch(step: int)", "def batch()"),
+            r"batch must take \(step\), but too many",
+        ),
     ],
+    ids=["no axis", "no ranks", "no function", "no file", "no Python", "no module", "no argument"],
 )
 def test_a_bad_model_file(tmp_path: Path, mesh: str, source: str | None, says: str) -> None:
     if source:
         (tmp_path / "own.py").write_text(source)
     with pytest.raises(UsageError, match=says):
         grade_mine(tmp_path / "own.py", mesh)
+
+
+def test_a_function_that_raises_is_named_once_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN.replace("    loss.backward()", "    raise ValueError('no loss')"))
+    with pytest.raises(RankError) as error:
+        grade_mine(file, "dp=2")
+    assert re.fullmatch(
+        r"error: step of .*own.py: it raised ValueError in line \d+, `raise .*`: no loss", str(error.value)
+    )
+    assert error.value.code == 2
 
 
 @pytest.mark.parametrize(
@@ -70,6 +92,7 @@ def test_a_bad_model_file(tmp_path: Path, mesh: str, source: str | None, says: s
         ("exec('import dp_zero')", "uses 'exec'"),
         ("from common.comm import *", "imports common.comm.*"),
         ("load, calls, library = 1, 2, 3\nprint(load + calls)", ""),
+        ("class A:\n    def f(self):\n        self.calls = self.load = 1", ""),
         ("from torch import distributed", "imports torch.distributed"),
     ],
 )
@@ -117,20 +140,23 @@ def test_messages_of_targets() -> None:
 
 
 def test_the_command_line() -> None:
-    def grade(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "common.grade", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    stub = grade("06/1", "--seed", "3")
+    command = [sys.executable, "-m", "common.grade", "06/1", "--seed", "3"]
+    stub = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert stub.returncode == 1
-    assert "06/1  to write" in stub.stdout
+    assert "06/1  to write  0 of" in stub.stdout
     assert "first: divide the rank" in stub.stdout
-    solution = grade("06/1", "--folder", "solutions")
-    assert solution.returncode == 0
-    assert "1 of 1 passed" in solution.stdout
-    unknown = grade("06/99")
-    assert unknown.returncode == 2
-    assert "there is no exercise '06/99'; choose from 06/1" in unknown.stderr
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(GradeOptions("06/1", "solutions")) == 0
+    assert "1 of 1 passed" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="there is no exercise '06/99'; choose from 06/1"):
+        main(GradeOptions("06/99"))
+    missed = Outcome(("first", "second", "third"), 1, "x is 2, 1 is right")
+    show(terminal(), find("06/1")[0], missed)
+    shown = capsys.readouterr().out
+    assert "06/1  FAILED    1 of 3 targets met" in shown
+    assert shown.endswith("1 more not tried\n")
 
 
 def test_chapters_and_numbers() -> None:

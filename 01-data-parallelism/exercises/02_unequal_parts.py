@@ -4,7 +4,8 @@ The loss of a step is the mean over the T targets of the whole batch, and each r
 
     L = (1/T) · Σ ℓ(t)         ∇L = g₀ + g₁ + …         gᵣ = ∇ (1/T) · Σ ℓ(t)   over the targets of rank r
 
-The parts are unequal: ranks have different numbers of samples (also none), and a target of -100 does not count. So a
+The parts are unequal: ranks have different numbers of samples (also none), and a target of -100 does not count; at
+least one target of the whole batch counts. So a
 mean over each rank's own targets is of no use; every rank needs T.
 
 The model may have branches that the samples of a rank do not use. Their parameters have `p.grad is None` on this rank:

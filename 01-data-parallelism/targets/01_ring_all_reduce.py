@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.comm import Group
-from common.grade.targets import counted, exactly, holds, same, target
+from common.grade.targets import counted, exactly, holds, same, target, unchanged
 
 
 def vectors(group: Group, rng: torch.Generator, length: int) -> Tensor:
@@ -37,7 +37,7 @@ def x_is_kept(mine: Any, group: Group, rng: torch.Generator) -> None:
     own = vectors(group, rng, 12)[group.rank]
     given = own.clone()
     mine.ring_all_reduce(given, group)
-    same("x after the call", given, own)
+    unchanged("x", given, own)
 
 
 @target("2(n-1) messages of 1/n of x", ranks=(2, 3, 4))

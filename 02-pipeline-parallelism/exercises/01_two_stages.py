@@ -8,7 +8,8 @@ micro-batches, m = 0 .. M-1: all micro-batches pass forward, then their gradient
                                          dh = gradient of the loss with respect to h
 
       time ─►   rank 0   F0 F1 F2 .  .  B0 B1 B2      Fm: forward of micro-batch m, Bm: its backward
-                rank 1   .  F0 F1 F2 B0 B1 B2 .       rank 0 computes F1 while rank 1 computes F0
+                rank 1   .  F0 F1 F2 B0 B1 B2 .       rank 0 computes F1 while rank 1 computes F0;
+                                                      rank 1 may also run B0 right after F0
 
 Autograd ends at the border. On rank 1 the received h is a new tensor: make it a leaf that has a gradient with
 `h.requires_grad_()`, and find dh in `h.grad` after `backward()`. On rank 0 `h.backward(dh)` starts a backward pass at

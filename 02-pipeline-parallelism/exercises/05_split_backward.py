@@ -11,8 +11,8 @@ uses it.
 1. `product(x, w, later)`. Write a torch.autograd.Function; its forward takes (ctx, x, w, later) and its backward
    (ctx, dy). The backward returns one value for each argument of the forward: dx, and None for the two others. It
    appends to the list `later` a function without arguments that adds dw to w.grad (which is None at first) when it is
-   called. Until then it may keep x and dy, and nothing else. A tensor from ctx.saved_tensors can carry a graph: compute
-   under torch.no_grad(), so that w.grad carries none.
+   called. Until then it may keep x and dy, besides w itself, and no other tensor. A tensor from ctx.saved_tensors can
+   carry a graph: compute under torch.no_grad(), so that w.grad carries none.
    Shapes: x_bI (b samples of width I), w_OI, y_bO.
 
 2. `zb_h1(rank, ranks, micro_batches)`. Stage s is on rank s. Yield what one rank computes as tuples (op, stage,

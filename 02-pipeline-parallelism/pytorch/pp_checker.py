@@ -32,7 +32,9 @@ def computations(schedule: Schedule) -> None:
     for i in itertools.chain(*schedule.lists):
         inside = range(schedule.stages)
         if i.stage not in inside or (i.op not in COMPUTE and other_end(i).stage not in inside):
-            raise ScheduleError(f"'{i}' is for a stage that is none; there are {schedule.stages}")
+            raise ScheduleError(
+                f"'{i}' needs a stage that does not exist; the stages are 0 to {schedule.stages - 1}"
+            )
     for rank, instructions in enumerate(schedule.lists):
         at = {i: place for place, i in enumerate(instructions)}
         if len(at) < len(instructions):
@@ -52,7 +54,11 @@ def computations(schedule: Schedule) -> None:
                     f"rank {rank}, stage {stage}, micro-batch {m}: not in the order {' '.join(found)}"
                 )
         if left := next((i for i in at if i.op in COMPUTE), None):
-            raise ScheduleError(f"rank {rank} has '{left}', which is not its own")
+            raise ScheduleError(
+                f"rank {rank} has '{left}', which is another rank's"
+                if left.stage not in schedule.mine(rank)
+                else f"rank {rank} has '{left}'; the micro-batches are 0 to {schedule.micro_batches - 1}"
+            )
 
 
 def messages(schedule: Schedule) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.comm import Group, sizes_of
-from common.grade.targets import backpropagate, counted, exactly, same, target
+from common.grade.targets import backpropagate, counted, exactly, same, target, unchanged
 
 
 def draw(rng: torch.Generator, *shape: int) -> Tensor:
@@ -75,9 +75,9 @@ def left_alone(mine: Any, group: Group, rng: torch.Generator) -> None:
         dy = draw(rng, group.size, 5, 3)[group.rank]
         x_before, dy_before = x.detach().clone(), dy.clone()
         y = op(x, group)
-        same(f"x after {name}(x)", x, x_before)
+        unchanged(f"x, by {name}(x),", x, x_before)
         backpropagate(f"{name}(x)", y, dy)
-        same(f"the gradient that came into the backward pass of {name}, after it,", dy, dy_before)
+        unchanged(f"the gradient that comes into the backward pass of {name}", dy, dy_before)
 
 
 @target("f sends one all-reduce backward, g one forward", ranks=(2, 3))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.comm import Group
-from common.grade.targets import Wrong, holds, same, target
+from common.grade.targets import Wrong, holds, same, target, unchanged
 
 Block = tuple[Tensor, Tensor]
 
@@ -165,4 +165,4 @@ def left_alone(mine: Any, group: Group, rng: torch.Generator) -> None:
     before = {name: x.clone() for name, x in given.items()}
     mine.merge(*given.values())
     for name, x in given.items():
-        same(f"{name} after the call", x, before[name])
+        unchanged(name, x, before[name])

@@ -20,7 +20,6 @@ will receive: in `through_experts` the ranks first tell one another. `group.rank
 Targets: values and gradients equal those of one device that holds all rows and experts, for 1 to 4 ranks and uneven
 numbers, also where a rank sends nothing. Forward, a rank sends exactly the rows for other ranks and the results
 for them, and at most 8 bytes per expert of another rank for the counts; backward, exactly as many rows as forward.
-docs/05-expert-parallelism.md, "All-to-all: each token to the ranks of its experts".
 
 E experts, e of this rank  R rows of this rank  Q rows of this rank's experts, from all ranks  D width
 """

@@ -19,7 +19,8 @@ cross-entropy and calls backward.
 
 Use `comm.all_reduce(x, group)` alone, once: it replaces the tensor x by its sum over the ranks of the group, in place,
 and autograd does not see it. Counts are integers (torch.bincount with minlength=E); convert them to the scores' type
-before you divide. Ranks may have different numbers of tokens, and a micro-batch may have none.
+before you divide. Ranks may have different numbers of tokens, a micro-batch may have none; no
+rank has an empty list.
 
 Targets: the example; the loss and the gradient of the scores, equal to one device within 1e-12, on 1 to 4 ranks; one
 all-reduce of E integers, 2(n-1)/n * 8 E bytes. docs/05-expert-parallelism.md, "The load of the whole batch".

@@ -22,6 +22,9 @@ calls.
 Use `comm.all_reduce(x, group)` alone: it replaces the tensor x by its sum over the ranks of the group, in place, and
 returns at once for one rank.
 
+The norm is graded apart, on right gradients: where none of the tokens of the whole batch visits an expert, its grad may
+be None there, too.
+
 Targets: every gradient and the norm equal to one device, on meshes of 1, 2, 3 and 4 ranks; bytes of exactly 2(n-1)/n
 of the dense gradients, n = dp * ep, and 2(dp-1)/dp of this rank's expert gradients; for the norm at most 16 bytes are
 all-reduced. docs/05-expert-parallelism.md, "Gradient sums along ep".

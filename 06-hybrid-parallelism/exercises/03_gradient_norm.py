@@ -16,7 +16,7 @@ Write `gradient_norm(gradients, shape, group)`:
 
 Return the norm as a float. Ranks may hold different numbers of gradients.
 
-Targets: the norm of one device on five meshes of 4 ranks; one message, of 8 bytes.
+Targets: the norm of one device on five meshes of 4 ranks; one all-reduce, of one float64.
 """
 
 import torch

@@ -37,7 +37,8 @@ class GradeOptions(Checked):
     folder: Literal["exercises", "solutions"] = "exercises"
     """Grade the files of this folder of each chapter."""
     mine: Path | None = None
-    """Model file of your own, to compare with one device in place of the exercises; common/grade/mine.py says how."""
+    """Model file of your own, to compare with one device in place of the exercises. It has the functions make_model(),
+    batch(step), parallelize(model, mesh) and step(model, batch, mesh); examples/model_to_grade.py is one to copy."""
     mesh: str = "dp=2"
     """Mesh for --mine: ranks along pp, dp, ep, sp and tp."""
     seed: Seed | None = None
@@ -46,10 +47,11 @@ class GradeOptions(Checked):
 
 def show(out: Console, exercise: Exercise, outcome: Outcome) -> None:
     """Print an exercise: a line if it passes or is still to be written, else its targets and what was wrong."""
-    verdict = "[green]passed[/]" if outcome.passed else "to write" if outcome.to_write else "[red]FAILED[/]"
-    out.print(
-        f"{exercise.name:5} {verdict:8} {outcome.met} of {len(outcome.targets)}  {escape(exercise.title)}"
+    verdict = (
+        "[green]passed[/]  " if outcome.passed else "to write" if outcome.to_write else "[red]FAILED[/]  "
     )
+    count = f"{outcome.met} of {len(outcome.targets)} targets met"
+    out.print(f"{exercise.name:5} {verdict}  {count}  {escape(exercise.title)}")
     if outcome.passed:
         return
     if outcome.to_write:
@@ -59,6 +61,8 @@ def show(out: Console, exercise: Exercise, outcome: Outcome) -> None:
         out.print(f"        met     {escape(name)}")
     out.print(f"        [red]missed[/]  {escape(outcome.targets[outcome.met])}")
     out.print(textwrap.indent(textwrap.fill(escape(outcome.wrong), 96), " " * 16))
+    if more := len(outcome.targets) - outcome.met - 1:
+        out.print(f"        {more} more not tried")
 
 
 def show_mine(out: Console, path: Path, mesh: str) -> int:

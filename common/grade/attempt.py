@@ -95,6 +95,8 @@ def _raised(error: Exception, exercise: Exercise, rank: int, size: int) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(exercise.path)]
     line = f" in line {frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
     said = next(iter(str(error).splitlines()), "")
+    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "").startswith("graded "):
+        return f"the file has no {error.name}, which the target calls"
     where = f"on {size} ranks, rank {rank}" if size > 1 else "it"
     return f"{where} raised {type(error).__name__}{line}: {said}"
 

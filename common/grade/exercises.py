@@ -101,7 +101,12 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
                 return (
                     f"line {node.lineno} imports {name}; write it yourself, with torch and common.comm alone"  # type: ignore[attr-defined]
                 )
-        used = node.attr if isinstance(node, ast.Attribute) else ""
+        own = (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "ctx")
+        )
+        used = node.attr if isinstance(node, ast.Attribute) and not own else ""
         if isinstance(node, ast.Name) and (hasattr(builtins, node.id) or node.id.startswith("__")):
             used = node.id  # any other name is the answer's own or imported, and imports are checked
         if used in hidden:

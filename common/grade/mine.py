@@ -17,7 +17,9 @@ weights after SGD and after AdamW must be equal.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.comm import Group
+from common.comm import Group, blocked_in
 from common.comm.mesh import AXES, Mesh
-from common.errors import RankError, UsageError
+from common.errors import UsageError
 from common.grade.targets import Wrong, same
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
@@ -43,7 +45,12 @@ from common.lesson.equality import (
     watch,
 )
 
-FUNCTIONS = ("make_model", "batch", "parallelize", "step")
+FUNCTIONS = {
+    "make_model": (),
+    "batch": ("step",),
+    "parallelize": ("model", "mesh"),
+    "step": ("model", "batch", "mesh"),
+}
 STEPS = 3
 Set = tuple[str, str, dict[str, Tensor]]  # kind, suffix of the names, tensors: as Followed.sets returns them
 
@@ -69,31 +76,60 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def load_mine(path: Path) -> Any:
-    """Return the file as a module. Raises UsageError if it is not there or lacks a function."""
+    """Return the file as a module. Raises UsageError if it is not there, does not run or lacks a function."""
     if not path.is_file():
         raise UsageError(f"--mine {path}: there is no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"--mine {path}: give a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if missing := [name for name in FUNCTIONS if not hasattr(module, name)]:
-        raise UsageError(f"--mine {path} has no function {missing[0]}; it needs {', '.join(FUNCTIONS)}")
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"--mine {path}: {_raised(error, path)}") from error
+    for name, takes in FUNCTIONS.items():
+        needed = f"{name}({', '.join(takes)})"
+        if not callable(getattr(module, name, None)):
+            raise UsageError(f"--mine {path} has no function {needed}; it needs {', '.join(FUNCTIONS)}")
+        try:
+            inspect.signature(getattr(module, name)).bind(*takes)
+        except TypeError as error:
+            raise UsageError(f"--mine {path}: {name} must take ({', '.join(takes)}), but {error}") from None
     return module
+
+
+def _raised(error: Exception, path: Path) -> str:
+    """Return what an exception says, with the line of the file that led to it."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"line {error.lineno} is no Python: {error.msg}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    line = f" in line {frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+    return f"it raised {type(error).__name__}{line}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _call(mine: Any, name: str, *given: object) -> Any:
+    """Call a function of the file. Raises UsageError with its line if it raises, but for a wait that failed."""
+    try:
+        return getattr(mine, name)(*given)
+    except Exception as error:
+        if blocked_in:  # the watchdog asks all ranks where they stand
+            raise
+        step = f"({given[0]})" if name == "batch" else ""
+        raise UsageError(f"{name}{step} of {mine.__file__}: {_raised(error, Path(mine.__file__))}") from error
 
 
 def _train(mine: Any, mesh: Mesh, make: MakeOptimizer, split: bool) -> Followed:
     """Train `STEPS` steps; return losses, gradients, norms and weights."""
     torch.manual_seed(0)
-    model = mine.make_model()
+    model = _call(mine, "make_model")
     if split:
-        mine.parallelize(model, mesh)
+        _call(mine, "parallelize", model, mesh)
     optimizer = make(list(model.parameters()))
 
     def steps() -> Iterator[Tensor]:
         for t in range(STEPS):
             optimizer.zero_grad()
-            yield torch.as_tensor(mine.step(model, mine.batch(t), mesh)).detach()
+            yield torch.as_tensor(_call(mine, "step", model, _call(mine, "batch", t), mesh)).detach()
             optimizer.step()
 
     found = watch(steps(), OwnRun(model), mesh if split else None)
@@ -144,15 +180,14 @@ def _on_ranks(rt: Runtime, path: Path, shape: dict[str, int]) -> dict[str, str]:
 
 
 def grade_mine(path: Path, mesh: str) -> dict[str, str]:
-    """Return what differs from one device by optimizer, empty where nothing does. Raises UsageError.
+    """Return what differs from one device by optimizer, empty where nothing does.
+
+    Raises UsageError if the file does not fit, RankError if a function of it raises or ranks wait for one another.
 
     path: the model file. mesh: ranks along the axes, "tp=2 dp=2".
     """
     shape = parse_mesh(mesh)
     load_mine(path)
     ranks = math.prod(shape.values())
-    try:
-        found: list[dict[str, str]] = spawn(_on_ranks, ranks, path.absolute(), shape, limit=None)
-    except RankError as error:
-        return dict.fromkeys(OPTIMIZERS, str(error))
+    found: list[dict[str, str]] = spawn(_on_ranks, ranks, path.absolute(), shape, limit=None)
     return {name: next((of[name] for of in found if of[name]), "") for name in OPTIMIZERS}

@@ -111,6 +111,12 @@ def _close(got: Tensor, want: Tensor, tolerance: float | None) -> bool:
     return difference <= (tolerance or near(want.dtype)) * max(want.abs().max().item(), 1e-300)
 
 
+def unchanged(name: str, now: Tensor, before: Tensor) -> None:
+    """Raise Wrong if a tensor that an answer was given is not what it was."""
+    if not torch.equal(now.detach(), before.detach()):
+        raise Wrong(f"{name} is changed in place; put the result into a new tensor")
+
+
 def _kind(x: object) -> str:
     return "None" if x is None else f"a {type(x).__name__}"
 
