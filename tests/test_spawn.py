@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from common.comm import blocked_in
 from common.errors import RankError, UsageError
 from common.launch import spawn as module
 from common.launch import watchdog
+from common.launch.launcher import Launch
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 
@@ -122,6 +124,19 @@ def test_ranks_go_with_their_parent(tmp_path: Path, long_folder: str) -> None:
     parent.wait()
     while any(map(psutil.pid_exists, ranks)):  # pytest's own timeout ends a wait that has no end
         time.sleep(0.1)
+
+
+def test_a_rank_without_a_parent_ends(tmp_path: Path) -> None:
+    """The folder of its store has gone with the parent: FileStore would wait for it for five minutes."""
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    given = Launch("spawn", 0, 1, 0, 1), str(tmp_path / "gone" / "store"), "cpu", "gloo", 60.0, there, {}, b""
+    rank = context.Process(target=module._rank, args=(*given, (None, None)), daemon=True)
+    here.close()
+    rank.start()
+    there.close()
+    rank.join(60)
+    assert rank.exitcode == 1
 
 
 def test_folders_of_killed_parents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

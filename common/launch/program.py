@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -53,7 +54,10 @@ def check_output() -> None:
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Exit with the code of `main`. Bad input and failed ranks are shown on stderr, without a traceback."""
+    """Exit with the code of `main`. Bad input and failed ranks are shown on stderr, without a traceback.
+
+    Ctrl-C is shown by the terminal, and by the exit code 130.
+    """
     try:
         try:
             check_output()
@@ -66,6 +70,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except RankError as error:
         show_on_stderr(str(error))
         code = error.code
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     leave(code)
 
 

@@ -81,6 +81,10 @@ def _rank(
             pipe.poll(None)
         os._exit(1)
 
+    if (
+        pipe.poll()
+    ):  # gone already, with the folder of the store: FileStore would wait for it, and hold the GIL
+        os._exit(1)
     threading.Thread(target=leave_with_the_parent, daemon=True).start()
 
     def tell(report: str) -> None:
@@ -136,19 +140,19 @@ def spawn(
         }  # in no file
         task = cloudpickle.dumps((partial(_of_a_cell, cells, fn), args))
     ranks: Ranks = {}
-    for rank in range(world_size):
-        here, there = context.Pipe()
-        launch = Launch("spawn", rank, world_size, rank, world_size)
-        commands = debugger.standard_input() if rank == debug else None
-        debugged = debug, commands
-        given = (launch, meeting, device, backend, timeout, there, environment, task, debugged)
-        process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)
-        process.start()
-        there.close()
-        if commands:
-            commands.close()
-        ranks[here] = (rank, process)
     try:
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            launch = Launch("spawn", rank, world_size, rank, world_size)
+            commands = debugger.standard_input() if rank == debug else None
+            debugged = debug, commands
+            given = (launch, meeting, device, backend, timeout, there, environment, task, debugged)
+            process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)
+            process.start()
+            there.close()
+            if commands:
+                commands.close()
+            ranks[here] = (rank, process)
         limit = timeout if limit == 0.0 else limit or math.inf
         return _collect(ranks, dist.FileStore(meeting, -1), limit, debug)
     finally:

@@ -63,7 +63,7 @@ def where(frame: FrameType | None) -> str:
         if "site-packages" not in f.filename
         and "<frozen" not in f.filename
         and os.path.basename(f.filename)
-        not in ("calls.py", "travel.py", "hooks.py", "threading.py", "selectors.py")
+        not in ("calls.py", "travel.py", "hooks.py", "program.py", "threading.py", "selectors.py")
     ]
     state = dict(blocked_in)
     waiting = ""
