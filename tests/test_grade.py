@@ -12,8 +12,9 @@ import torch
 
 from common.errors import RankError, UsageError
 from common.grade.__main__ import GradeOptions, main, show
+from common.grade.attempt import _failed, attempt
 from common.grade.cpp import refused_in_cpp
-from common.grade.exercises import ROOT, Outcome, find, refused
+from common.grade.exercises import ROOT, Exercise, Outcome, find, refused
 from common.grade.mine import grade_mine
 from common.grade.targets import Wrong, at_most, counted, exactly, same
 from common.launch.terminal import terminal
@@ -94,6 +95,13 @@ def test_a_function_that_raises_is_named_once_with_its_line(tmp_path: Path) -> N
         ("load, calls, library = 1, 2, 3\nprint(load + calls)", ""),
         ("class A:\n    def f(self):\n        self.calls = self.load = 1", ""),
         ("from torch import distributed", "imports torch.distributed"),
+        ("from collections import _sys", "imports collections._sys"),
+        ("import torch\ntorch._C", "uses '_C'"),
+        ("from common import comm\ncomm.send = print", "line 2 changes comm.send"),
+        ("import torch\ntorch.Tensor.abs = abs", "line 2 changes torch.Tensor.abs"),
+        ("def f(e):\n    return e.__traceback__", "uses '__traceback__'"),
+        ("import torch\ntorch.from_file('x', shared=True)", "uses 'from_file'"),
+        ("class A:\n    def __init__(self):\n        super().__init__()\n        self._x = 1", ""),
     ],
 )
 def test_what_an_answer_may_use(source: str, says: str) -> None:
@@ -109,6 +117,11 @@ def test_what_an_answer_may_use(source: str, says: str) -> None:
         ('#include "fived/mpi/mpi.hpp"', "line 1 includes"),
         ("#include <fived/mpi/mpi.hpp>", "line 1 includes"),
         ('system("x")', "line 1 calls system"),
+        ("x;\nexit(0)", "line 2 calls exit"),
+        ('f("//"); MPI_Bcast(x)', "line 1 calls MPI_Bcast"),
+        ("#define CALL(x) MPI_##x", "line 1 uses ##"),
+        ("/* MPI_Bcast\n */ f(\"MPI_Bcast\", '\"'); executed(1'000)\nMPI_Bcast()", "line 3 calls MPI_Bcast"),
+        ("#include <fstream>", "line 1 includes"),
     ],
 )
 def test_what_an_answer_in_cpp_may_use(source: str, says: str) -> None:
@@ -162,3 +175,41 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_chapters_and_numbers() -> None:
     assert [e.number for e in find("06")] == sorted(e.number for e in find("06"))
     assert len({e.name for e in find()}) == len(find())
+    assert [e.name for e in find("3/02")] == ["03/2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"x = 1\nname = '\xe4'\n", "line 2 is not in UTF-8"),
+        (b"def f(:\n", "line 1 is no Python"),
+        (b"x = " + b"-" * 20000 + b"1", "is no Python"),
+        (b"x = 1\0", "is no Python"),
+    ],
+    ids=["latin-1", "syntax", "nested", "null"],
+)
+def test_a_file_that_is_no_program(tmp_path: Path, text: bytes, says: str) -> None:
+    """Its title is that of the stub, or the name of the file."""
+    (tmp_path / "exercises").mkdir()
+    (tmp_path / "targets").mkdir()
+    targets = find("06/1")[0].targets
+    exercise = Exercise("06", 1, tmp_path / "exercises" / targets.name)
+    exercise.targets.write_bytes(targets.read_bytes())
+    exercise.path.write_bytes(text)
+    outcome = attempt(exercise, 7)
+    assert not outcome.passed
+    assert says in outcome.wrong
+    assert exercise.title == targets.name
+
+
+def test_an_answer_that_does_not_end() -> None:
+    """No rank waits for another where the first one computes for ever."""
+    exercise = find("01/1")[0]
+    places = f"  rank 0 stands {exercise.path}:18 (f)\n  rank 1 stands in barrier over 'world' for 1.0 s, x.py:3 (g)"
+    assert _failed(places, 0, exercise) == (
+        0,
+        "it does not end: rank 0 stands, line 18; rank 1 has ended its part",
+    )
+    assert _failed(places.replace("x.py", str(exercise.path)), 0, exercise)[1].startswith(
+        "the ranks wait for one"
+    )

@@ -29,6 +29,7 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 
 WAIT = 20.0  # seconds that a rank may wait for another
+LONGEST = 400  # characters of an exception's message
 
 
 def load(source: str, path: Path) -> ModuleType:
@@ -51,7 +52,10 @@ def _try(rt: Runtime, exercise: Exercise, source: str, seed: int, progress: Path
     """Try the targets in order; return the outcome, the same on all ranks."""
     targets, _ = targets_of(exercise)
     names = tuple(t.name for t in targets)
-    mine = load(source, exercise.path)
+    try:
+        mine = load(source, exercise.path)
+    except (Exception, SystemExit) as error:
+        raise UsageError(json.dumps([0, _raised(error, exercise, 0, 1)])) from error
     for number, target in enumerate(targets):
         if progress and rt.rank == 0:
             progress.write_text(str(number))
@@ -65,8 +69,8 @@ def _try(rt: Runtime, exercise: Exercise, source: str, seed: int, progress: Path
                 except Wrong as error:
                     wrong = f"on {size} ranks, rank {rt.rank}: {error}" if size > 1 else str(error)
                 except NotImplementedError as error:
-                    wrong, to_write = str(error), True
-                except Exception as error:
+                    wrong, to_write = str(error) or "write what raises NotImplementedError", True
+                except (Exception, SystemExit) as error:
                     if blocked_in:  # in a message: the watchdog asks all ranks where they stand
                         raise
                     raise UsageError(json.dumps([number, _raised(error, exercise, rt.rank, size)])) from error
@@ -90,13 +94,14 @@ def _agree(rt: Runtime, wrong: str, to_write: bool) -> tuple[str, bool]:
     return next(((said, to_write) for said, to_write, _ in ranks if said), ("", False))
 
 
-def _raised(error: Exception, exercise: Exercise, rank: int, size: int) -> str:
+def _raised(error: BaseException, exercise: Exercise, rank: int, size: int) -> str:
     """Return what an exception in the answer says, with its line."""
+    lacks = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if isinstance(lacks, ModuleType) and lacks.__file__ == str(exercise.path):
+        return f"{exercise.path.name} has no {error.name}"  # type: ignore[attr-defined]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(exercise.path)]
     line = f" in line {frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
-    said = next(iter(str(error).splitlines()), "")
-    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "").startswith("graded "):
-        return f"the file has no {error.name}, which the target calls"
+    said = next(iter(str(error).splitlines()), "")[:LONGEST]
     where = f"on {size} ranks, rank {rank}" if size > 1 else "it"
     return f"{where} raised {type(error).__name__}{line}: {said}"
 
@@ -108,7 +113,13 @@ def tried(rt: Runtime, exercise: Exercise, sources: list[str], seed: int) -> lis
 
 def attempt(exercise: Exercise, seed: int, source: str | None = None, wait: float = WAIT) -> Outcome:
     """Grade the exercise's file, or `source` in its place, on as many ranks as its targets need."""
-    source = exercise.path.read_text() if source is None else source
+    try:
+        source = exercise.path.read_text(encoding="utf-8-sig") if source is None else source
+    except OSError as error:
+        return Outcome(("the file",), 0, f"{exercise.path.name} cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        return Outcome(("the file",), 0, f"line {line} is not in UTF-8: save the file with that encoding")
     if exercise.path.suffix == ".cpp":
         return attempt_in_cpp(exercise, seed, source, wait)
     targets, also = targets_of(exercise)
@@ -117,7 +128,9 @@ def attempt(exercise: Exercise, seed: int, source: str | None = None, wait: floa
         if why := refused(source, also):
             return Outcome(names, 0, why)
     except SyntaxError as error:
-        return Outcome(names, 0, f"line {error.lineno} is no Python: {error.msg}")
+        return Outcome(names, 0, f"line {error.lineno or 1} is no Python: {error.msg}")
+    except (MemoryError, RecursionError, ValueError) as error:  # nested too deeply; null bytes
+        return Outcome(names, 0, f"it is no Python: {str(error) or 'an expression is nested too deeply'}")
     world = max(max(t.ranks) for t in targets)
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "target"
@@ -142,10 +155,11 @@ def _failed(report: str, met: int, exercise: Exercise) -> tuple[int, str]:
     if not places:
         size = ": a message has another size than its receiver's tensor" if "SIGABRT" in report else ""
         return met, report.strip().splitlines()[-1] + size
-    stands = []
+    stands, waiting = [], False
     for rank, place in sorted(places):
         line = re.search(rf"{re.escape(exercise.path.name)}:(\d+)", place)
         call = re.search(r"in (\w+(?: (?:to|from) [\d, a-z]+?)?) over", place)
-        waits = f"waits in {call[1]}" if call else "stands"
+        waits, waiting = f"waits in {call[1]}" if call else "stands", waiting or bool(line and call)
         stands.append(f"rank {rank} " + (f"{waits}, line {line[1]}" if line else "has ended its part"))
-    return met, "the ranks wait for one another: " + "; ".join(stands)
+    why = "the ranks wait for one another" if waiting else "it does not end"
+    return met, f"{why}: " + "; ".join(stands)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ HIDDEN = {
     "distributed", "dist", "ledger", "uncounted", "calls", "travel", "everyones", "modules", "sys", "os", "importlib",
     "__import__", "eval", "exec", "compile", "open", "globals", "vars", "getattr", "setattr", "__dict__",
     "__builtins__", "__globals__", "hub", "load", "library", "utils", "export", "jit", "collectives", "pg", "ops", "_C",
-    "parallel",
+    "parallel", "multiprocessing", "threading", "ctypes", "inspect", "save", "from_file", "package", "fx", "f_back",
+    "tb_frame", "gi_frame",
 }  # fmt: skip
 
 
@@ -48,11 +50,11 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        """First line of the exercise's text."""
-        stub = (self.path.parents[1] / "exercises" / self.path.name).read_text()
-        if self.path.suffix == ".cpp":
-            return stub.splitlines()[0].removeprefix("//").strip()
-        return (ast.get_docstring(ast.parse(stub)) or "").splitlines()[0]
+        """First line of the exercise's text; the file's name if there is none."""
+        stub = self.path.parents[1] / "exercises" / self.path.name
+        text = stub.read_text(encoding="utf-8-sig", errors="replace") if stub.is_file() else ""
+        first = re.match(r'\s*(?:"""|//)[ ]*(.+)', text)  # the file may be no Python yet
+        return first[1].rstrip('" ') if first else self.path.name
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,14 @@ def find(which: str = "", folder: str = "exercises") -> list[Exercise]:
     folder: "exercises" or "solutions", the files to grade.
     """
     every = [
-        Exercise(path.parents[1].name[:2], int(path.name.split("_")[0]), path)
-        for path in sorted(ROOT.glob(f"0[1-6]-*/{folder}/[0-9]*_*.*"))
+        Exercise(path.parents[1].name[:2], int(path.name.split("_")[0]), path.parents[1] / folder / path.name)
+        for path in sorted(ROOT.glob("0[1-6]-*/targets/[0-9]*_*.*"))
     ]
-    found = [e for e in every if which in ("", e.chapter, e.name)]
+    chapter, _, number = which.partition("/")
+    chapter, number = chapter.zfill(2), number.lstrip("0")
+    found = [e for e in every if not which or (e.chapter == chapter and number in ("", str(e.number)))]
     if not found:
-        known = ", ".join(e.name for e in every if e.chapter == which[:2]) or ", ".join(
+        known = ", ".join(e.name for e in every if e.chapter == chapter) or ", ".join(
             sorted({e.chapter for e in every})
         )
         raise UsageError(f"there is no exercise {which!r}; choose from {known}")
@@ -95,7 +99,12 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
     also: further modules that the exercise allows.
     """
     hidden = HIDDEN - {name.split(".")[-1] for name in also}
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    imports = [
+        alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    ]
+    imported = {(alias.asname or alias.name).split(".")[0] for alias in imports}
+    for node in nodes:
         for name in _imported(node):
             if name not in MODULES | also:
                 return (
@@ -106,12 +115,26 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
             and isinstance(node.value, ast.Name)
             and node.value.id in ("self", "ctx")
         )
-        used = node.attr if isinstance(node, ast.Attribute) and not own else ""
+        used = node.attr if isinstance(node, ast.Attribute) else ""
+        if used and _root(node) in imported:
+            if not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                return f"line {node.lineno} changes {ast.unparse(node)}, which the answer imports"  # type: ignore[attr-defined]
+            private = used.startswith("_")
+        else:
+            private = used.startswith("__") and used.endswith("__") and used != "__init__"
+            used = "" if own and not private else used
         if isinstance(node, ast.Name) and (hasattr(builtins, node.id) or node.id.startswith("__")):
             used = node.id  # any other name is the answer's own or imported, and imports are checked
-        if used in hidden:
+        if used in hidden or private:
             return f"line {node.lineno} uses {used!r}; an answer must not: communicate through common.comm"  # type: ignore[attr-defined]
     return ""
+
+
+def _root(node: ast.AST) -> str:
+    """Return the name that a chain of attributes begins with; empty if it begins with another expression."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -124,4 +147,8 @@ def _imported(node: ast.AST) -> Iterator[str]:
             yield from (f"common.{alias.name}" for alias in node.names)
         else:
             yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names if alias.name in HIDDEN | {"*"})
+            yield from (
+                f"{module}.{alias.name}"
+                for alias in node.names
+                if alias.name in HIDDEN | {"*"} or (alias.name.startswith("_") and module != "__future__")
+            )
