@@ -131,7 +131,7 @@ def _said(err: str) -> str:
 def attempt_in_cpp(exercise: Exercise, seed: int, source: str, wait: float) -> Outcome:
     """Compile and run an answer; `wait`: seconds after which ranks that wait for one another are ended."""
     text = exercise.targets.read_text()
-    names = tuple(re.findall(r'^ *\{\s*"([^"]+)", \{', text, re.MULTILINE))
+    names = tuple(re.findall(r'^ *\{\s*"([^"]+)",\s*\{', text, re.MULTILINE))
     if why := refused_in_cpp(source, text):
         return Outcome(names, 0, why)
     if not (shutil.which("mpicxx") and shutil.which("mpirun")):

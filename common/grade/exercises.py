@@ -110,19 +110,15 @@ def refused(source: str, also: frozenset[str] = frozenset()) -> str:
                 return (
                     f"line {node.lineno} imports {name}; write it yourself, with torch and common.comm alone"  # type: ignore[attr-defined]
                 )
-        own = (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in ("self", "ctx")
-        )
-        used = node.attr if isinstance(node, ast.Attribute) else ""
-        if used and _root(node) in imported:
-            if not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-                return f"line {node.lineno} changes {ast.unparse(node)}, which the answer imports"  # type: ignore[attr-defined]
-            private = used.startswith("_")
-        else:
-            private = used.startswith("__") and used.endswith("__") and used != "__init__"
-            used = "" if own and not private else used
+        used, private = "", False
+        if isinstance(node, ast.Attribute):
+            if (root := _root(node)) in imported:
+                if not isinstance(node.ctx, ast.Load):
+                    return f"line {node.lineno} changes {ast.unparse(node)}, which the answer imports"
+                private = node.attr.startswith("_")
+            else:
+                private = node.attr.startswith("__") and node.attr.endswith("__") and node.attr != "__init__"
+            used = node.attr if private or root not in ("self", "ctx") else ""  # those are the answer's own
         if isinstance(node, ast.Name) and (hasattr(builtins, node.id) or node.id.startswith("__")):
             used = node.id  # any other name is the answer's own or imported, and imports are checked
         if used in hidden or private:
