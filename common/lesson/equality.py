@@ -37,7 +37,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import ledger
-from common.comm.checked import if_asked
+from common.comm.checked.asked import if_asked
 from common.comm.mesh import AXES, Mesh
 from common.comm.placement import FlatShard, gradient_norm, placement
 

@@ -49,76 +49,29 @@ class Broken(Exception):
     """A rule of this file does not hold; the arguments are the rule's name and what is wrong."""
 
 
-# Functions of one tensor that only rearrange, cast or scale it.
-VIEWS = {
-    *(
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "movedim",
-        "permute",
-        "t",
-        "T",
-        "mT",
-        "squeeze",
-    ),
-    *(
-        "unsqueeze",
-        "narrow",
-        "split",
-        "chunk",
-        "unbind",
-        "tensor_split",
-        "select",
-        "view_as",
-        "expand",
-        "roll",
-    ),
-    *("expand_as", "ravel", "split_with_sizes", "index_select", "__getitem__", "gather", "flip"),
-}
-SAME = {
-    *("detach", "detach_", "clone", "contiguous", "to", "double", "float", "half", "bfloat16", "type", "cpu"),
-    *(
-        "cuda",
-        "data",
-        "neg",
-        "__neg__",
-        "requires_grad_",
-        "type_as",
-        "real",
-        "alias",
-        "unbind",
-        "view_as_self",
-    ),
-}
-SUMS = {
-    *(
-        "add",
-        "sub",
-        "rsub",
-        "__add__",
-        "__radd__",
-        "__iadd__",
-        "__sub__",
-        "__rsub__",
-        "__isub__",
-        "add_",
-        "sub_",
-    ),
-    *("cat", "stack", "concat", "where", "__setitem__", "index_add_", "index_add", "_foreach_add_"),
-    *("masked_fill", "masked_fill_"),
-}
-PRODUCTS = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "_foreach_mul_"}
-QUOTIENTS = {"div", "__truediv__", "__itruediv__", "__div__", "div_", "true_divide", "_foreach_div_"}
-TESTS = {
-    *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
-    *("isfinite", "isnan", "isinf", "isclose", "allclose", "equal"),
-}
-NORMS = {"vector_norm", "linalg_vector_norm", "norm", "_foreach_norm", "linalg_norm"}
+# Functions of torch by what they do to a sum over ranks; `join` reads these names.
+VIEWS = set(
+    "view reshape flatten unflatten transpose movedim permute t T mT squeeze unsqueeze narrow split chunk unbind "
+    "tensor_split select view_as expand expand_as roll ravel split_with_sizes index_select __getitem__ gather "
+    "flip".split()
+)
+SAME = set(
+    "detach detach_ clone contiguous to double float half bfloat16 type type_as cpu cuda data neg __neg__ "
+    "requires_grad_ real alias view_as_self".split()
+)
+SUMS = set(
+    "add sub rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ add_ sub_ cat stack concat where __setitem__ "
+    "index_add_ index_add _foreach_add_ masked_fill masked_fill_".split()
+)
+PRODUCTS = set("mul __mul__ __rmul__ __imul__ mul_ _foreach_mul_".split())
+QUOTIENTS = set("div __truediv__ __itruediv__ __div__ div_ true_divide _foreach_div_".split())
+TESTS = set(
+    "eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isfinite isnan isinf isclose allclose equal".split()
+)
+NORMS = set("vector_norm linalg_vector_norm norm _foreach_norm linalg_norm".split())
+SQUARES = {"square", "pow", "__pow__"}
 ADDS_UP = {"sum", "mean"}
-MATRIX = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "__rmatmul__"}
+MATRIX = set("linear matmul __matmul__ __rmatmul__ mm bmm addmm".split())
 LINEAR = VIEWS | SAME | SUMS | PRODUCTS | QUOTIENTS | ADDS_UP | MATRIX
 
 
@@ -135,17 +88,11 @@ def join(name: str, kinds: Sequence[Kind | None], gradients: Sequence[bool]) -> 
     if needed and letters - {"I"}:
         other = next(k for k in known if k.letter != "I")
         raise Broken("mix", f"goes with one of type {other}", next(i for i, k in enumerate(kinds) if k == I))
-    if "Q" in letters and not (
-        letters == {"Q"} and name in (LINEAR - PRODUCTS - QUOTIENTS - SUMS) | NORMS | {"stack", "cat"}
-    ):
-        if name in ("square", "pow", "__pow__"):
-            return P
-        raise Broken("root", f"goes into {name} before it is squared and summed", kinds.index(Q))
+    if "Q" in letters:
+        return _root(name, kinds, letters)
     if "P" in letters:
         return _partial(name, kinds, letters)
     if name in NORMS and letters == {"S"}:
-        return Q
-    if letters == {"Q"}:
         return Q
     if len(known) == 1 and len(kinds) == 1:
         (kind,) = known
@@ -158,6 +105,14 @@ def join(name: str, kinds: Sequence[Kind | None], gradients: Sequence[bool]) -> 
     if letters <= {"S", "R", "I"} and name not in MATRIX and len(shards) == 1:
         return next(iter(shards)) if name not in ("where", "gather", "index_select") else V
     return V
+
+
+def _root(name: str, kinds: Sequence[Kind | None], letters: set[str]) -> Kind:
+    if letters == {"Q"} and name in VIEWS | SAME | ADDS_UP | MATRIX | NORMS | {"stack", "cat"}:
+        return Q
+    if name in SQUARES:
+        return P
+    raise Broken("root", f"goes into {name} before it is squared and summed", kinds.index(Q))
 
 
 def _partial(name: str, kinds: Sequence[Kind | None], letters: set[str]) -> Kind:
