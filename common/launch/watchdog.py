@@ -9,6 +9,7 @@ and names those that do not answer.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -185,7 +186,7 @@ class Watchdog(threading.Thread):
 
     def _roll_call(self, error: BaseException) -> str:
         """Return the report on a broken or timed out collective: each rank's place, or its silence."""
-        why = str(error).splitlines()[0].split("] ")[-1]
+        why = re.sub(r"^(\[.*?\] )+", "", str(error).splitlines()[0])  # the library begins with its own file
         if time.perf_counter() - float(str(blocked_in["since"])) > 0.9 * self.timeout:
             why = f"timed out after {self.timeout:g} s"  # the library blames the other rank, which timed out first
         lines = [f"rank {self.rank} failed {_where_raised(error)}: {why}"]
