@@ -339,7 +339,7 @@ def test_defaults_take_what_the_grid_allows() -> None:
         (8, 2, (2, 2), ALGORITHMS),
     ):
         o = GridOptions(layers=layers)
-        o.check(n)
+        o.validate(n)
         assert (o.grid, o.algorithms) == (grid, algorithms)
 
 

@@ -30,6 +30,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import comm
 from common.comm import Group, share
+from common.comm.checked import declare
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson, time_in_turn
 from common.lesson.job import Job, total
@@ -252,6 +254,8 @@ def train_ddp(job: Job[CompressionOptions]) -> Iterator[Tensor]:
                 loss = loss_sum / count
                 (loss * (group.size if theirs else 1)).backward()  # torch's hook averages
             losses.append(loss.detach())
+        for p in parameters:
+            declare(cast(Tensor, p.grad), dp="I")  # the sum that DDP has copied here, in C++
         optimizer.step()
         yield total(losses, group)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.comm import Group
+from common.comm.checked import declare
 
 from dp_basic import Bucket
 from dp_compressor import Compressor
@@ -26,7 +27,8 @@ def ddp_hook(
     number = {p: i for i, p in enumerate(parameters)}
 
     def hook(state: object, bucket: dist.GradBucket) -> Future:
-        views = {number[p]: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        views = {number[p]: declare(g, dp="P") for p, g in pairs}  # copies that DDP made, in C++
         compressor(Bucket(bucket.buffer(), views)).wait()
         arrived: Future = torch.futures.Future()
         arrived.set_result(bucket.buffer())

@@ -92,7 +92,7 @@ def prove_compression(
             like = "bucketed" if given is whole else compressor_of(name)
             if like not in references:
                 references[like] = simulated(like, optimizer, rt, given)
-            followed, _, sent = on_ranks(rt, given, lesson.versions[name], name, optimizer)
+            followed, _, sent = on_ranks(rt, given, lesson.versions[name], name, optimizer, lesson.unseen)
             same = same and same_on_all_ranks(followed, rt.world)
             counted = None if name in lesson.unseen else sent
             formula = lesson.bytes_of_run(name, shape_of(o), rt.world, given)

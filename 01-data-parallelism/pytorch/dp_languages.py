@@ -152,7 +152,7 @@ LOOPS: dict[str, Train] = {
 
 
 @dataclass
-class LanguageOptions(MLPOptions):
+class LanguageOptions(MLPOptions, without=("check",)):
     """Options of dp_languages.py."""
 
     versions: tuple[str, ...] = tuple(LOOPS)

@@ -33,6 +33,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from common import comm
 from common.comm import Group
+from common.comm.checked import declare
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.comparison import report
@@ -66,6 +67,8 @@ class LocalSGD:
             raise ValueError(f"every {every} steps: ranks meet after 1 step or more")
         broadcast_model(model, group)
         self.parameters, self.group, self.every = list(model.parameters()), group, every
+        for p in self.parameters:
+            declare(p, dp="V")  # replicas differ between the meetings
         self.rate, self.momentum = rate, momentum
         self.w = joined(self.parameters)
         self.m = torch.zeros_like(self.w) if momentum else self.w.new_zeros(())

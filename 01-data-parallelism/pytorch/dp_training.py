@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.comm import Group
+from common.comm.checked.asked import if_asked
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
@@ -49,8 +50,9 @@ def on_ranks(
     mesh = Mesh(rt.world, dp=rt.world_size)
     model = make_model(replace(o, seed=o.seed + rt.rank), rt.device)  # the broadcast must mend this
     job = Job(rt, o, name, model, mesh, "dp", OPTIMIZERS[optimizer], o.steps)
-    with Listener(rt.world) if name in unseen else Ledger() as ledger:
-        followed = watch(train(job), job, None if replicas else mesh)
+    seen = name not in unseen
+    with Ledger() if seen else Listener(rt.world) as ledger, if_asked(mesh if replicas and seen else None):
+        followed = watch(train(job), job, None if replicas else mesh, seen)
     return followed, job, ledger.bytes() - ledger.bytes("bookkeeping")
 
 

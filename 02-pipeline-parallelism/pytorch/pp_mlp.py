@@ -46,7 +46,7 @@ from pp_training import PipelineOptions
 
 
 @dataclass
-class MLPOptions(PipelineOptions, without=("balance", "checkpointing", "scaling")):
+class MLPOptions(PipelineOptions, without=("balance", "checkpointing", "scaling", "check")):
     """Options: the schedule, and the shape of the MLP."""
 
     schedule: str = "zb-h1"

@@ -164,7 +164,7 @@ class GridOptions(ProductOptions):
     overlap: bool = True
     """Broadcast the next panel while one is multiplied."""
 
-    def check(self, n: int) -> None:
+    def validate(self, n: int) -> None:
         """Fill in the grid and the algorithms for n ranks. Raises UsageError for options that cannot run."""
         if self.grid is None:
             self.grid = most_square(max(1, n // self.layers))

@@ -51,7 +51,7 @@ LANGUAGES = {"pytorch": "pytorch", "tp_libtorch": "libtorch", "tp_mpi": "cpp-mpi
 
 
 @dataclass
-class LanguageOptions(TensorOptions, without=("micro_batches", "scaling", "data")):
+class LanguageOptions(TensorOptions, without=("micro_batches", "scaling", "data", "check")):
     """Shape of the layer and of x."""
 
 

@@ -132,7 +132,7 @@ def make_method(name: str, blocks: Blocks, like: Tensor, o: GridOptions) -> Meth
 
 def products(rt: Runtime, o: GridOptions) -> Products:
     """Return the chosen algorithms on a grid of these ranks."""
-    o.check(rt.world_size)
+    o.validate(rt.world_size)
     assert o.grid is not None
     grid = make_grid(rt.world, *o.grid, o.layers, rt.timeout)
     blocks, like = Blocks(o.shape, grid), torch.empty(0, dtype=DTYPES[o.dtype], device=rt.device)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group
+from common.comm.checked.asked import if_asked
 from common.comm.ledger import Ledger
 from common.launch.runtime import Runtime
 from common.lesson.equality import TOLERANCE, difference
@@ -91,7 +92,8 @@ def compare_and_time(
         mine = places(S, case.column, case.order, case.row).to(rt.device)
         *qkv, do = (x[:, :, mine] for x in (*whole, d_whole))
         calls[name] = partial(forward_and_backward, case.attend, qkv, do, busy[name])
-        found = forward_and_backward(case.attend, qkv, do, [])
+        with if_asked(rt.world if case.waits else None):
+            found = forward_and_backward(case.attend, qkv, do, [])
         of_rank = max(difference(a[:, :, mine], b) for a, b in zip(expected, found, strict=True))
         apart[name] = max(comm.everyones(of_rank, rt.world))
         if case.messages:

@@ -54,7 +54,7 @@ VERSIONS = ("zigzag", *ROTATE)
 @dataclass
 class LibraryOptions(
     SequenceOptions,
-    without=("model", "batch", "sequence", "micro_batches", "benchmark", "data", "kernel", "check"),
+    without=("model", "batch", "sequence", "micro_batches", "benchmark", "data", "kernel"),
 ):
     """Options: the shape of the attention."""
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import sizes_of
+from common.comm.checked.asked import if_asked
 from common.comm.ledger import Ledger, show_bytes
 from common.comm.mesh import Mesh
 from common.errors import UsageError
@@ -73,7 +74,8 @@ def main(rt: Runtime, o: ImbalanceOptions) -> bool:
             f"--rows {o.rows} --width {o.width}: the width must be even, and "
             f"the rows, for their shares to mean something, at least {8 * n * E}"
         )
-    group = Mesh(rt.world, ep=n).group("ep")
+    mesh = Mesh(rt.world, ep=n)
+    group = mesh.group("ep")
     whole, experts = (make_layer(o, rt.device).experts for _ in range(2))
     keep_own_experts(experts, group)
     generator = torch.Generator().manual_seed(o.seed + 1 + rt.rank)
@@ -92,7 +94,7 @@ def main(rt: Runtime, o: ImbalanceOptions) -> bool:
         cases[name] = partial(forward_and_backward, split, rows_RD)
         for module in (whole, experts):
             module.zero_grad()
-        with Ledger() as ledger:
+        with if_asked(mesh), Ledger() as ledger:
             found = named(experts, *forward_and_backward(split, rows_RD))
         # the reference: all experts on this rank's rows, their gradients summed over the ranks
         expected = named(whole, *forward_and_backward(partial(whole, counts_E=counts_E), rows_RD))

@@ -53,7 +53,7 @@ LANGUAGES = {"pytorch": "pytorch", "ep_libtorch": "libtorch", "ep_mpi": "cpp-mpi
 
 
 @dataclass
-class LanguageOptions(ExpertOptions, without=("micro_batches", "scaling", "data")):
+class LanguageOptions(ExpertOptions, without=("micro_batches", "scaling", "data", "check")):
     """Shape of the mixture and of x."""
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from common import comm
 from common.comm import Group, sizes_of
+from common.comm.checked.asked import if_asked
 from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
 from common.comm.placement import sum_gradients
@@ -59,7 +60,6 @@ class LayerOptions(
         "scaling",
         "data",
         "plot",
-        "check",
     ),
 ):
     """Options: the shape of the timed layer."""
@@ -147,9 +147,10 @@ def main(rt: Runtime, o: LayerOptions) -> bool:
     keep_own_experts(split.experts, group)
     split.compute = ExpertExchange(split.experts, group, E)
 
-    with Ledger() as ledger:
-        found = forward_and_backward(split, mine_1tD)
-    sum_gradients(split.parameters(), mesh)
+    with if_asked(mesh):
+        with Ledger() as ledger:
+            found = forward_and_backward(split, mine_1tD)
+        sum_gradients(split.parameters(), mesh)
     expected = [x_1TD.chunk(n, 1)[rt.rank] for x_1TD in forward_and_backward(alone, whole_1TD)]
     apart = largest_difference(named(alone, *expected), named(split, *found), rt)
     counted = all(comm.everyones(ledger.bytes() == layer_bytes(o, group), rt.world))

@@ -3,6 +3,7 @@
     python hybrid_proof.py                          all rows: a quarter of an hour on two cores
     python hybrid_proof.py --write docs/proof.md    the same into a file: make proof
     python hybrid_proof.py --every 9                every ninth row
+    python hybrid_proof.py --every 5 --check        every fifth, with types on ranks checked
     python hybrid_proof.py --meshes "dp=4 zero=3" "pp=2 tp=2"        these meshes, of LLaMA, with experts where ep > 1
 
 hybrid_rows.py lists the rows. Each row compares the loss, every gradient and their norm in two steps, and the
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from common import comm
 from common.comm import Group
+from common.comm.checked.asked import asking
 from common.comm.mesh import AXES, Mesh
 from common.errors import UsageError
 from common.launch.command_line import Checked, Count, Ranks, parse
@@ -96,6 +98,12 @@ def prove_rows(rt: Runtime, todo: list[RowOptions], show: bool = True, time_too:
     return proved
 
 
+def prove_checked(rt: Runtime, todo: list[RowOptions], **how: bool) -> list[Row]:
+    """Prove every row while the placement of each tensor is checked; see `prove_rows`."""
+    with asking(rt.timeout / 2):
+        return prove_rows(rt, todo, **how)
+
+
 def cells(row: Row) -> list[str]:
     """Return the cells of a row in the table."""
     o = row.options
@@ -161,6 +169,8 @@ class ProofOptions(Checked):
     """World sizes to prove."""
     meshes: tuple[str, ...] = ()
     """Meshes to prove in place of the table's, each in words: 'pp=2 dp=2 zero=1'."""
+    check: bool = False
+    """Check on every tensor and collective how it lies on the ranks: docs/types-on-ranks.md."""
     write: Path | None = None
     """File for the table, in Markdown; not with --meshes."""
     json: Path | None = None
@@ -177,7 +187,7 @@ def main(o: ProofOptions) -> int:
     if o.write and (o.meshes or o.write.is_dir() or not o.write.absolute().parent.is_dir()):
         raise UsageError(f"--write {o.write}: give a file in a folder that is there, and no --meshes")
     write_records(o.json, [])  # fails now if the file cannot be written
-    work = partial(prove_rows, time_too=o.json is not None)
+    work = partial(prove_checked if o.check else prove_rows, time_too=o.json is not None)
     print(" | ".join(HEADS), flush=True)
     proved: dict[int, list[Row]] = {}
     for n, of_n in todo.items():

@@ -62,7 +62,7 @@ class Options(Checked):
     json: Path | None = None
     """File to which a record for each size and implementation is appended."""
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Check that there is something to measure. Raises UsageError."""
         if not self.sizes:
             raise UsageError("--sizes is empty; give bytes of float32, such as 4 65536")
@@ -210,7 +210,7 @@ def compare(
 
 def main(options: Options) -> bool:
     """Print a table per collective and write the records; return True if all results were right."""
-    options.check()
+    options.validate()
     torch.set_num_threads(1)
     comm, out = mpi.Communicator(WORLD), terminal(quiet=WORLD.rank != 0, plain=True)
     rows: list[Row] = []

@@ -38,7 +38,7 @@ from common.utils.visualizer import bandwidth_lines, figure
 
 
 @dataclass
-class BandwidthOptions(LessonOptions, without=("steps", "seed", "data")):
+class BandwidthOptions(LessonOptions, without=("steps", "seed", "data", "check")):
     """Options of the benchmark."""
 
     dtype: Literal["float64", "float32"] = "float32"
@@ -48,7 +48,7 @@ class BandwidthOptions(LessonOptions, without=("steps", "seed", "data")):
     repeats: Annotated[int, Within(5, 10**9)] = 7
     """Samples of each size, after 2 that do not count."""
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Check that there is something to measure. Raises UsageError."""
         if not self.sizes_mb:
             raise UsageError("--sizes-mb is empty; give sizes in MiB, such as 1 4 16 64")
@@ -125,7 +125,7 @@ def table(rows: list[Row]) -> Table:
 
 def benchmark(rt: Runtime, options: BandwidthOptions, out: Console) -> bool:
     """Sweep the sizes, print and write the results; return True if every result was correct."""
-    options.check()
+    options.validate()
     rows: list[Row] = []
     for size in track(
         options.sizes_mb, "measuring", console=out, transient=True, disable=not out.is_terminal

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from common.lesson.runner import LessonOptions, console
 @dataclass
 class ByHandOptions(LessonOptions, without=("steps", "seed", "dtype", "device", "data", "json", "plot")):
     """Options of a worked example."""
+
+    check_all: ClassVar[bool] = True
 
 
 def need_two_ranks(rt: Runtime) -> None:

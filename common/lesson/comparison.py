@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from common import comm
 from common.comm import Group
+from common.comm.checked.asked import blocks, if_asked
 from common.comm.ledger import Ledger
 from common.comm.listen import Listener
 from common.comm.mesh import Mesh
@@ -212,9 +214,38 @@ def prove(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
 
 
 def time_in_turn(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
-    """Time the versions in turn and report; True, since nothing is compared."""
+    """Time the versions in turn and report, with --check the checker as well; True, since nothing is compared."""
     report(rt, o, benchmark(rt, o, lesson))
+    if o.check:
+        console(rt).print(cost_of_checks(rt, o, lesson))
     return True
+
+
+def cost_of_checks(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> Table:
+    """Return a table of the versions whose messages we see: steps in turn, plain and under the checker."""
+    mesh = Mesh(rt.world, **{lesson.axis: rt.world_size}, timeout=rt.timeout)
+    numbers = (">plain, ms", ">checked, ms", ">ratio (median)", ">least", ">most", ">messages", ">bytes")
+    table = make_table(f"a step, plain and checked, {o.steps} in turn; of rank 0", ("version", *numbers))
+    for name in (name for name in o.versions if name not in (*lesson.unseen, *lesson.on_rank_0)):
+        jobs = [
+            Job(rt, o, name, make_model(o, rt.device), mesh, lesson.axis, timed_adamw)
+            for _ in ("plain", "checked")
+        ]
+        plain, checked = map(lesson.versions[name], jobs)
+
+        def step(run: Iterator[Tensor] = checked) -> None:
+            with if_asked(mesh):
+                next(run)
+
+        measured = in_turn(
+            {"plain": partial(next, plain), "checked": step}, o.steps, rt.world, device=rt.device.type
+        )
+        a, b, last = measured["plain"], measured["checked"], blocks[-1].meeting
+        ratios = [y / x for x, y in zip(a.seconds, b.seconds, strict=True)]
+        shown = (statistics.median(ratios), min(ratios), max(ratios))
+        times = (f"{1e3 * m.median:.1f}" for m in (a, b))
+        table.add_row(name, *times, *(f"{x:.1f}" for x in shown), f"{last.messages:,}", f"{last.bytes:,}")
+    return table
 
 
 def check(rt: Runtime, known: tuple[str, ...], o: TrainingOptions) -> None:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group, sizes_of
+from common.comm.checked import declare
+from common.comm.checked.asked import if_asked
 from common.comm.ledger import Ledger, show_bytes
 from common.launch.command_line import Count, Size
 from common.launch.runtime import Runtime
@@ -113,6 +115,10 @@ class Product:
         """Return the same block as a tensor of the run's type and device."""
         return torch.from_numpy(self.block(name, rows, columns)).to(self.device, DTYPES[self.dtype])
 
+    def size(self, name: str) -> int:
+        """Return the number of numbers of a whole matrix."""
+        return self.made[name].rows * self.made[name].columns
+
     def expected(self, name: str, rows: slice, columns: slice) -> Array:
         """Return a block of C, dA or dB, by numpy in float64."""
         if name == "C":
@@ -143,12 +149,15 @@ def multiplied(
     Return (largest differences from numpy of all ranks, bytes this rank sent: forward, backward, prepared).
     """
     a, b = (product.tensor(x, *way.places[x]).requires_grad_() for x in "AB")
-    with Ledger() as forward:
-        c = way.multiply(a, b)
-    with Ledger() as backward:
-        c.backward(product.tensor("dC", *way.places["C"]))
-    with Ledger() as again:
-        prepared = way.prepare(a.detach(), b.detach())()
+    with if_asked(group):
+        for name, x in (("A", a), ("B", b)):
+            declare(x, **{group.axis: "I" if x.numel() == product.size(name) else "S"})
+        with Ledger() as forward:
+            c = way.multiply(a, b)
+        with Ledger() as backward:
+            c.backward(product.tensor("dC", *way.places["C"]))
+        with Ledger() as again:
+            prepared = way.prepare(a.detach(), b.detach())()
     assert a.grad is not None
     assert b.grad is not None
     results = {"C forward": c, "C prepared": prepared, "dA": a.grad, "dB": b.grad}

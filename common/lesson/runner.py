@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from common import comm
-from common.comm import checked
+from common.comm.checked import asked
 from common.data.text import load_text
 from common.errors import UsageError
 from common.launch import debugger
@@ -66,7 +66,11 @@ class LessonOptions(Checked):
     """File for this lesson's picture."""
     debug: Annotated[int, Within(0, 4095)] | None = None
     """Rank on which Python's debugger opens, while the others wait."""
+    check: bool = False
+    """Check on every tensor and collective how it lies on the ranks: docs/types-on-ranks.md."""
     trace_all: ClassVar[bool] = True  # a lesson is short
+    check_all: ClassVar[bool] = False
+    """True if --check checks all of `main`; otherwise the harness checks the runs on several ranks."""
 
     def look_at_data(self) -> None:
         """Check that the text can be read. Raises UsageError."""
@@ -148,7 +152,6 @@ def _within_memory(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) 
 def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
     """Check that the data can be read and that all ranks have the same options; then run `main`."""
     options.look_at_data()
-    checked.asked = getattr(options, "check", False)
     mine = {field.name: str(getattr(options, field.name)) for field in fields(options)}
     for rank, theirs in enumerate(comm.everyones(mine, rt.world)):
         for name, value in mine.items():
@@ -157,7 +160,23 @@ def _checked(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> boo
                     f"--{name.replace('_', '-')} is {value} on rank {rt.rank} and {theirs[name]} on rank {rank}; "
                     f"give all ranks the same"
                 )
-    return main(rt, options)
+    return _with_types(main, rt, options) if options.check else main(rt, options)
+
+
+def _with_types(main: Callable[[Runtime, O], bool], rt: Runtime, options: O) -> bool:
+    """Run `main` under the checker of placements, and say what it cost. Raises UsageError if nothing was checked."""
+    if rt.world_size == 1:
+        raise UsageError("--check compares ranks, and here is one: give --nproc 2")
+    everything = rt.world if options.check_all else None
+    with asked.asking(min(30.0, options.timeout / 2)) as blocks, asked.if_asked(everything):
+        holds = main(rt, options)
+    sent, size = (sum(getattr(b.meeting, what) for b in blocks) for what in ("messages", "bytes"))
+    if not sent:
+        raise UsageError("--check has nothing to check here: no collective of ours was called")
+    console(rt).print(
+        f"checked: nothing misplaced; {sent:,} messages of the checker with {size:,} bytes from rank 0"
+    )
+    return holds
 
 
 def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:

@@ -40,8 +40,6 @@ class TrainingOptions(LessonOptions):
     """With --benchmark: is --batch the batch of all ranks together, or of each?"""
     versions: tuple[str, ...] = ()
     """Versions to run."""
-    check: bool = False
-    """Check on every tensor and collective how it lies on the ranks: docs/types-on-ranks.md."""
 
     def model_config(self) -> TransformerConfig:
         """Return the model's shape. Raises UsageError if no model has that name."""
