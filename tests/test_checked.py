@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from check_everything import ROOT, Run, check_lesson, check_meshes, runs
+from forgotten_sum import partial_gelu
 from torch import Tensor, nn
 
 from common import comm
-from common.comm import checked, collectives
-from common.comm.checked import RULES, Misplaced, declare
+from common.comm import collectives, ledger
+from common.comm.checked import RULES, Misplaced, checked, declare
+from common.comm.checked.asked import asking
 from common.comm.mesh import Mesh
 from common.comm.placement import shard, sum_gradients
+from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.lesson.equality import OPTIMIZERS
 
+from hybrid_rows import of_meshes
+
 Found = dict[str, tuple[str, str, str]]  # exhibit: rule, axis, file; empty if nothing was said
 
-# by museum and exhibit: the rule that catches it, the axis, and the file of the line that is named
+# by museum (and ranks) and exhibit: the rule that catches it, the axis, and the file of the line that is named
 CAUGHT: Mapping[str, Found] = {
     "tp": {
         "the missing f": ("mix", "tp", "tp_column_parallel.py"),
@@ -57,16 +62,25 @@ CAUGHT: Mapping[str, Found] = {
         "experts taken for replicas": ("sum", "ep", "test_museum_ep.py"),
         "right, auxiliary loss with capacity": ("", "", ""),
     },
+    "dp_matrices": {
+        "rows without a sum": ("mix", "world", "test_museum_dp_matrices.py"),
+        "columns without a sum": ("mix", "world", "test_museum_dp_matrices.py"),
+        "a gather of the wrong adjoint": ("mix", "world", "test_museum_dp_matrices.py"),
+    },
     "pp": {
         "a tied embedding whose two copies drift": ("step", "pp", "test_museum_pp.py"),
         "right": ("", "", ""),
+    },
+    "pp, 4 ranks": {
+        "replicas synchronised one micro-batch early": ("step", "dp", "test_museum_pp.py"),
+        "right, replicas": ("", "", ""),
     },
     "sp": {"right, zigzag": ("", "", "")},
     "hybrid_trainer": {
         "masks different over tp": ("equal", "tp", "tp_megatron.py"),
         "right over tp, its tokens in slices": ("", "", ""),
     },
-    "hybrid": {
+    "hybrid, 4 ranks": {
         "expert gradients summed over ep": ("sum", "ep", "test_museum_hybrid.py"),
         "the norm counts replicas": ("once", "ep", "test_museum_hybrid.py"),
         "the norm misses experts": ("once", "ep", "test_museum_hybrid.py"),
@@ -90,16 +104,16 @@ class Reference:
 
 def tour(rt: Runtime, museum: str, names: list[str]) -> Found:
     """Visit exhibits under the checker, without their reference; return what it says."""
-    rooms, found = importlib.import_module(f"test_museum_{museum}"), Found()
+    rooms, found = importlib.import_module(f"test_museum_{museum.partition(',')[0]}"), Found()
     for name in ("one_device", "plain", "alone"):
         if hasattr(rooms, name):
             setattr(rooms, name, lambda *given, **options: Reference())
     rooms.compare = lambda *given: {}  # type: ignore[attr-defined]
-    with patch.object(checked, "asked", True):
+    with asking(30.0):
         for name in names:
             found[name] = ("", "", "")
             try:
-                rooms.visit(rt, name, "sgd")
+                rooms.visit(rt, *(rooms.EXHIBITS[name][:2] if museum == "dp_matrices" else (name, "sgd")))
             except Misplaced as wrong:
                 print(f"\n{name}: {wrong}", end="")
                 found[name] = wrong.rule, wrong.axis, wrong.line.partition(":")[0]
@@ -108,7 +122,7 @@ def tour(rt: Runtime, museum: str, names: list[str]) -> Found:
 
 @pytest.mark.parametrize("museum", CAUGHT)
 def test_exhibits_that_misplace_a_tensor_are_caught(museum: str) -> None:
-    ranks = 4 if museum == "hybrid" else 2
+    ranks = 4 if museum.endswith("4 ranks") else 2
     for found in spawn(tour, ranks, museum, [*CAUGHT[museum]], timeout=120, limit=240):
         assert found == CAUGHT[museum]
 
@@ -122,7 +136,7 @@ def forgotten_copy(rt: Runtime, mesh: Mesh) -> None:
     F.linear(x, split(torch.ones(4, 4), mesh, 0))
 
 
-def partial_gelu(rt: Runtime, mesh: Mesh) -> None:
+def gelu_of_a_term(rt: Runtime, mesh: Mesh) -> None:
     F.gelu(F.linear(torch.ones(3, 2), split(torch.ones(4, 4), mesh, 1)))
 
 
@@ -162,7 +176,7 @@ def step_without_sum(rt: Runtime, mesh: Mesh) -> None:
 
 BROKEN: Mapping[str, Callable[[Runtime, Mesh], None]] = {
     "mix": forgotten_copy,
-    "linear": partial_gelu,
+    "linear": gelu_of_a_term,
     "once": bias_of_every_rank,
     "root": norm_of_a_shard,
     "sum": sum_of_replicas,
@@ -181,7 +195,7 @@ def break_rules(rt: Runtime) -> dict[str, tuple[str, str]]:
         for rules in (RULES, [other for other in RULES if other != rule]):
             said.append("")
             try:
-                with checked.checked(mesh, timeout=20, rules=rules):
+                with checked(mesh, timeout=20, rules=rules):
                     mistake(rt, mesh)
             except Misplaced as wrong:
                 here = (wrong.rank, wrong.axis, wrong.line[:16]) == (rt.rank, "tp", "test_checked.py:")
@@ -196,17 +210,72 @@ def test_each_rule_is_needed() -> None:
         assert found == {rule: (rule, "") for rule in RULES}
 
 
+def test_docs_show_what_the_example_prints() -> None:
+    with pytest.raises(RankError) as error:
+        spawn(partial_gelu, 2)
+    line = str(error.value).splitlines()[-1].partition(": ")[2].replace("rank 1", "rank 0")
+    assert line in (ROOT / "docs/types-on-ranks.md").read_text().splitlines()
+
+
+def one_leaves(rt: Runtime) -> None:
+    """Rank 1 has left the step, and waits in a call of equality.py, which the checker does not see."""
+    with checked(rt.world, timeout=1.0):
+        if rt.rank == 0:
+            comm.all_reduce(torch.ones(4), rt.world)
+        with ledger.uncounted():
+            comm.barrier(rt.world)
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_place() -> None:
+    with pytest.raises(RankError) as error:
+        spawn(one_leaves, 2, timeout=20)
+    said = str(error.value)
+    assert "waits in all_reduce, but rank 1 does not come within 1 s" in said
+    assert "rank 1 stood in barrier over 'world'" in said
+
+
+def lessons_in_turn(rt: Runtime, chosen: list[Run]) -> list[str]:
+    return [check_lesson(rt, run) for run in chosen]
+
+
+LESSONS = "dp_compression dp_local_sgd dp_matrix_multiply pp_zero_bubble tp_summa sp_library ep_layer ep_switch_router"
+MESHES = ("pp=2 dp=2 zero=1", "dp=2 sp=2 zero=3", "ep=2 tp=2", "pp=4")
+
+
+def test_right_lessons_are_silent() -> None:
+    chosen = [run for name in LESSONS.split() for run in runs(name) if run.ranks == 2]
+    assert len(chosen) == len(LESSONS.split())
+    for line in spawn(lessons_in_turn, 2, chosen, timeout=120, limit=240)[0]:
+        assert line.startswith("checked: nothing misplaced; ")
+
+
+def test_right_meshes_are_silent() -> None:
+    for sent in spawn(check_meshes, 4, of_meshes(MESHES)[4], timeout=120, limit=240):
+        assert min(sent) > 0
+
+
+@pytest.mark.parametrize(("ranks", "says"), [(1, "give --nproc 2"), (2, "has nothing to check here")])
+def test_a_lesson_with_nothing_to_check_says_so(ranks: int, says: str) -> None:
+    with pytest.raises(RankError, match=says):
+        spawn(check_lesson, ranks, Run("pp_by_hand", {}, ranks))
+
+
+def test_lessons_that_others_carry_refuse_the_option() -> None:
+    refused = set("dp_languages pp_languages pp_memory tp_languages tp_memory sp_languages sp_memory".split())
+    assert {name for name in refused if next(runs(name), None)} == set()
+
+
 def right_step(rt: Runtime) -> tuple[int, bool]:
     """Return the bytes of the checker's messages in a right step, and True if all hooks are gone after it."""
     mesh, norm = Mesh(rt.world, tp=rt.world_size), nn.Parameter(torch.ones(4))
     norm.token_axes = ("tp",)  # type: ignore[attr-defined]
     optimizer = OPTIMIZERS["sgd"]([norm])
-    with checked.checked(mesh) as checker:
+    with checked(mesh) as checker:
         F.rms_norm(torch.ones(3, 4), (4,), norm).sum().backward()
         sum_gradients([norm], mesh)
         optimizer.step()
     step_without_sum(rt, mesh)
-    return checker.bytes, not norm._post_accumulate_grad_hooks
+    return checker.meeting.bytes, not norm._post_accumulate_grad_hooks
 
 
 def test_a_right_step_is_silent_and_leaves_nothing() -> None:

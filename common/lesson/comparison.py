@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -222,29 +223,33 @@ def time_in_turn(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> bool:
 
 
 def cost_of_checks(rt: Runtime, o: TrainingOptions, lesson: Lesson) -> Table:
-    """Return a table of the versions whose messages we see: steps in turn, plain and under the checker."""
+    """Return a table of the versions whose messages we see: steps in turn, plain and under the checker.
+
+    CPU: seconds that rank 0 computes, which do not depend on what else the machine does.
+    """
     mesh = Mesh(rt.world, **{lesson.axis: rt.world_size}, timeout=rt.timeout)
-    numbers = (">plain, ms", ">checked, ms", ">ratio (median)", ">least", ">most", ">messages", ">bytes")
-    table = make_table(f"a step, plain and checked, {o.steps} in turn; of rank 0", ("version", *numbers))
+    numbers = (">plain, ms", ">checked, ms", ">ratio (median)", ">ratio of CPU", ">least", ">most")
+    title = f"a step, plain and checked, {o.steps} in turn; CPU and messages of rank 0"
+    table = make_table(title, ("version", *numbers, ">messages", ">bytes"))
+
+    def step(run: Iterator[Tensor], over: Mesh | None, cpu: list[float]) -> None:
+        began = time.process_time()
+        with if_asked(over):
+            next(run)
+        cpu.append(time.process_time() - began)
+
     for name in (name for name in o.versions if name not in (*lesson.unseen, *lesson.on_rank_0)):
-        jobs = [
-            Job(rt, o, name, make_model(o, rt.device), mesh, lesson.axis, timed_adamw)
-            for _ in ("plain", "checked")
-        ]
-        plain, checked = map(lesson.versions[name], jobs)
-
-        def step(run: Iterator[Tensor] = checked) -> None:
-            with if_asked(mesh):
-                next(run)
-
-        measured = in_turn(
-            {"plain": partial(next, plain), "checked": step}, o.steps, rt.world, device=rt.device.type
-        )
-        a, b, last = measured["plain"], measured["checked"], blocks[-1].meeting
-        ratios = [y / x for x, y in zip(a.seconds, b.seconds, strict=True)]
-        shown = (statistics.median(ratios), min(ratios), max(ratios))
-        times = (f"{1e3 * m.median:.1f}" for m in (a, b))
-        table.add_row(name, *times, *(f"{x:.1f}" for x in shown), f"{last.messages:,}", f"{last.bytes:,}")
+        cases, cpu = dict[str, Callable[[], object]](), dict[str, list[float]]()
+        for case, over in (("plain", None), ("checked", mesh)):
+            job = Job(rt, o, name, make_model(o, rt.device), mesh, lesson.axis, timed_adamw)
+            cpu[case] = []
+            cases[case] = partial(step, lesson.versions[name](job), over, cpu[case])
+        plain, checked = in_turn(cases, o.steps, rt.world, device=rt.device.type).values()
+        ratio = statistics.median(b / a for a, b in zip(plain.seconds, checked.seconds, strict=True))
+        of_cpu = [b / a for a, b in zip(cpu["plain"], cpu["checked"], strict=True)][1:]  # without the warm-up
+        shown = (ratio, statistics.median(of_cpu), min(of_cpu), max(of_cpu))
+        times, sent = (f"{1e3 * m.median:.1f}" for m in (plain, checked)), blocks[-1].meeting
+        table.add_row(name, *times, *(f"{x:.1f}" for x in shown), f"{sent.messages:,}", f"{sent.bytes:,}")
     return table
 
 
