@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mpi.launch import refusal
+from mpi.launch import python, refusal
 from rich.console import Console
 from torch import Tensor
 
@@ -202,7 +201,7 @@ def test_the_deadlock_is_named_with_both_ranks_and_lines() -> None:
 
 
 def test_as_a_command() -> None:
-    command = [sys.executable, communication_demo.__file__, "--nproc", "2"]
+    command = [str(python()), communication_demo.__file__, "--nproc", "2"]
     two = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (two.returncode, two.stdout) == (0, TWO)
 

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from mpi.launch import BINARIES, need_binary, run
+from mpi.launch import BINARIES, need_binary, python, run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -207,7 +206,7 @@ def test_programs_take_the_options_that_docs_give_them() -> None:
         and "parse" in (text := (c.folder / c.program).read_text()) + "parse" * ("run(main" in text)
     }
     assert len(every) > 100
-    parse = [sys.executable, str(ROOT / "tests" / "scripts" / "parse_only.py")]
+    parse = [str(python()), str(ROOT / "tests" / "scripts" / "parse_only.py")]
     said = subprocess.run(parse, input=json.dumps([*every]), capture_output=True, text=True, timeout=240)
     assert said.returncode == 0, said.stderr
     wrong = {line: why for line, why in zip(every.values(), json.loads(said.stdout), strict=True) if why}
@@ -244,6 +243,12 @@ def test_tables_that_programs_print_stand_under_their_command(page: Path) -> Non
     assert not wrong
 
 
+def program_of(command: str) -> list[str]:
+    """Return the words of a command; Python forks from a process with torch imported."""
+    words = shlex.split(command)
+    return [str(python()), *words[1:]] if words[0] == "python" else words
+
+
 def printed_after(page: Path, command: str) -> list[str]:
     """Return the lines of the block that follows the sh block with the command."""
     every = [token for token in tokens(page) if token.type == "fence"]
@@ -255,7 +260,7 @@ def printed_after(page: Path, command: str) -> list[str]:
 def test_worked_examples_print_what_docs_show(lesson: str) -> None:
     chapter = BY_HAND[lesson]
     command = f"python {chapter}/pytorch/{lesson}_by_hand.py --nproc 2"
-    done = run(shlex.split(command), timeout=120)
+    done = run(program_of(command), timeout=120)
     assert done.returncode == 0, done.stderr
     kept = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith(("┏", "┡", "├", "└"))]
     assert [line.replace("┃", "│") for line in kept] == printed_after(
@@ -266,6 +271,5 @@ def test_worked_examples_print_what_docs_show(lesson: str) -> None:
 @pytest.mark.parametrize("line", RUN)
 def test_commands_of_docs_run(line: str) -> None:
     assert any(line in c.line for page in PAGES for c in commands(page)), "no page has this command"
-    words = shlex.split(line)
-    done = run(words, timeout=120)
+    done = run(program_of(line), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,8 +5,9 @@
 
 Importing torch and what lessons import takes 3 s of CPU per rank, a fork 30 ms. The program (fork_client.py) sends its
 arguments, working folder, environment, cores and open files to a server without threads, which may therefore fork; the
-fork runs the script. It ends as multiprocessing's forks do, without the interpreter's own end, which would take apart
-all that was imported: 1 s of CPU per rank. Requires `possible()`.
+fork runs the script, and the ranks that `spawn` starts there are forks again. It ends as multiprocessing's forks do,
+without the interpreter's own end, which would take apart all that was imported: 1 s of CPU per rank. Requires
+`possible()`.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ def _become(client: socket.socket) -> None:
 
 def run(path: str) -> NoReturn:
     """Run the script and end this process as Python does, but leave its memory to the system."""
+    if "common.launch.spawn" in sys.modules:
+        sys.modules["common.launch.spawn"].START = "fork"  # type: ignore[attr-defined]
     script = ModuleType("__main__")
     script.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second name is multiprocessing's

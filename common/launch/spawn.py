@@ -41,6 +41,7 @@ from common.launch.program import leave_at_once
 from common.launch.runtime import session
 from common.launch.watchdog import RankFailed, describe, exit_code
 
+START = "forkserver"  # "fork" in a script that is itself a fork of a process without threads: see forked.py
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # imported once, before the first spawn; optimizers import torch._dynamo
 PRELOAD = [
@@ -68,8 +69,14 @@ def _rank(
     environment: dict[str, str],
     task: bytes,
     debugged: tuple[int | None, Connection | None],
+    inherited: list[Connection],
 ) -> None:
-    """Run one rank's process: join, work, send the result. debugged: a rank, and standard input for it."""
+    """Run one rank's process: join, work, send the result.
+
+    debugged: a rank, and standard input for it. inherited: the parent's ends of pipes, which a fork holds, too.
+    """
+    for end in inherited:
+        end.close()
     os.environ.clear()
     os.environ.update(environment)
     debugger.rank, commands = debugged
@@ -129,8 +136,9 @@ def spawn(
         raise ValueError("spawn's ranks import the script again: put it in a file")
     folder = tempfile.mkdtemp(prefix="spawn-", dir=_folder())
     meeting = os.path.join(folder, "store")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context(START)
+    if START == "forkserver":
+        context.set_forkserver_preload(PRELOAD)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     if script:
         task = pickle.dumps((fn, args))
@@ -146,8 +154,9 @@ def spawn(
             launch = Launch("spawn", rank, world_size, rank, world_size)
             commands = debugger.standard_input() if rank == debug else None
             debugged = debug, commands
-            given = (launch, meeting, device, backend, timeout, there, environment, task, debugged)
-            process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)
+            inherited = [*ranks, here] if START == "fork" else []
+            given = (launch, meeting, device, backend, timeout, there, environment, task, debugged, inherited)
+            process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)  # type: ignore[attr-defined]
             process.start()
             there.close()
             if commands:
