@@ -12,7 +12,7 @@ SAMPLE := tests/portability.py tests/test_moe.py tests/test_transformer.py tests
 	tests/test_museum_dp_step.py tests/test_tp_summa_mpi.py -k "not lessons_prove or 03-tensor or 04-sequence"
 CPP_FILES := git ls-files -z '*.cpp' '*.hpp'
 
-.PHONY: help setup test test-sample test-portability proof demo benchmark grade pictures lint format clean
+.PHONY: help setup test test-slow test-sample test-portability proof demo benchmark grade pictures lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-17s%s\n", $$1, $$2 }' Makefile
@@ -20,9 +20,12 @@ help: ## show this list
 setup: ## environment, packages and C++; nothing to do when up to date
 	@scripts/install_all.sh
 
-test: setup ## all tests, C++ and Python, three files at a time: starting ranks is mostly waiting
+test: setup ## tests in C++ and Python but for the slowest, three files at a time: starting ranks is mostly waiting
 	@$(ACTIVATE) FIVED_TEXT="$$(python tests/grammar.py 0)" ctest --preset release
-	@$(ACTIVATE) $(PYTEST)
+	@$(ACTIVATE) $(PYTEST) -m "not slow"
+
+test-slow: setup ## tests that take longest, of what other tests try on fewer ranks or meshes
+	@$(ACTIVATE) $(PYTEST) -m slow
 
 test-sample: setup ## some numerical tests with other kernels, another text and seed: two minutes
 	@$(ACTIVATE) env $(KERNELS) $(PYTEST) --seed 1 $(SAMPLE)

@@ -26,6 +26,37 @@ LONGEST = (
     "dp_languages ep_libtorch mpi_groups tp_summa museum_hybrid notebooks debug"
 )
 
+# Each takes 8 to 60 s of CPU, and what it tests is also tested on fewer ranks, on other meshes or with another start:
+# `make test` leaves them out, `make test-slow` runs them.
+SLOW = """
+checked::right_lessons_are_silent
+dp_accumulation::equal_to_one_device[8]
+dp_checkpointing::equal_to_one_device[8]
+dp_compression::ranks_equal_one_device[8]
+dp_data_parallel::equal_to_one_device_and_bytes_by_rank[8-9]
+dp_local_sgd::equal_to_replicas_on_one_device[8]
+dp_local_sgd::lesson[3-7]
+dp_mixed_precision::loss_scaling[8]
+dp_zero::lesson[8-options4]
+dp_zero::the_library_beside_it
+ep::equal_to_one_device[8]
+equality::the_margin_between_rounding_and_the_smallest_mistake
+exercises::exercise_in_cpp[01/7]
+exercises::exercise_in_cpp[02/6]
+exercises::exercise_in_cpp[04/6]
+hybrid::rows_of_the_proof_table[12-15]
+hybrid::torch_s_parts_compose_to_the_same
+hybrid_faults::a_checkpoint_that_never_comes_is_named_too
+hybrid_faults::a_weight_or_a_token_that_is_not_a_number_is_refused
+hybrid_trainer::evaluation_and_text_are_the_same_on_every_mesh
+hybrid_trainer::explain_trains_nothing
+launch_files::mpirun_with_hosts_on_its_command_line
+launch_files::torchrun_with_a_rank_for_each_node
+pp::equal_to_one_device[8]
+sp::equal_to_one_device[8]
+tp::equal_to_one_device[8]
+"""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of the text and of the lessons")
@@ -40,7 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the others as they came."""
+    """Mark slow tests. The longest files come first, the others as they came."""
+    slow = {"tests/test_" + "::test_".join(line.split("::")) for line in SLOW.split()}
+    slow = {line.replace("::", ".py::", 1) for line in slow}
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
     places = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

@@ -318,7 +318,7 @@ def test_lesson_under_mpirun_proves_and_writes_its_records(tmp_path: Path) -> No
 )
 def test_what_cannot_run_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        GridOptions(**given).check(6)
+        GridOptions(**given).validate(6)
     assert str(error.value).startswith(message)
 
 
