@@ -70,21 +70,11 @@ void TensorParallelLayer<T>::add_parameter(const std::string& name, std::size_t 
     parameters_.push_back(shard);
 }
 
-/// As GPT-2 and common/models/transformer.py: weights N(0, 0.02^2), smaller by sqrt 2 into the residual
-/// stream of one layer; biases 0, norms 1.
 template <class T>
 void TensorParallelLayer<T>::initialise(std::uint64_t seed) {
     for (const Shard& p : parameters_) {
-        const std::span<T> values(weights_.data() + p.offset, p.size());
-        if (p.is_vector()) {
-            std::ranges::fill(values, T(p.name.ends_with("norm.weight")));
-            continue;
-        }
-        const std::uint64_t stream = stream_of("layers.0." + p.name);
-        const bool residual = p.name.ends_with("o_proj.weight") || p.name.ends_with("down_proj.weight");
-        const double deviation = residual ? 0.02 / std::sqrt(2.0) : 0.02;
-        for (std::size_t i = 0; i < values.size(); ++i)
-            values[i] = T(normal(seed, stream, p.place(i)) * deviation);
+        const Gpt2Initial value("layers.0." + p.name, 1, seed);
+        for (std::size_t i = 0; i < p.size(); ++i) weights_[p.offset + i] = T(value(p.place(i)));
     }
 }
 

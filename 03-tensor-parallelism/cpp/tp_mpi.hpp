@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "fived/lesson/record.hpp"
-#include "fived/math/mlp.hpp"
 #include "fived/math/optimizer.hpp"
+#include "fived/math/shard.hpp"
 #include "fived/mpi/collectives.hpp"
 #include "fived/mpi/mpi.hpp"
 #include "fived/named.hpp"
@@ -50,24 +50,6 @@ enum class Reduction { mpi, ring };
 constexpr auto names(Reduction) {
     return std::array{"mpi", "ring"};
 }
-
-/// Where this rank's part of a parameter lies in the flat arrays, and where in the whole parameter.
-struct Shard : Parameter {
-    std::size_t whole_rows, whole_columns, first_row = 0, first_column = 0;
-    bool is_vector() const { return !name.ends_with("proj.weight"); }
-    std::vector<std::size_t> shape() const { return shape(rows, columns); }
-    std::vector<std::size_t> whole_shape() const { return shape(whole_rows, whole_columns); }
-    bool split() const { return rows < whole_rows || columns < whole_columns; }
-    /// Of element i of this part, the place in the whole parameter.
-    std::size_t place(std::size_t i) const {
-        return (first_row + i / columns) * whole_columns + first_column + i % columns;
-    }
-
-  private:
-    std::vector<std::size_t> shape(std::size_t m, std::size_t n) const {
-        return is_vector() ? std::vector{m} : std::vector{m, n};
-    }
-};
 
 /// One layer on all ranks of `comm`; serial when comm is null. The weights are those of
 /// common/models/transformer.py's layers.0 of one layer: each rank makes its part alone.

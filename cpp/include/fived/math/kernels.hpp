@@ -87,12 +87,18 @@ void add_bias(MatrixView<T> z_BJ, std::span<const T> bias_J) {
         for (std::size_t j = 0; j < bias_J.size(); ++j) z_BJ(b, j) += bias_J[j];
 }
 
+/// The gradient of a bias grows by the sum over the rows.
+template <class T>
+void add_rows(MatrixView<const T> dy_BJ, std::span<T> dbias_J) {
+    for (std::size_t b = 0; b < dy_BJ.rows; ++b)
+        for (std::size_t j = 0; j < dbias_J.size(); ++j) dbias_J[j] += dy_BJ(b, j);
+}
+
 /// The sum over the rows, which is the gradient of a bias.
 template <class T>
 void sum_of_rows(MatrixView<const T> dy_BJ, std::span<T> dbias_J) {
     std::ranges::fill(dbias_J, T(0));
-    for (std::size_t b = 0; b < dy_BJ.rows; ++b)
-        for (std::size_t j = 0; j < dbias_J.size(); ++j) dbias_J[j] += dy_BJ(b, j);
+    add_rows(dy_BJ, dbias_J);
 }
 
 /// Sum of the cross-entropies of logits z + bias with the classes y, times `scale`. z becomes the gradient of
