@@ -23,7 +23,8 @@ struct Settings : MlpSettings, ScheduleSettings {
     }
     /// Collective: rank 0 alone reads the lists.
     void check(const Communicator& world) {
-        make_schedules(world, batch, micro_batches, layers, "--layers " + std::to_string(layers));
+        make_schedules(world, world.size(), batch, micro_batches, layers,
+                       "--layers " + std::to_string(layers));
         load();
         check_context();
     }

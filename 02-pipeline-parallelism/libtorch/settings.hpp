@@ -26,7 +26,7 @@ struct Settings : TorchTrainingSettings, ScheduleSettings {
     /// Throws UsageError for what cannot work. Collective.
     void check(const Communicator& world) {
         const int layers = shape().layers;
-        make_schedules(world, batch, micro_batches, layers,
+        make_schedules(world, world.size(), batch, micro_batches, layers,
                        std::to_string(layers) + " layers of " + name_of(model));
         load();
         check_sequence();

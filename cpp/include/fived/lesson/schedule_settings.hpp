@@ -40,11 +40,10 @@ struct ScheduleSettings {
         options.add("chunks", chunks, 1, "stages of each rank in the interleaved schedule", 1000);
         options.add("list", list, "a file with the list of each rank instead, a line a rank");
     }
-    /// Rank 0 alone reads the lists. `layers_are`: "--layers 9", say. Collective. Throws UsageError for what cannot work, the
-    /// same on all ranks.
-    void make_schedules(const Communicator& world, int batch, int micro_batches, int layers,
+    /// Rank 0 alone reads the lists, for pipelines of so many ranks. `layers_are`: "--layers 9", say. Collective. Throws
+    /// UsageError for what cannot work, the same on all ranks.
+    void make_schedules(const Communicator& world, int ranks, int batch, int micro_batches, int layers,
                         const std::string& layers_are) {
-        const int ranks = world.size();
         const auto check_parts = [&](int parts) {
             if (parts > batch)
                 throw UsageError("--batch " + std::to_string(batch) + " cannot be cut into " +
