@@ -1,0 +1,121 @@
+#include "hybrid_mpi.hpp"
+
+#include <stdexcept>
+#include <string>
+
+namespace fived {
+
+template <class T>
+Hybrid<T>::Hybrid(const ModelShape& shape, const Mesh& mesh, Schedule schedule, std::size_t sequence,
+                  Order order, std::uint64_t seed)
+    : shape_(shape),
+      mesh_(mesh),
+      chunks_(chunks(sequence, mesh.size(Axis::sp), mesh.at(Axis::sp), order)),
+      sequence_(sequence),
+      runner_(mesh.along(Axis::pp).comm(), std::move(schedule)),
+      rings_(shape, mesh, sequence, order) {
+    check();
+    const std::vector<bool> mine = runner_.mine();
+    const int stages = int(mine.size());
+    if (mine.front() || mine.back()) embedding_.emplace(parameters_, shape, mesh, mine.front());
+    for (int s = 0; s < stages; ++s)
+        if (mine[s])
+            stages_.try_emplace(s, parameters_, shape, mesh, rings_, range(shape.layers, stages, s),
+                                embedding_ ? &*embedding_ : nullptr);
+    const std::vector<int>& owner = this->schedule().owner;
+    if (owner.front() != owner.back()) {
+        holders_.emplace(mesh.along(Axis::pp).comm().split(!embedding_, mesh.at(Axis::pp), "tied"));
+        if (embedding_) parameters_.tie(embedding_->id());
+    }
+    parameters_.make(shape.layers, seed);
+}
+
+template <class T>
+void Hybrid<T>::check() const {
+    const std::size_t tp = mesh_.size(Axis::tp), stages = schedule().stages();
+    if (shape_.width % shape_.heads || shape_.heads % tp || shape_.vocabulary < tp)
+        throw std::invalid_argument("width " + std::to_string(shape_.width) + " and " +
+                                    std::to_string(shape_.heads) + " heads cannot be split over " +
+                                    std::to_string(tp) + " ranks along tp");
+    if (shape_.layers < stages)
+        throw std::invalid_argument(std::to_string(shape_.layers) + " layers are too few for " +
+                                    std::to_string(stages) + " stages");
+    if (sequence_ < 1 || sequence_ > shape_.longest)
+        throw std::invalid_argument("a sequence of " + std::to_string(sequence_) + " tokens; 1 to " +
+                                    std::to_string(shape_.longest) + " are possible");
+}
+
+template <class T>
+double Hybrid<T>::loss_and_gradients(MatrixView<const std::int64_t> tokens_BS,
+                                     MatrixView<const std::int64_t> targets_BS) {
+    cut_batch(tokens_BS, targets_BS);
+    std::int64_t count = 0;
+    for (const MicroBatch& batch : micro_)
+        count += std::ranges::count_if(batch.targets, [](std::int64_t target) { return target != padding; });
+    Line &tokens = mesh_.along(token_axes), &pp = mesh_.along(Axis::pp);
+    scale_ = 1 / double(tokens.all_reduce(count));
+    loss_ = 0;
+    std::ranges::fill(gradients(), T(0));
+    runner_.run(*this, buffers_);
+    pp.book(pp.size() * std::int64_t(runner_.bytes_sent()), runner_.blocked_seconds());
+    parameters_.sum_gradients(mesh_, holders_ ? &*holders_ : nullptr);
+    const T of_stages = pp.all_reduce(T(loss_));  // the last stage has it, the others bring 0
+    return double(tokens.all_reduce(of_stages)) * scale_;
+}
+
+/// This rank's positions of all samples, in the schedule's micro-batches, which differ by one sample at most.
+template <class T>
+void Hybrid<T>::cut_batch(MatrixView<const std::int64_t> tokens_BS,
+                          MatrixView<const std::int64_t> targets_BS) {
+    const std::size_t B = tokens_BS.rows, M = schedule().micro_batches;
+    if (tokens_BS.columns != sequence_ || targets_BS.columns != sequence_ || targets_BS.rows != B || B < M)
+        throw std::invalid_argument("the model takes samples of " + std::to_string(sequence_) +
+                                    " tokens, at least one per micro-batch; given are " + std::to_string(B) +
+                                    " of " + std::to_string(tokens_BS.columns) + " for " + std::to_string(M));
+    micro_.assign(M, {});
+    std::size_t largest = 0;
+    for (std::size_t m = 0; m < M; ++m) {
+        MicroBatch& batch = micro_[m];
+        const std::size_t begin = cut(B, M, m), end = cut(B, M, m + 1);
+        batch.samples = end - begin;
+        for (std::size_t b = begin; b < end; ++b)
+            for (const Chunk& chunk : chunks_)
+                for (std::size_t i = chunk.begin; i < chunk.begin + chunk.length; ++i) {
+                    batch.tokens.push_back(tokens_BS(b, i));
+                    batch.targets.push_back(targets_BS(b, i));
+                    batch.positions.push_back(std::int64_t(i));
+                }
+        largest = std::max(largest, batch.size());
+    }
+    buffers_.resize(largest * shape_.width);
+}
+
+template <class T>
+typename Hybrid<T>::Buffer Hybrid<T>::forward(const Instruction& i, Buffer x) {
+    if (!x) x = buffers_.take();
+    loss_ += stages_.at(i.stage).forward(i.micro, micro_[i.micro], view(x, i.micro), T(scale_),
+                                         [this] { runner_.progress(); });
+    if (i.stage + 1 < schedule().stages()) return x;
+    buffers_.give(std::move(x));
+    return {};
+}
+
+template <class T>
+typename Hybrid<T>::Buffer Hybrid<T>::backward_input(const Instruction& i, Buffer dy) {
+    if (!dy) dy = buffers_.take();
+    stages_.at(i.stage).backward_input(i.micro, micro_[i.micro], view(dy, i.micro),
+                                       [this] { runner_.progress(); });
+    if (i.stage > 0) return dy;
+    buffers_.give(std::move(dy));
+    return {};
+}
+
+template <class T>
+void Hybrid<T>::backward_weights(const Instruction& i) {
+    stages_.at(i.stage).backward_weights(i.micro, micro_[i.micro].size(), [this] { runner_.progress(); });
+}
+
+template class Hybrid<float>;
+template class Hybrid<double>;
+
+}  // namespace fived
