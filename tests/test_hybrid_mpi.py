@@ -1,0 +1,221 @@
+"""hybrid_mpi on 1 to 8 ranks against the plain Transformer under autograd; bytes against Python; the program."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from beside_one_device import here
+from mpi.launch import mpirun, need_binary, need_module, refused_by, run_worker
+from mpi.programs import trained
+
+from common.benchmarks.measures import problem
+from common.comm import Group
+from common.comm.mesh import AXES, Mesh
+from common.data.text import lm_batch, load_text
+from common.lesson.equality import TOLERANCE, ULPS, Followed, compare, in_ulps
+from common.models.configs import CONFIGS, gpt2
+from common.models.transformer import Transformer, config
+
+from hybrid_bytes import StepBytes
+from hybrid_layout import HybridOptions
+from hybrid_model import Hybrid
+from hybrid_training import reference
+from pp_schedules import make_schedule
+
+SHAPE, BATCH, SEQUENCE, STEPS, SEED = (4, 16, 4, 20), 17, 16, 2, 3
+CONFIGS["test-mpi-gpt2"] = gpt2(*SHAPE)
+# pp, dp, ep, sp, tp; schedule; order of the positions; optimizer. 3 stages and 17 samples divide unevenly.
+CASES = [
+    ((1, 1, 1, 1, 1), "1f1b", "zigzag", "sgd"),
+    ((1, 2, 1, 1, 1), "1f1b", "zigzag", "adamw"),
+    ((1, 1, 1, 1, 4), "1f1b", "zigzag", "sgd"),
+    ((1, 1, 1, 4, 1), "gpipe", "contiguous", "adamw"),
+    ((2, 1, 1, 1, 1), "interleaved", "zigzag", "sgd"),
+    ((4, 1, 1, 1, 1), "zb-h1", "zigzag", "adamw"),
+    ((3, 1, 1, 1, 2), "1f1b", "zigzag", "sgd"),
+    ((1, 3, 1, 1, 2), "1f1b", "zigzag", "adamw"),
+    ((1, 8, 1, 1, 1), "gpipe", "zigzag", "sgd"),
+    ((2, 2, 1, 1, 2), "1f1b", "zigzag", "sgd"),
+    ((2, 2, 1, 2, 1), "gpipe", "contiguous", "adamw"),
+    ((2, 1, 1, 2, 2), "zb-v", "zigzag", "sgd"),
+    ((1, 2, 1, 2, 2), "1f1b", "contiguous", "sgd"),
+    ((2, 1, 2, 1, 2), "zb-h1", "zigzag", "sgd"),
+    ((1, 1, 2, 4, 1), "1f1b", "zigzag", "adamw"),
+    ((4, 1, 1, 1, 2), "interleaved", "zigzag", "adamw"),
+]
+ONE = str(make_schedule("1f1b", 1, 1))
+
+
+def options(case: int) -> HybridOptions:
+    mesh, schedule, order, _ = CASES[case]
+    given: dict[str, Any] = dict(zip(AXES, mesh, strict=True))
+    attention = "ring" if order == "contiguous" else order
+    same: dict[str, Any] = dict(model="test-mpi-gpt2", batch=BATCH, sequence=SEQUENCE, steps=STEPS, seed=SEED)
+    chunks = 1 if mesh[0] == 4 else 2
+    return HybridOptions(**given, **same, schedule=schedule, attention=attention, chunks=chunks)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Run one mpirun for all meshes; return the worker's JSON and the folder of its tensors."""
+    need_module("hybrid_mpi")
+    folder, text = tmp_path_factory.mktemp("hybrid_mpi"), load_text(None).train
+    batches = [lm_batch(text, SEED, step, BATCH, SEQUENCE, 0, BATCH) for step in range(STEPS)]
+    cases = []
+    for i, (mesh, schedule, order, optimizer) in enumerate(CASES):
+        o = options(i)
+        lists = str(make_schedule(schedule, mesh[0], o.micro_batches, o.chunks))
+        cases.append({"case": i, "mesh": mesh, "lists": lists, "order": order, "optimizer": optimizer})
+    said = {
+        "all": {"shape": SHAPE, "sequence": SEQUENCE},
+        "batches": [[x.tolist() for x in batch] for batch in batches],
+        "cases": cases,
+        "one": ONE,
+    }
+    (folder / "cases.json").write_text(json.dumps(said))
+    found = run_worker(8, "hybrid_mpi_worker.py", folder, str(folder / "cases.json"))
+    return found, folder
+
+
+@functools.cache
+def expected(optimizer: str) -> Followed:
+    """Train on one device, with the units of `in_ulps`."""
+    return reference(here(), options(0), optimizer)
+
+
+def followed(case: int, of_ranks: list[dict[str, Any]], folder: Path) -> Followed:
+    """Return the run of a case as the common checks take it."""
+    loaded = np.load(folder / f"{case}.npz")
+    tensors = {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+
+    def named(prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+    gradients = [named(f"gradients {step} ") for step in range(STEPS)]
+    return Followed(of_ranks[0]["losses"], gradients, of_ranks[0]["norms"], named("weights "))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[" ".join(map(str, c[0])) for c in CASES])
+def test_training_on_a_mesh_is_that_of_one_device(results: tuple[dict[str, Any], Path], case: int) -> None:
+    of_ranks, one = results[0]["cases"][case], expected(CASES[case][-1])
+    found = followed(case, of_ranks, results[1])
+    apart = compare(one, found)
+    assert max(d.value for d in apart.values()) <= TOLERANCE[torch.float64], apart
+    assert in_ulps(one, found).value < ULPS
+    for rank in of_ranks:
+        assert rank["losses"] == of_ranks[0]["losses"]
+        assert rank["norms"] == pytest.approx(of_ranks[0]["norms"], rel=1e-15)
+        assert rank["apart"] == []  # replicas have the same bits
+
+
+class Drawn(Mesh):
+    """A mesh of which one rank is looked at: its groups have members and no messages."""
+
+    def _make(self, axes: tuple[str, ...], places: tuple[int, ...] | None = None) -> Group | None:
+        along = [range(self.shape[axis]) if axis in axes else [self.at[axis]] for axis in AXES]
+        if places is not None:
+            if self.at[axes[0]] not in places:
+                return None
+            along[AXES.index(axes[0])] = list(places)
+        grid = np.arange(self.world.size).reshape(tuple(self.shape.values()))
+        ranks = tuple(grid[np.ix_(*along)].ravel().tolist())
+        return Group("+".join(axes), ranks.index(self.world.rank), len(ranks), ranks)
+
+
+@pytest.mark.parametrize("case", [i for i, (mesh, *_) in enumerate(CASES) if mesh[0] != 3])
+def test_bytes_are_those_of_python(results: tuple[dict[str, Any], Path], case: int) -> None:
+    o = options(case)
+    ranks = results[0]["cases"][case]
+    for rank in {0, len(ranks) // 2, len(ranks) - 1}:
+        world = Group("world", rank, len(ranks), tuple(range(len(ranks))))
+        mesh = Drawn(world, **dict(zip(AXES, CASES[case][0], strict=True)))
+        hybrid = Hybrid(o.model_config(), mesh, o, torch.device("cpu"), torch.float64)
+        by_formula = StepBytes(hybrid.model, hybrid.owner, mesh, o).all()
+        counted, formula = ranks[rank]["bytes"]
+        assert counted == formula
+        assert counted == pytest.approx({name: float(sent) for name, sent in by_formula.items()}, rel=1e-12)
+
+
+def test_what_does_not_fit_is_refused(results: tuple[dict[str, Any], Path]) -> None:
+    assert results[0]["refused"] == [
+        "ValueError: mesh pp=1 dp=2 ep=1 sp=1 tp=1 needs 2 ranks, the world has 1",
+        "ValueError: rank 0, stage 0, micro-batch 0 has F; F B or F I W is needed",
+        "ValueError: a sequence of 21 tokens; 1 to 20 are possible",
+        "ValueError: order is spiral; it is contiguous or zigzag",
+        "ValueError: the model takes samples of 16 tokens, at least one per micro-batch; given are 1 of 15 for 1",
+    ]
+
+
+def test_program_proves_itself_and_trains_as_in_python(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    size = ["--batch", "5", "--sequence", "12", "--steps", "2", "--explain"]
+    done = mpirun(4, need_binary("hybrid_mpi"), *size, "--pp", "2", "--tp", "2", "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "proved: training on 4 rank(s) equals training on one, bytes counted = formula." in done.stdout
+    lines = [line.split()[4:] for line in done.stdout.splitlines() if line.startswith("loss of each step")]
+    for optimizer, losses in zip(("sgd", "adamw"), lines, strict=True):
+        plain = Transformer(config("gpt2-tiny"), 0, torch.float64)
+        assert list(map(float, losses)) == pytest.approx(trained(plain, optimizer, 2, 5, 12), abs=1e-9)
+    assert "   3   1  0  0  0  1   0 to 4" in done.stdout  # the place of the last rank
+    (record,) = map(json.loads, file.read_text().splitlines())
+    assert not problem(record)
+    assert (record["implementation"], record["language"], record["ranks"]) == (
+        "hybrid_mpi-1f1b",
+        "cpp-mpi",
+        4,
+    )
+    assert (record["mesh"], record["equal"]) == ("pp=2 dp=1 ep=1 sp=1 tp=2", True)
+    assert record["parameters"] == plain.parameter_count()
+    assert record["flop_per_step"] == pytest.approx(60 * plain.flops_per_token(12))
+    assert record["bytes_counted"] == record["bytes_formula"] > 0
+    assert 0 < record["largest_difference"] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--tp", "2"],
+            "mesh pp=1 dp=1 ep=1 sp=1 tp=2 needs 2 ranks, the world has 1; a world of 2 ranks would fit",
+        ),
+        (["--dp", "3"], "mesh pp=1 dp=3 ep=1 sp=1 tp=1 needs 3 ranks, the world has 1; dp=1 would fit"),
+        (["--sequence", "65"], "a sequence of 65 tokens is too long for a model with 64 learned positions"),
+        (
+            ["--batch", "1"],
+            "--batch 1 gives each of 1 places along dp and ep 1 samples, too few for 2 micro-batches; give --batch 2, "
+            "or fewer micro-batches",
+        ),
+        (
+            ["--model", "gpt2-tiny", "--schedule", "interleaved", "--chunks", "3"],
+            "2 layers of gpt2-tiny are too few for the 3 stages of interleaved on 1 rank(s); at least 3",
+        ),
+        (["--model", "bert"], "--model bert: choose one of gpt2-tiny, gpt2-deep, gpt2-10m"),
+        (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
+        (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    assert refused_by("hybrid_mpi", *arguments) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "3"], "4 heads do not divide over 3 ranks along tp; 1, 2, 4 would do"),
+        (
+            ["--sp", "3"],
+            "a sequence of 32 tokens does not divide into 6 pieces, which zigzag order on 3 ranks needs; 30 or 36 "
+            "would",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_one_line_on_all_ranks(arguments: list[str], message: str) -> None:
+    done = mpirun(3, need_binary("hybrid_mpi"), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("hybrid_mpi: ") == done.stderr.count(f"hybrid_mpi: {message}\n") == 1
