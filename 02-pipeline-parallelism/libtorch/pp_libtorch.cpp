@@ -12,35 +12,21 @@ using torch::autograd::Function;
 
 namespace {
 
-/// dy^T x over all tokens.
-at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x) {
-    return dy.flatten(0, -2).t().mm(x.flatten(0, -2));
-}
-
 struct DeferredProduct : Function<DeferredProduct> {
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                               const DeferredPtr& deferred) {
         context->save_for_backward({x, weight});
-        context->saved_data["deferred"] = at::IValue::make_capsule(deferred);
+        keep(context, deferred);
         return at::linear(x, weight);
     }
     static Tensors backward(AutogradContext* context, const Tensors& gradients) {
-        const auto deferred =
-            c10::static_intrusive_pointer_cast<Deferred>(context->saved_data.at("deferred").toCapsule());
         const Tensors saved = context->get_saved_variables();
         const at::Tensor x = saved[0], weight = saved[1], dy = gradients[0];
         const at::Tensor dx = context->needs_input_grad(0) ? dy.matmul(weight) : at::Tensor();
         if (!context->needs_input_grad(1)) return {dx, {}, {}};
-        if (!deferred->waiting) return {dx, weight_gradient(dy, x), {}};
-        deferred->waiting->push_back({weight, dy, x});
-        return {dx, {}, {}};
+        return {dx, weight_gradient(weight, dy, x, deferred_of(context)), {}};
     }
 };
-
-/// First layer of a stage; of stage `stages`, the end.
-int first_layer(int layers, int stages, int stage) {
-    return layers / stages * stage + std::min(stage, layers % stages);
-}
 
 /// The value under `key`, which is there, and is no longer.
 template <class Map>
@@ -50,14 +36,8 @@ auto take(Map& map, const typename Map::key_type& key) {
 
 }  // namespace
 
-void Deferred::Work::operator()() const {
-    const at::NoGradGuard no_grad;
-    const at::Tensor dw = weight_gradient(dy, x);
-    at::Tensor& gradient = weight.mutable_grad();
-    if (gradient.defined())
-        gradient += dw;
-    else
-        gradient = dw;
+int first_layer(int layers, int stages, int stage) {
+    return layers / stages * stage + std::min(stage, layers % stages);
 }
 
 std::map<Instruction, std::vector<Instruction>> settled(const Schedule& schedule, int rank) {
@@ -85,13 +65,13 @@ at::Tensor deferred_product(const at::Tensor& x, const at::Tensor& weight, const
 }
 
 Executor::Executor(const Schedule& schedule, std::map<int, Stage> stages, Loss loss, RanksPtr up,
-                   RanksPtr down, std::int64_t width, const at::TensorOptions& options, DeferredPtr deferred)
+                   RanksPtr down, Between between, const at::TensorOptions& options, DeferredPtr deferred)
     : schedule_(schedule),
       stages_(std::move(stages)),
       loss_(std::move(loss)),
       up_(std::move(up)),
       down_(std::move(down)),
-      width_(width),
+      between_(std::move(between)),
       options_(options),
       deferred_(std::move(deferred)),
       settled_(settled(schedule_, up_->rank())) {}
@@ -169,8 +149,7 @@ void Executor::send(const Instruction& i) {
 }
 
 void Executor::receive(const Instruction& i) {
-    const at::Tensor& tokens_BS = parts_[i.micro].first;
-    const at::Tensor x = at::empty({tokens_BS.size(0), tokens_BS.size(1), width_}, options_);
+    const at::Tensor x = at::empty(between_(parts_[i.micro].first), options_);
     arriving_[i] = {x, way(i).receive(x, schedule_.peer(i))};
 }
 
@@ -216,8 +195,11 @@ Pipeline::Pipeline(const Gpt2Shape& shape, const Schedule& schedule, RanksPtr up
         return at::cross_entropy_loss(logits_BSV.flatten(0, -2), targets_BS.flatten(), {},
                                       at::Reduction::Sum);
     };
-    executor_ = std::make_unique<Executor>(schedule, std::move(run), loss, up_, down_, shape.width, options,
-                                           deferred);
+    const auto between = [D = shape.width](const at::Tensor& tokens_BS) {
+        return std::vector<std::int64_t>{tokens_BS.size(0), tokens_BS.size(1), D};
+    };
+    executor_ =
+        std::make_unique<Executor>(schedule, std::move(run), loss, up_, down_, between, options, deferred);
 }
 
 std::map<std::string, at::Tensor> Pipeline::parameters() const {

@@ -30,23 +30,12 @@
 #include <vector>
 
 #include "fived/math/schedule.hpp"
+#include "fived/torch/deferred.hpp"
 #include "fived/torch/gpt2.hpp"
 #include "fived/torch/ranks.hpp"
 #include "fived/torch/torch.hpp"
 
 namespace fived {
-
-/// Where weight gradients wait. y = x w^T:  I: dx = dy w, the stage before waits for it  W: dw = dy^T x, nobody waits for it
-/// before the optimizer's step. Autograd computes both at once; here what W reads is put in a list.
-struct Deferred final : torch::CustomClassHolder {
-    struct Work {
-        at::Tensor weight, dy, x;
-        void operator()() const;
-    };
-    /// null: weight gradients are computed at once.
-    std::vector<Work>* waiting = nullptr;
-};
-using DeferredPtr = c10::intrusive_ptr<Deferred>;
 
 /// x w^T whose gradient of w may wait. x [..., in], weight [out, in]; weight is a leaf.
 at::Tensor deferred_product(const at::Tensor& x, const at::Tensor& weight, const DeferredPtr& deferred);
@@ -54,6 +43,9 @@ at::Tensor deferred_product(const at::Tensor& x, const at::Tensor& weight, const
 /// For each receive of a rank: the sends that are over when it has come, for their receiver had used them before. So buffers
 /// are given back without a wait; what nothing shows is over at the end.
 std::map<Instruction, std::vector<Instruction>> settled(const Schedule& schedule, int rank);
+
+/// First layer of a stage; of stage `stages`, the end. Numbers differ by one at the most, the longer stages first.
+int first_layer(int layers, int stages, int stage);
 
 /// A micro-batch: tokens_BS and targets_BS.
 using Part = std::pair<at::Tensor, at::Tensor>;
@@ -64,9 +56,11 @@ class Executor {
     using Stage = std::function<at::Tensor(const at::Tensor& x)>;
     using Loss = std::function<at::Tensor(const at::Tensor& y, const at::Tensor& targets_BS)>;
 
-    /// stages: this rank's, by number. width: of what passes from stage to stage, x_BSD.
+    using Between = std::function<std::vector<std::int64_t>(const at::Tensor& tokens_BS)>;
+
+    /// stages: this rank's, by number. between: sizes of what passes from stage to stage.
     Executor(const Schedule& schedule, std::map<int, Stage> stages, Loss loss, RanksPtr up, RanksPtr down,
-             std::int64_t width, const at::TensorOptions& options, DeferredPtr deferred);
+             Between between, const at::TensorOptions& options, DeferredPtr deferred);
 
     /// Forward and backward of all micro-batches; the sum of their losses, on all ranks. scale: what is back-propagated is the
     /// losses times this. Collective. Throws std::invalid_argument where parts are not as many as the schedule's.
@@ -91,7 +85,7 @@ class Executor {
     std::map<int, Stage> stages_;
     Loss loss_;
     RanksPtr up_, down_;
-    std::int64_t width_;
+    Between between_;
     at::TensorOptions options_;
     DeferredPtr deferred_;
     std::map<Instruction, std::vector<Instruction>> settled_;

@@ -24,9 +24,12 @@ PYBIND11_MODULE(tp_libtorch, module) {
                "The identity, whose gradient is all-reduced.");
     module.def("reduce", &fived::reduce, "x"_a, "ranks"_a.none(false), Waiting(),
                "The all-reduce, whose gradient passes as it is.");
-    module.def("column_parallel", &fived::column_parallel, "x_BSD"_a, "weights"_a, "biases"_a,
-               "ranks"_a.none(false), Waiting(),
-               "y_BSf of each weight_fD; the sum of dx travels while dW are computed.");
+    module.def(
+        "column_parallel",
+        [](const at::Tensor& x, const fived::Tensors& weights, const fived::Tensors& biases,
+           const RanksPtr& ranks) { return fived::column_parallel(x, weights, biases, ranks); },
+        "x_BSD"_a, "weights"_a, "biases"_a, "ranks"_a.none(false), Waiting(),
+        "y_BSf of each weight_fD; the sum of dx travels while dW are computed.");
     module.def(
         "row_parallel",
         [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,

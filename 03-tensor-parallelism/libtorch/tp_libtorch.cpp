@@ -53,14 +53,9 @@ struct Reduce : Function<Reduce> {
     static Tensors backward(AutogradContext*, const Tensors& dy) { return {dy[0], {}}; }
 };
 
-/// dy^T x over all tokens.
-at::Tensor weight_gradient(const at::Tensor& dy_BSF, const at::Tensor& x_BSD) {
-    return dy_BSF.flatten(0, -2).t().mm(x_BSD.flatten(0, -2));
-}
-
 struct Columns : Function<Columns> {
     static Tensors forward(AutogradContext* context, const at::Tensor& x_BSD, at::TensorList weights,
-                           at::TensorList biases, const RanksPtr& ranks) {
+                           at::TensorList biases, const RanksPtr& ranks, const DeferredPtr& deferred) {
         Tensors saved{x_BSD}, results;
         for (std::size_t i = 0; i < weights.size(); ++i) {
             saved.push_back(weights[i]);
@@ -69,7 +64,7 @@ struct Columns : Function<Columns> {
         }
         context->save_for_backward(saved);
         context->saved_data["bias"] = !biases.empty();
-        keep(context, ranks);
+        keep(context, ranks), keep(context, deferred);
         return results;
     }
     static Tensors backward(AutogradContext* context, const Tensors& dy) {
@@ -86,12 +81,14 @@ struct Columns : Function<Columns> {
             pending = ranks->all_reduce(dx_ND);
         }
         Tensors gradients{{}};
+        const DeferredPtr deferred = deferred_of(context);
         for (std::size_t i = 0; i < dy.size(); ++i)
-            gradients.push_back(context->needs_input_grad(i + 1) ? weight_gradient(dy[i], x_BSD)
-                                                                 : at::Tensor());
+            gradients.push_back(context->needs_input_grad(i + 1)
+                                    ? weight_gradient(saved[i + 1], dy[i], x_BSD, deferred)
+                                    : at::Tensor());
         if (context->saved_data["bias"].toBool())
             for (const at::Tensor& dy_BSf : dy) gradients.push_back(dy_BSf.flatten(0, -2).sum(0));
-        gradients.emplace_back();  // of the ranks there is none
+        gradients.resize(gradients.size() + 2);  // of the ranks there is none, nor of `deferred`
         ranks->wait(pending);
         if (dx_ND.defined()) gradients[0] = dx_ND.view_as(x_BSD);
         return gradients;
@@ -100,9 +97,9 @@ struct Columns : Function<Columns> {
 
 struct Rows : Function<Rows> {
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x_BSf, const at::Tensor& weight_Df,
-                              const RanksPtr& ranks) {
+                              const RanksPtr& ranks, const DeferredPtr& deferred) {
         context->save_for_backward({x_BSf, weight_Df});
-        keep(context, ranks);
+        keep(context, ranks), keep(context, deferred);
         const at::Tensor y_BSD = at::linear(x_BSf, weight_Df).contiguous();
         sum(y_BSD, *ranks);
         return y_BSD;
@@ -110,9 +107,10 @@ struct Rows : Function<Rows> {
     static Tensors backward(AutogradContext* context, const Tensors& dy) {
         ranks_of(context);
         const Tensors saved = context->get_saved_variables();
-        return {dy[0].matmul(saved[1]),
-                context->needs_input_grad(1) ? weight_gradient(dy[0], saved[0]) : at::Tensor(),
-                {}};
+        const at::Tensor dw = context->needs_input_grad(1)
+                                  ? weight_gradient(saved[1], dy[0], saved[0], deferred_of(context))
+                                  : at::Tensor();
+        return {dy[0].matmul(saved[1]), dw, {}, {}};
     }
 };
 
@@ -159,7 +157,9 @@ struct CrossEntropy : Function<CrossEntropy> {
 
 int split_dimension(const std::string& name) {
     const auto has = [&](const char* part) { return name.find(part) != name.npos; };
-    if (has("q_proj") || has("k_proj") || has("v_proj") || has("up_proj") || has("embed_tokens")) return 0;
+    for (const char* columns :
+         {"q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embed_tokens", "lm_head"})
+        if (has(columns)) return 0;
     return has("o_proj.weight") || has("down_proj.weight") ? 1 : -1;
 }
 
@@ -194,12 +194,12 @@ at::Tensor reduce(const at::Tensor& x, const RanksPtr& ranks) {
 }
 
 Tensors column_parallel(const at::Tensor& x_BSD, const Tensors& weights, const Tensors& biases,
-                        const RanksPtr& ranks) {
+                        const RanksPtr& ranks, const DeferredPtr& deferred) {
     if (!biases.empty() && biases.size() != weights.size())
         throw std::invalid_argument(std::to_string(biases.size()) + " biases for " +
                                     std::to_string(weights.size()) + " weights; give none or one a weight");
-    if (ranks->size() > 1)
-        return Columns::apply(x_BSD, at::TensorList(weights), at::TensorList(biases), ranks);
+    if (ranks->size() > 1 || deferred)
+        return Columns::apply(x_BSD, at::TensorList(weights), at::TensorList(biases), ranks, deferred);
     Tensors results;
     for (std::size_t i = 0; i < weights.size(); ++i)
         results.push_back(at::linear(x_BSD, weights[i],
@@ -208,17 +208,22 @@ Tensors column_parallel(const at::Tensor& x_BSD, const Tensors& weights, const T
 }
 
 at::Tensor row_parallel(const at::Tensor& x_BSf, const at::Tensor& weight_Df, const at::Tensor& bias_D,
-                        const RanksPtr& ranks) {
-    const at::Tensor y_BSD =
-        ranks->size() == 1 ? at::linear(x_BSf, weight_Df) : Rows::apply(x_BSf, weight_Df, ranks);
+                        const RanksPtr& ranks, const DeferredPtr& deferred) {
+    const at::Tensor y_BSD = ranks->size() == 1 && !deferred ? at::linear(x_BSf, weight_Df)
+                                                             : Rows::apply(x_BSf, weight_Df, ranks, deferred);
     return bias_D.defined() ? y_BSD + bias_D : y_BSD;
+}
+
+at::Tensor partial_embedding(const at::Tensor& tokens_BS, const at::Tensor& weight_vD,
+                             std::int64_t vocabulary, const Ranks& ranks) {
+    const auto [place_BS, mine_BS] = inside(tokens_BS, vocabulary, weight_vD.size(0), ranks);
+    if (ranks.size() == 1) return at::embedding(weight_vD, tokens_BS);
+    return at::embedding(weight_vD, place_BS) * mine_BS.unsqueeze(-1);
 }
 
 at::Tensor embedding(const at::Tensor& tokens_BS, const at::Tensor& weight_vD, std::int64_t vocabulary,
                      const RanksPtr& ranks) {
-    const auto [place_BS, mine_BS] = inside(tokens_BS, vocabulary, weight_vD.size(0), *ranks);
-    if (ranks->size() == 1) return at::embedding(weight_vD, tokens_BS);
-    return reduce(at::embedding(weight_vD, place_BS) * mine_BS.unsqueeze(-1), ranks);
+    return reduce(partial_embedding(tokens_BS, weight_vD, vocabulary, *ranks), ranks);
 }
 
 std::pair<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits_BSv,

@@ -26,6 +26,7 @@
 #include <string>
 #include <utility>
 
+#include "fived/torch/deferred.hpp"
 #include "fived/torch/parameters.hpp"
 #include "fived/torch/ranks.hpp"
 
@@ -47,15 +48,19 @@ at::Tensor copy(const at::Tensor& x, const RanksPtr& ranks);
 /// P to R: the sum over ranks; the gradient passes as it is. Megatron's g.
 at::Tensor reduce(const at::Tensor& x, const RanksPtr& ranks);
 
-/// x_BSD to y_BSf of each weight_fD, with one sum of dx for all of them. `biases`: none, or one a weight.
+/// x_BSD to y_BSf of each weight_fD, with one sum of dx for all of them. `biases`: none, or one a weight. deferred: where
+/// gradients of the weights may wait.
 Tensors column_parallel(const at::Tensor& x_BSD, const Tensors& weights, const Tensors& biases,
-                        const RanksPtr& ranks);
+                        const RanksPtr& ranks, const DeferredPtr& deferred = {});
 /// x_BSf to y_BSD, summed over ranks; then `bias_D`, if it is defined, once.
 at::Tensor row_parallel(const at::Tensor& x_BSf, const at::Tensor& weight_Df, const at::Tensor& bias_D,
-                        const RanksPtr& ranks);
+                        const RanksPtr& ranks, const DeferredPtr& deferred = {});
 
-/// tokens_BS to x_BSD: zeros for tokens whose rows other ranks have, then the sum. Throws std::invalid_argument where
-/// weight_vD is not this rank's piece of `vocabulary` rows.
+/// tokens_BS to x_BSD, zeros for tokens whose rows other ranks have: P. Throws std::invalid_argument where weight_vD is not
+/// this rank's piece of `vocabulary` rows.
+at::Tensor partial_embedding(const at::Tensor& tokens_BS, const at::Tensor& weight_vD,
+                             std::int64_t vocabulary, const Ranks& ranks);
+/// Their sum over ranks.
 at::Tensor embedding(const at::Tensor& tokens_BS, const at::Tensor& weight_vD, std::int64_t vocabulary,
                      const RanksPtr& ranks);
 

@@ -16,7 +16,8 @@ PYBIND11_MODULE(ep_libtorch, module) {
     module.def("is_expert", &fived::is_expert, "name"_a,
                "Whether the parameter of that name is stacked by expert, and so cut on dimension 0.");
     module.def(
-        "split", [](const Parameters& whole, const RanksPtr& ranks) { return fived::split(whole, *ranks); },
+        "split",
+        [](const Parameters& whole, const RanksPtr& ranks) { return fived::split_experts(whole, *ranks); },
         "whole"_a, "ranks"_a.none(false),
         "{name: parameter}, whole and the same on all ranks, to {name: this rank's piece, a leaf}: its "
         "experts, and all of the rest.");

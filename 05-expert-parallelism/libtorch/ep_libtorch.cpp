@@ -143,7 +143,7 @@ at::Tensor piece_of(const at::Tensor& whole, const std::string& name, const Rank
     return whole.narrow(0, begin, experts_of(E, ranks.size(), ranks.rank()));
 }
 
-Parameters split(const Parameters& whole, const Ranks& ranks) {
+Parameters split_experts(const Parameters& whole, const Ranks& ranks) {
     Parameters mine;
     for (const auto& [name, tensor] : whole) {
         if (is_expert(name)) check_split(tensor.size(0), ranks.size());

@@ -8,7 +8,7 @@
 //     collect     the way back: its adjoint is dispatch, and dispatch's is collect, with the counts that are known
 //     combine     y_t = sum over its k rows of w_tk row                         adjoint: row <- w_tk dy_t, w_tk <- row . dy_t
 //
-//     const Parameters mine = split(whole, *ranks);                       // whole experts; all else on every rank
+//     const Parameters mine = split_experts(whole, *ranks);               // whole experts; all else on every rank
 //     y_BSD = mixture(x_BSD, mine, "layers.0.mlp.", 2, Weights::renormalised, ranks);      // x: this rank's own tokens
 //     ...                                                                 // as many passes as on all other ranks
 //     sum_gradients(mine, *ranks);                                        // those of experts are complete where they are
@@ -48,7 +48,7 @@ bool is_expert(const std::string& name);
 /// What this rank has of it: of an expert's parameter its experts, else the whole; a view.
 at::Tensor piece_of(const at::Tensor& whole, const std::string& name, const Ranks& ranks);
 /// That of each parameter: new leaves. All ranks must hold the same `whole`. Throws as check_split does.
-Parameters split(const Parameters& whole, const Ranks& ranks);
+Parameters split_experts(const Parameters& whole, const Ranks& ranks);
 
 /// Who sends how many rows to whom.
 class Exchange final : public torch::CustomClassHolder {

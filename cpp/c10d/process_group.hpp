@@ -4,11 +4,16 @@
 #include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
 namespace fived {
 
-/// All ranks of MPI_COMM_WORLD; errors say `name`. Collective. MPI must run with MPI_THREAD_MULTIPLE. Throws
-/// std::invalid_argument as MpiBackend does.
+/// These ranks of MPI_COMM_WORLD, in order; errors say `name`. Collective over them. MPI must run with MPI_THREAD_MULTIPLE.
+/// Throws std::invalid_argument as MpiBackend does.
+c10::intrusive_ptr<c10d::ProcessGroup> process_group(
+    const std::string& name, const std::vector<int>& ranks,
+    std::chrono::milliseconds timeout = std::chrono::minutes(10));
+/// All of them.
 c10::intrusive_ptr<c10d::ProcessGroup> world_process_group(
     const std::string& name = "world", std::chrono::milliseconds timeout = std::chrono::minutes(10));
 

@@ -1,0 +1,200 @@
+#include "hybrid_libtorch.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <list>
+#include <map>
+
+#include "fived/math/partition.hpp"
+#include "tp_libtorch.hpp"
+
+namespace fived {
+
+namespace {
+
+Cut piece_along(Axis axis, int dim, std::int64_t length, const Mesh& mesh) {
+    const Range mine = range(std::size_t(length), mesh.size(axis), mesh.at(axis));
+    return {axis, dim, std::int64_t(mine.begin), std::int64_t(mine.length)};
+}
+
+bool has_instruction(const Schedule& schedule, int rank, Op op) {
+    return std::ranges::any_of(schedule.lists[rank], [&](const Instruction& i) { return i.op == op; });
+}
+
+/// Number of the layer in "layers.3.mlp...", or -1.
+int layer_of(const std::string& name) {
+    return name.starts_with("layers.") ? std::stoi(name.substr(7)) : -1;
+}
+
+Ways ways(Mesh& mesh, const Layout& layout) {
+    return {mesh.along({Axis::tp}),   mesh.along({Axis::sp}), mesh.along({Axis::ep}),
+            layout.sequence_parallel, layout.order,           layout.kernel};
+}
+
+}  // namespace
+
+Placement place(const std::string& name, at::IntArrayRef sizes, const Shape& shape, Mesh& mesh,
+                bool sequence_parallel) {
+    Placement placement;
+    const int tp = mesh.size(Axis::tp), of_experts = is_expert(name);
+    const bool keys = name.find("k_proj") != name.npos || name.find("v_proj") != name.npos;
+    const bool shared = keys && shape.kv_heads % tp;  // whole, its gradient summed where it is used
+    const int dim = split_dimension(name);
+    if (tp > 1 && dim >= 0 && !shared)
+        placement.cuts.push_back(piece_along(Axis::tp, dim + of_experts, sizes[dim + of_experts], mesh));
+    const auto has = [&](const char* part) { return name.find(part) != name.npos; };
+    const bool slice = has("norm.") || has("embed_positions") || has("o_proj.bias") || has("down_proj.bias");
+    if (tp > 1 && (has("router") || (sequence_parallel && slice && !of_experts)))
+        placement.tokens.insert(Axis::tp);
+    if (of_experts && mesh.size(Axis::ep) > 1) {
+        const int n = mesh.size(Axis::ep), e = mesh.at(Axis::ep);
+        std::int64_t begin = 0;
+        for (int r = 0; r < e; ++r) begin += experts_of(sizes[0], n, r);
+        placement.cuts.push_back({Axis::ep, 0, begin, experts_of(sizes[0], n, e)});
+    }
+    return placement;
+}
+
+Hybrid::Hybrid(const Shape& shape, Mesh& mesh, const Layout& layout, at::ScalarType dtype, const Whole& whole)
+    : shape_(shape),
+      mesh_(mesh),
+      layout_(layout),
+      transformer_(shape, ways(mesh, layout),
+                   has_instruction(layout.schedule, mesh.at(Axis::pp), Op::W)
+                       ? c10::make_intrusive<Deferred>()
+                       : DeferredPtr()) {
+    make_groups();
+    fill(dtype, whole);
+    if (layout_.zero && mesh_.size(Axis::dp) > 1) shard();
+    const Schedule& schedule = layout_.schedule;
+    std::map<int, Executor::Stage> stages;
+    for (int s = 0; s < schedule.stages(); ++s)
+        if (schedule.owner[s] == mesh_.at(Axis::pp)) {
+            const int begin = first_layer(shape_.layers, schedule.stages(), s);
+            const int end = first_layer(shape_.layers, schedule.stages(), s + 1);
+            stages[s] = [this, begin, end](const at::Tensor& x) {
+                return transformer_.forward(x, begin, end);
+            };
+        }
+    const auto loss = [this](const at::Tensor& logits, const at::Tensor& targets) {
+        return transformer_.loss(logits, targets);
+    };
+    const auto between = [this](const at::Tensor& tokens_Bs) {
+        const Range part = transformer_.outside(tokens_Bs.size(1));
+        return std::vector<std::int64_t>{tokens_Bs.size(0), std::int64_t(part.length), shape_.width};
+    };
+    executor_ = std::make_unique<Executor>(
+        schedule, std::move(stages), loss, mesh_.along({Axis::pp}), mesh_.along({Axis::pp}, " down"), between,
+        at::TensorOptions(dtype),
+        transformer_.deferred() ? transformer_.deferred() : c10::make_intrusive<Deferred>());
+}
+
+/// All groups, in one order on all ranks, before the ranks hold different parameters.
+void Hybrid::make_groups() const {
+    for (const Axis axis : every_axis) mesh_.along({axis});
+    for (const Axes& axes : {token_axes, Axes{Axis::dp, Axis::ep}, every_axis}) mesh_.along(axes);
+    mesh_.along({Axis::pp}, " down");
+    for (const auto& [name, sizes] : shape_.parameters()) {
+        Axes axes = place(name, sizes, shape_, mesh_, layout_.sequence_parallel).gradient_axes();
+        mesh_.along(axes);
+        axes.erase(Axis::dp);
+        mesh_.along(axes);  // of ZeRO's pieces
+    }
+}
+
+/// This rank's parameters: those of its stages, cut as placed. A tied head is the embedding, which the first stage and the last
+/// hold together.
+void Hybrid::fill(at::ScalarType dtype, const Whole& whole) {
+    const Schedule& schedule = layout_.schedule;
+    const int me = mesh_.at(Axis::pp), first = schedule.owner.front(), last = schedule.owner.back();
+    const bool tied = !shape_.llama && first != last;
+    const RanksPtr holders = tied ? mesh_.part(Axis::pp, {first, last}, " tied") : RanksPtr();
+    const auto holds = [&](const std::string& name) {
+        if (name == "embed_tokens.weight") return me == first || (!shape_.llama && me == last);
+        if (name == "embed_positions.weight") return me == first;
+        const int layer = layer_of(name);
+        if (layer < 0) return me == last;
+        int stage = 0;
+        while (first_layer(shape_.layers, schedule.stages(), stage + 1) <= layer) ++stage;
+        return schedule.owner[stage] == me;
+    };
+    for (const auto& [name, sizes] : shape_.parameters()) {
+        if (!holds(name)) continue;
+        Placement placement = place(name, sizes, shape_, mesh_, layout_.sequence_parallel);
+        if (tied && name == "embed_tokens.weight") placement.tied = holders;
+        const at::Tensor value = placement.piece(whole(name, sizes));
+        const at::Tensor mine = value.to(dtype).clone(at::MemoryFormat::Contiguous).requires_grad_();
+        placed_.push_back({name, mine, placement});
+        transformer_.mine[name] = mine;
+    }
+}
+
+/// ZeRO's units: a layer's parameters with the same cuts, or those outside of all layers. What other ranks hold too must be cut
+/// there as here, so it shares no unit with parameters of another placement.
+void Hybrid::shard() {
+    using Unit = std::tuple<int, bool, Axes>;
+    std::map<Unit, std::vector<std::size_t>> units;
+    for (std::size_t i = 0; i < placed_.size(); ++i) {
+        Axes cut;
+        for (const Cut& c : placed_[i].placement.cuts) cut.insert(c.axis);
+        units[{layer_of(placed_[i].name), bool(placed_[i].placement.tied), cut}].push_back(i);
+    }
+    pieces_ = placed_;
+    const RanksPtr& dp = mesh_.along({Axis::dp});
+    for (const auto& [_, members] : units) {
+        Tensors tensors;
+        for (const std::size_t i : members) tensors.insert(tensors.begin(), placed_[i].tensor);
+        const auto& unit = zero_.emplace_back(std::make_unique<Zero1>(
+            tensors, mesh_.group({Axis::dp}), std::numeric_limits<std::size_t>::max()));
+        const Tensors pieces = unit->pieces();
+        const auto sizes = unit->sizes();
+        std::int64_t length = 0;
+        for (std::size_t k = 0; k < members.size(); ++k) {
+            Placed& piece = pieces_[members[members.size() - 1 - k]];
+            std::int64_t begin = 0;
+            for (int r = 0; r < dp->rank(); ++r) begin += sizes[k][std::size_t(r)];
+            piece.tensor = pieces[k];
+            piece.placement.cuts.push_back({Axis::dp, -1, begin, pieces[k].numel()});
+            length += tensors[k].numel();
+        }
+        unit_lengths_.push_back((length + dp->size() - 1) / dp->size() * dp->size());
+    }
+}
+
+at::Tensor Hybrid::step(const at::Tensor& tokens_BS, const at::Tensor& targets_BS) {
+    transformer_.use(tokens_BS.size(1));
+    transformer_.counts.clear();
+    const RanksPtr& tokens = mesh_.along(token_axes);
+    const std::size_t B = std::size_t(tokens_BS.size(0)), M = std::size_t(layout_.schedule.micro_batches);
+    const auto mine = [&](const at::Tensor& x_BS, std::size_t m) {  // a micro-batch; along sp its positions
+        const std::size_t begin = cut(B, M, m);
+        const at::Tensor x_bS = x_BS.narrow(0, std::int64_t(begin), std::int64_t(cut(B, M, m + 1) - begin));
+        return mesh_.size(Axis::sp) > 1 ? x_bS.index_select(1, transformer_.positions()) : x_bS;
+    };
+    std::vector<Part> parts;
+    const at::Tensor count = at::zeros({1}, at::kLong);
+    for (std::size_t m = 0; m < M; ++m) {
+        parts.emplace_back(mine(tokens_BS, m), mine(targets_BS, m));
+        count.add_(parts.back().second.ne(padding).sum());
+    }
+    all_reduce(count, *tokens);
+    std::list<NoSync> quiet;  // what is accumulated leaves in finish()
+    for (const auto& unit : zero_) quiet.emplace_back(unit->synchronising());
+    const at::Tensor loss = executor_->run(parts, 1 / count.item<double>());
+    finish();
+    all_reduce(loss, *tokens);
+    return loss / count.item<double>();
+}
+
+/// Turns every gradient into that of the global batch. A tied head's comes last: its holders must step with the same bits.
+void Hybrid::finish() {
+    for (const auto& unit : zero_) unit->finish();
+    sum_gradients(parameters(), mesh_);
+    sum_tied_gradients(parameters());
+}
+
+void Hybrid::stepped() {
+    for (const auto& unit : zero_) unit->gather();
+}
+
+}  // namespace fived

@@ -1,0 +1,86 @@
+#include "placement.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+namespace fived {
+
+bool Placement::is_cut(Axis axis) const {
+    return std::ranges::any_of(cuts, [&](const Cut& cut) { return cut.axis == axis; });
+}
+
+Axes Placement::gradient_axes() const {
+    Axes axes;
+    for (const Axis axis : tokens)
+        if (!is_cut(axis)) axes.insert(axis);
+    return axes;
+}
+
+at::Tensor Placement::piece(at::Tensor whole) const {
+    for (const Cut& cut : cuts)
+        whole = cut.dim < 0 ? whole.flatten().narrow(0, cut.begin, cut.length)
+                            : whole.narrow(cut.dim, cut.begin, cut.length);
+    return whole;
+}
+
+int Placement::copies(const Mesh& mesh) const {
+    int copies = tied ? tied->size() : 1;
+    for (const Axis axis : every_axis)
+        if (axis != Axis::pp && !is_cut(axis)) copies *= mesh.size(axis);
+    return copies;
+}
+
+void all_reduce(const at::Tensor& x, Ranks& ranks) {
+    Ranks::Pending pending = ranks.all_reduce(x);
+    ranks.wait(pending);
+}
+
+void sum_gradients(const std::vector<Placed>& parameters, Mesh& mesh) {
+    const at::NoGradGuard no_grad;
+    // Replicas share no message with pieces, whose sizes may differ from rank to rank: they stay equal to the bit.
+    std::map<std::pair<Axes, Axes>, Tensors> together;
+    for (const Placed& p : parameters) {
+        at::Tensor& gradient = p.tensor.mutable_grad();
+        if (!gradient.defined()) gradient = at::zeros_like(p.tensor);
+        Axes cut;
+        for (const Cut& c : p.placement.cuts) cut.insert(c.axis);
+        together[{p.placement.gradient_axes(), cut}].push_back(gradient);
+    }
+    for (const auto& [axes, gradients] : together) {
+        const RanksPtr& ranks = mesh.along(axes.first);
+        if (ranks->size() == 1) continue;
+        Tensors flat;
+        for (const at::Tensor& gradient : gradients) flat.push_back(gradient.flatten());
+        const at::Tensor all = at::cat(flat);
+        all_reduce(all, *ranks);
+        std::int64_t begin = 0;
+        for (at::Tensor gradient : gradients) {
+            gradient.copy_(all.narrow(0, begin, gradient.numel()).view_as(gradient));
+            begin += gradient.numel();
+        }
+    }
+}
+
+void sum_tied_gradients(const std::vector<Placed>& parameters) {
+    const at::NoGradGuard no_grad;
+    for (const Placed& p : parameters)
+        if (p.placement.tied) all_reduce(p.tensor.mutable_grad(), *p.placement.tied);
+}
+
+double squares(const std::vector<Placed>& parameters, const Mesh& mesh) {
+    double sum = 0;
+    for (const Placed& p : parameters)
+        sum += p.tensor.grad().to(at::kDouble).square().sum().item<double>() / p.placement.copies(mesh);
+    return sum;
+}
+
+double clip_gradients(const std::vector<Placed>& parameters, Mesh& mesh, double largest) {
+    const at::Tensor sum = at::full({1}, squares(parameters, mesh), at::kDouble);
+    all_reduce(sum, *mesh.along(every_axis));
+    const double norm = std::sqrt(sum.item<double>()), factor = std::min(1.0, largest / (norm + 1e-6));
+    for (const Placed& p : parameters) p.tensor.mutable_grad().mul_(factor);
+    return norm;
+}
+
+}  // namespace fived
