@@ -17,41 +17,40 @@ at::Tensor slice(const at::Tensor& x_BSD, int r, int n) {
     return x_BSD.narrow(1, std::int64_t(mine.begin), std::int64_t(mine.length));
 }
 
-/// Room for a slice with the sequence first, padded to the longest of n.
+/// Sizes of a slice with the sequence first, padded to the longest of n.
 std::vector<std::int64_t> padded(const at::Tensor& x, std::int64_t S, int n) {
     return {(S + n - 1) / n, x.size(0), x.size(2)};
 }
 
 at::Tensor gathered(const at::Tensor& x_BsD, std::int64_t S, Ranks& ranks) {
     const int n = ranks.size();
-    const at::Tensor mine = x_BsD.new_zeros(padded(x_BsD, S, n));
-    mine.narrow(0, 0, x_BsD.size(1)).copy_(x_BsD.transpose(0, 1));
-    std::vector<std::int64_t> sizes = mine.sizes().vec();
-    sizes.insert(sizes.begin(), n);
-    const at::Tensor all = mine.new_empty(sizes);
-    Ranks::Pending pending = ranks.all_gather(all, mine);
+    const at::Tensor mine_lBD = x_BsD.new_zeros(padded(x_BsD, S, n));
+    mine_lBD.narrow(0, 0, x_BsD.size(1)).copy_(x_BsD.transpose(0, 1));
+    const at::Tensor all = mine_lBD.new_empty({n * mine_lBD.size(0), x_BsD.size(0), x_BsD.size(2)});
+    Ranks::Pending pending = ranks.all_gather(all, mine_lBD);
     ranks.wait(pending);
-    const at::Tensor whole = x_BsD.new_empty({x_BsD.size(0), S, x_BsD.size(2)});
+    const at::Tensor whole_BSD = x_BsD.new_empty({x_BsD.size(0), S, x_BsD.size(2)});
+    const Tensors runs = all.chunk(n);
     for (int r = 0; r < n; ++r) {
-        const at::Tensor place = slice(whole, r, n);
-        place.copy_(all[r].narrow(0, 0, place.size(1)).transpose(0, 1));
+        const at::Tensor place = slice(whole_BSD, r, n);
+        place.copy_(runs[std::size_t(r)].narrow(0, 0, place.size(1)).transpose(0, 1));
     }
-    return whole;
+    return whole_BSD;
 }
 
 at::Tensor scattered(const at::Tensor& x_BSD, Ranks& ranks) {
     const int n = ranks.size();
-    const at::Tensor mine = x_BSD.new_empty(padded(x_BSD, x_BSD.size(1), n));
-    std::vector<std::int64_t> sizes = mine.sizes().vec();
-    sizes.insert(sizes.begin(), n);
-    const at::Tensor all = x_BSD.new_zeros(sizes);
+    const at::Tensor mine_lBD = x_BSD.new_empty(padded(x_BSD, x_BSD.size(1), n));
+    const at::Tensor all = x_BSD.new_zeros({n * mine_lBD.size(0), x_BSD.size(0), x_BSD.size(2)});
+    const Tensors runs = all.chunk(n);
     for (int r = 0; r < n; ++r) {
         const at::Tensor part = slice(x_BSD, r, n);
-        all[r].narrow(0, 0, part.size(1)).copy_(part.transpose(0, 1));
+        runs[std::size_t(r)].narrow(0, 0, part.size(1)).copy_(part.transpose(0, 1));
     }
-    Ranks::Pending pending = ranks.reduce_scatter(mine, all);
+    Ranks::Pending pending = ranks.reduce_scatter(mine_lBD, all);
     ranks.wait(pending);
-    return mine.narrow(0, 0, slice(x_BSD, ranks.rank(), n).size(1)).transpose(0, 1).contiguous();
+    const std::int64_t length = slice(x_BSD, ranks.rank(), n).size(1);
+    return mine_lBD.narrow(0, 0, length).transpose(0, 1).contiguous();
 }
 
 RanksPtr ranks_of(AutogradContext* context) {

@@ -46,9 +46,9 @@ std::unique_ptr<Hybrid> hybrid(const py::object& config, Mesh& mesh, const Param
 }
 
 /// [(axes, operation, bytes this rank sent)] since the last call.
-std::vector<std::tuple<std::string, std::string, double>> sent(Mesh& mesh) {
+std::vector<std::tuple<std::string, std::string, double>> sent(Hybrid& hybrid) {
     std::vector<std::tuple<std::string, std::string, double>> list;
-    for (const Mesh::Sent& s : mesh.take_messages())
+    for (const Mesh::Sent& s : hybrid.take_messages())
         list.emplace_back(s.axes, s.message.op, double(s.message.n_bytes) / s.ranks);
     return list;
 }
@@ -64,8 +64,7 @@ PYBIND11_MODULE(hybrid_libtorch, module) {
         module, "Mesh",
         "shape: ranks along pp, dp, ep, sp, tp. make(axes, places, purpose): the process group of this "
         "rank, called on all ranks in the same order.")
-        .def(py::init(&mesh), "shape"_a, "rank"_a, "make"_a)
-        .def("take_messages", &sent, "[(axes, operation, bytes this rank sent)] since the last call.");
+        .def(py::init(&mesh), "shape"_a, "rank"_a, "make"_a);
     py::class_<Hybrid>(
         module, "Hybrid",
         "This rank's part of a Transformer. config: a TransformerConfig of GPT-2, LLaMA or Mixtral. "
@@ -105,5 +104,6 @@ PYBIND11_MODULE(hybrid_libtorch, module) {
              "and ep.")
         .def("clip", &Hybrid::clip, "largest"_a, Waiting(),
              "Scales the gradients; returns their norm before.")
+        .def("take_messages", &sent, "[(axes, operation, bytes this rank sent)] since the last call.")
         .def("stepped", &Hybrid::stepped, Waiting(), "After the optimizer's step.");
 }

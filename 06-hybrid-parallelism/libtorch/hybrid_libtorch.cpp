@@ -197,4 +197,12 @@ void Hybrid::stepped() {
     for (const auto& unit : zero_) unit->gather();
 }
 
+std::vector<Mesh::Sent> Hybrid::take_messages() {
+    std::vector<Mesh::Sent> all = mesh_.take_messages();
+    for (const auto& unit : zero_)
+        for (Message& message : unit->take_messages())
+            all.push_back({words({Axis::dp}), mesh_.size(Axis::dp), std::move(message)});
+    return all;
+}
+
 }  // namespace fived

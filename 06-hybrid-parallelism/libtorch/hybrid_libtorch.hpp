@@ -61,6 +61,8 @@ class Hybrid {
     /// After the optimizer's step. Collective with ZeRO.
     void stepped();
 
+    /// What was sent since the last call, by axes.
+    std::vector<Mesh::Sent> take_messages();
     /// What fell on each expert, in each pass of the last step.
     const std::vector<at::Tensor>& counts() const { return transformer_.counts; }
     /// Numbers in each of ZeRO's units, padded.

@@ -62,7 +62,7 @@ class Trainer {
     std::vector<Message> take_messages() {
         std::vector<Message> all;
         sent_.clear();
-        for (Mesh::Sent& sent : mesh_.take_messages()) {
+        for (Mesh::Sent& sent : hybrid_->take_messages()) {
             sent.message.n_bytes = sent.message.n_bytes * mesh_.ranks() / sent.ranks;
             sent_[sent.axes] += sent.message.n_bytes;
             all.push_back(std::move(sent.message));

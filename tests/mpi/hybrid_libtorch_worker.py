@@ -104,8 +104,8 @@ def by_axis(sent: Iterable[tuple[str, float]]) -> dict[str, float]:
     return {axis: n for axis, n in sums.items() if n}
 
 
-def in_cpp(case: Case, mesh: Mesh, whole: dict[str, Tensor]) -> tuple[Any, Any]:
-    """Return the module's mesh and model, on the groups of Python's mesh."""
+def in_cpp(case: Case, mesh: Mesh, whole: dict[str, Tensor]) -> Any:
+    """Return the module's model, on the groups of Python's mesh."""
 
     def make(axes: list[str], places: list[int], purpose: str) -> dist.ProcessGroup | None:
         if not purpose:
@@ -117,7 +117,7 @@ def in_cpp(case: Case, mesh: Mesh, whole: dict[str, Tensor]) -> tuple[Any, Any]:
     schedule = str(make_schedule(o.schedule, mesh.shape["pp"], o.micro_batches, o.chunks))
     attention = {"ring": "contiguous"}.get(o.attention, o.attention)
     options = (attention, o.sequence_parallel, o.zero > 0)
-    return ours, hybrid_libtorch.Hybrid(case.config, ours, whole, schedule, *options)
+    return hybrid_libtorch.Hybrid(case.config, ours, whole, schedule, *options)
 
 
 def trained(case: Case, world: Group) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def trained(case: Case, world: Group) -> dict[str, Any]:
     mesh = Mesh(world, **{"dp": 1, **case.axes})
     plain = Transformer(case.config, 0, torch.float64)
     theirs = Hybrid(case.config, mesh, case.layout, torch.device("cpu"), torch.float64)
-    sent, ours = in_cpp(case, mesh, dict(plain.named_parameters()))
+    ours = in_cpp(case, mesh, dict(plain.named_parameters()))
     mine = ours.parameters()
     make = OPTIMIZERS["sgd" if case.layout.zero else "adamw"]
     optimizers = [make(list(p)) for p in (plain.parameters(), theirs.parameters(), mine.values())]
@@ -137,7 +137,7 @@ def trained(case: Case, world: Group) -> dict[str, Any]:
         tokens, targets = batch(step)
         total, count = cross_entropy_sum(plain(tokens), targets)
         (total / count).backward()
-        sent.take_messages()
+        ours.take_messages()
         loss = ours.step(tokens[lo:hi], targets[lo:hi])
         apart.include("gradient", ours.pieces(gradients(dict(plain.named_parameters()))), gradients(mine))
         norm = torch.tensor(ours.clip(CLIP), dtype=torch.float64)
@@ -154,7 +154,7 @@ def trained(case: Case, world: Group) -> dict[str, Any]:
         ):
             for other in others:
                 apart.include(kind, {"": other.reshape(())}, {"": value.reshape(())})
-        counted = by_axis((axis, n_bytes) for axis, _, n_bytes in sent.take_messages())
+        counted = by_axis((axis, n_bytes) for axis, _, n_bytes in ours.take_messages())
         expected_bytes = by_axis((row.axis, float(row.bytes)) for row in ledger.rows)
     weights = {name: p.detach() for name, p in plain.named_parameters()}
     apart.include("weight", ours.pieces(weights), {name: p.detach() for name, p in mine.items()})
