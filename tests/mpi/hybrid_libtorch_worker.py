@@ -28,8 +28,8 @@ from hybrid_layout import Layout
 from hybrid_model import Hybrid
 from pp_schedules import make_schedule
 
-GPT2 = gpt2(layers=4, width=16, heads=4, sequence=24, vocabulary=20)
-LLAMA = llama(layers=4, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=24, vocabulary=20)
+GPT2 = gpt2(layers=2, width=16, heads=4, sequence=24, vocabulary=20)
+LLAMA = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=24, vocabulary=20)
 MIXTRAL = mixtral(
     layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=24, vocabulary=20, experts=4
 )
@@ -65,8 +65,13 @@ CASES = {
         case(MIXTRAL, {"ep": 2, "tp": 2}),
     ],
     8: [
-        case(GPT2, {"pp": 2, "dp": 2, "tp": 2}, schedule="zb-v"),
-        case(LLAMA, {"pp": 2, "sp": 2, "tp": 2}, sequence_parallel=True, schedule="interleaved"),
+        case(replace(GPT2, layers=4), {"pp": 2, "dp": 2, "tp": 2}, schedule="zb-v"),
+        case(
+            replace(LLAMA, layers=4),
+            {"pp": 2, "sp": 2, "tp": 2},
+            sequence_parallel=True,
+            schedule="interleaved",
+        ),
         case(MIXTRAL, {"pp": 2, "ep": 2, "sp": 2}),
         case(MIXTRAL, {"dp": 2, "ep": 2, "tp": 2}, zero=1, sequence_parallel=True),
     ],
