@@ -261,7 +261,9 @@ def test_a_lesson_with_nothing_to_check_says_so(ranks: int, says: str) -> None:
 
 
 def test_lessons_that_others_carry_refuse_the_option() -> None:
-    refused = set("dp_languages pp_languages pp_memory tp_languages tp_memory sp_languages sp_memory".split())
+    refused = set(
+        "dp_languages pp_languages pp_memory tp_languages tp_memory sp_languages sp_memory hybrid_languages".split()
+    )
     assert {name for name in refused if next(runs(name), None)} == set()
 
 

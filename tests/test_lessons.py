@@ -21,7 +21,7 @@ EQUAL = "proved: equal to one device within 1e-12, bytes counted = formula"
 AGREE = "agree with one another within 1e-10"
 MODULES = (
     *("fived", "dp_libtorch", "dp_mpi", "pp_libtorch", "pp_mpi", "tp_libtorch", "tp_mpi"),
-    *("sp_libtorch", "sp_mpi", "ep_libtorch", "ep_mpi"),
+    *("sp_libtorch", "sp_mpi", "ep_libtorch", "ep_mpi", "hybrid_libtorch", "hybrid_mpi"),
 )
 
 
@@ -99,6 +99,13 @@ LESSONS = (
         "--batch 4 --sequence 8",
         (EQUAL, "the versions " + AGREE),
         ("pytorch-mixture", "ep_libtorch", "ep_mpi"),
+    ),
+    Lesson(
+        "06-hybrid-parallelism/pytorch/hybrid_languages.py",
+        4,
+        "--batch 5 --sequence 8 --pp 2 --tp 2 --schedule zb-h1",
+        (EQUAL, "the versions " + AGREE),
+        ("pytorch", "hybrid_libtorch", "hybrid_mpi"),
     ),
 )
 Found = dict[str, tuple[int, str, list[dict[str, Any]]]]

@@ -28,6 +28,7 @@ class Model {
     virtual py::dict values(bool gradients) = 0;
     virtual py::dict places() const = 0;
     virtual py::dict bytes_sent() const = 0;
+    virtual std::map<std::string, double> seconds() const = 0;
     virtual py::dict bytes_by_formula() const = 0;
 };
 
@@ -58,6 +59,7 @@ class ModelOf final : public Model {
         mesh_->forget();
         const double loss = model_->loss_and_gradients(tokens_BS, targets_BS);
         sent_ = mesh_->sent();
+        for (const auto& [axes, line] : mesh_->lines()) seconds_[axes.name()] = line->seconds();
         return loss;
     }
     double gradient_norm() override { return model_->gradient_norm(); }
@@ -84,6 +86,7 @@ class ModelOf final : public Model {
         return named;
     }
     py::dict bytes_sent() const override { return per_rank(sent_, *mesh_); }
+    std::map<std::string, double> seconds() const override { return seconds_; }
     py::dict bytes_by_formula() const override { return per_rank(bytes_by_formula_of(tokens_), *mesh_); }
 
   private:
@@ -98,6 +101,7 @@ class ModelOf final : public Model {
     Sgd sgd_;
     AdamW<T> adamw_;
     Bytes sent_;
+    std::map<std::string, double> seconds_;
     std::size_t tokens_ = 0;
 };
 
@@ -150,5 +154,6 @@ PYBIND11_MODULE(hybrid_mpi, module) {
              "By name: shape of the whole, first row and first column of this rank's part.")
         .def_property_readonly("bytes_sent", &Model::bytes_sent,
                                "Bytes this rank sent in the last loss_and_gradients, by line of the mesh.")
+        .def_property_readonly("seconds", &Model::seconds, "Seconds in these messages, by line of the mesh.")
         .def_property_readonly("bytes_by_formula", &Model::bytes_by_formula, "What they have to be.");
 }

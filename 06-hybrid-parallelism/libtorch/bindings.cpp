@@ -45,11 +45,13 @@ std::unique_ptr<Hybrid> hybrid(const py::object& config, Mesh& mesh, const Param
                                     find(whole, "embed_tokens.weight").scalar_type(), value);
 }
 
-/// [(axes, operation, bytes this rank sent)] since the last call.
-std::vector<std::tuple<std::string, std::string, double>> sent(Hybrid& hybrid) {
-    std::vector<std::tuple<std::string, std::string, double>> list;
+using Sent = std::tuple<std::string, std::string, double, double>;
+
+/// [(axes, operation, bytes this rank sent, seconds it waited)] since the last call.
+std::vector<Sent> sent(Hybrid& hybrid) {
+    std::vector<Sent> list;
     for (const Mesh::Sent& s : hybrid.take_messages())
-        list.emplace_back(s.axes, s.message.op, double(s.message.n_bytes) / s.ranks);
+        list.emplace_back(s.axes, s.message.op, double(s.message.n_bytes) / s.ranks, s.message.seconds);
     return list;
 }
 
@@ -104,6 +106,7 @@ PYBIND11_MODULE(hybrid_libtorch, module) {
              "and ep.")
         .def("clip", &Hybrid::clip, "largest"_a, Waiting(),
              "Scales the gradients; returns their norm before.")
-        .def("take_messages", &sent, "[(axes, operation, bytes this rank sent)] since the last call.")
+        .def("take_messages", &sent,
+             "[(axes, operation, bytes this rank sent, seconds it waited)] since the last call.")
         .def("stepped", &Hybrid::stepped, Waiting(), "After the optimizer's step.");
 }

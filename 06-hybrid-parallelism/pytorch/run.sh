@@ -8,6 +8,8 @@ three_ways "$ranks" "$folder" hybrid_3d hybrid_4d hybrid_5d hybrid_torch
 run torchrun --standalone --nproc_per_node=8 "$folder/hybrid_5d.py" --pp 2 --dp 2 --tp 2
 run torchrun --standalone --nproc_per_node=8 "$folder/hybrid_5d.py" --dp 2 --ep 2 --tp 2
 run torchrun --standalone --nproc_per_node=8 "$folder/hybrid_5d.py" --pp 2 --sp 2 --ep 2
+binaries hybrid_mpi hybrid_libtorch
+with_modules "hybrid_mpi hybrid_libtorch" "$ranks" "$folder/hybrid_languages.py"
 run python 06-hybrid-parallelism/trainer/hybrid_plain_loop.py --dtype float64
 run python "$folder/hybrid_proof.py" --every 31 --ranks 8
 checkpoints="$(mktemp -d)"

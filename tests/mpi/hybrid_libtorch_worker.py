@@ -23,10 +23,9 @@ from common.lesson.equality import OPTIMIZERS, largest
 from common.models.configs import TransformerConfig, gpt2, llama, mixtral
 from common.models.transformer import Transformer, cross_entropy_sum
 
-import hybrid_libtorch
+from hybrid_languages import in_libtorch, schedule_of
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
-from pp_schedules import make_schedule
 
 GPT2 = gpt2(layers=2, width=16, heads=4, sequence=24, vocabulary=20)
 LLAMA = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=24, vocabulary=20)
@@ -109,28 +108,13 @@ def by_axis(sent: Iterable[tuple[str, float]]) -> dict[str, float]:
     return {axis: n for axis, n in sums.items() if n}
 
 
-def in_cpp(case: Case, mesh: Mesh, whole: dict[str, Tensor]) -> Any:
-    """Return the module's model, on the groups of Python's mesh."""
-
-    def make(axes: list[str], places: list[int], purpose: str) -> dist.ProcessGroup | None:
-        if not purpose:
-            return mesh.group(*axes).pg
-        part = mesh.part(axes[0], places or range(mesh.shape[axes[0]]), purpose)
-        return part and part.pg
-
-    ours, o = hybrid_libtorch.Mesh(list(mesh.shape.values()), mesh.world.rank, make), case.layout
-    schedule = str(make_schedule(o.schedule, mesh.shape["pp"], o.micro_batches, o.chunks))
-    attention = {"ring": "contiguous"}.get(o.attention, o.attention)
-    options = (attention, o.sequence_parallel, o.zero > 0)
-    return hybrid_libtorch.Hybrid(case.config, ours, whole, schedule, *options)
-
-
 def trained(case: Case, world: Group) -> dict[str, Any]:
     """Train the same steps three times; return the differences, and bytes by axis of the module and of Python."""
     mesh = Mesh(world, **{"dp": 1, **case.axes})
     plain = Transformer(case.config, 0, torch.float64)
     theirs = Hybrid(case.config, mesh, case.layout, torch.device("cpu"), torch.float64)
-    ours = in_cpp(case, mesh, dict(plain.named_parameters()))
+    whole = dict(plain.named_parameters())
+    ours = in_libtorch(case.config, case.layout, mesh, whole, schedule_of(case.layout, mesh))
     mine = ours.parameters()
     make = OPTIMIZERS["sgd" if case.layout.zero else "adamw"]
     optimizers = [make(list(p)) for p in (plain.parameters(), theirs.parameters(), mine.values())]
@@ -159,7 +143,7 @@ def trained(case: Case, world: Group) -> dict[str, Any]:
         ):
             for other in others:
                 apart.include(kind, {"": other.reshape(())}, {"": value.reshape(())})
-        counted = by_axis((axis, n_bytes) for axis, _, n_bytes in ours.take_messages())
+        counted = by_axis((axis, n_bytes) for axis, _, n_bytes, _ in ours.take_messages())
         expected_bytes = by_axis((row.axis, float(row.bytes)) for row in ledger.rows)
     weights = {name: p.detach() for name, p in plain.named_parameters()}
     apart.include("weight", ours.pieces(weights), {name: p.detach() for name, p in mine.items()})

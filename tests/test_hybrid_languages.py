@@ -1,0 +1,64 @@
+"""What hybrid_languages.py refuses, and eight ranks in three languages; test_lessons.py runs it on four."""
+
+from __future__ import annotations
+
+import pytest
+from mpi.launch import ROOT, mpirun, need_module, python, refusal
+
+import hybrid_languages
+from hybrid_languages import LanguageOptions
+
+LESSON = ROOT / "06-hybrid-parallelism/pytorch/hybrid_languages.py"
+SMALL = ("--batch", "4", "--sequence", "8", "--steps", "1", "--micro-batches", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--versions", "hybrid_rust"],
+            "--versions hybrid_rust: choose from pytorch, hybrid_libtorch, hybrid_mpi",
+        ),
+        (
+            ["--attention", "ulysses"],
+            "--attention ulysses: C++ has zigzag and ring; or give --versions pytorch",
+        ),
+        (["--zero", "2"], "--zero 2: C++ has stage 1; or give --versions pytorch"),
+        (["--zero", "1"], "hybrid_mpi has no --zero 1: give --versions pytorch hybrid_libtorch"),
+        (["--model", "llama-tiny"], "hybrid_mpi has no --model llama-tiny"),
+        (["--sequence-parallel"], "hybrid_mpi has no --sequence-parallel"),
+        (["--tp", "2"], "mesh pp=1 dp=1 ep=1 sp=1 tp=2 needs 2 ranks, the world has 1"),
+        (["--nproc", "2"], "hybrid_mpi needs MPI between its 2 ranks; start them with mpirun -np 2 python"),
+    ],
+)
+def test_bad_input_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(hybrid_languages.main, LanguageOptions, capsys, *options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pp", "2", "--dp", "2", "--tp", "2"),
+        (
+            "--model",
+            "mixtral-tiny",
+            "--ep",
+            "2",
+            "--sp",
+            "2",
+            "--tp",
+            "2",
+            "--versions",
+            "pytorch",
+            "hybrid_libtorch",
+        ),
+    ],
+    ids=["gpt2", "mixture"],
+)
+def test_eight_ranks_agree(options: tuple[str, ...]) -> None:
+    for module in ("fived", "hybrid_libtorch", "hybrid_mpi"):
+        need_module(module)
+    done = mpirun(8, python(), LESSON, *SMALL, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "proved: equal to one device within 1e-12, bytes counted = formula" in done.stdout
+    assert "the versions agree with one another within 1e-10" in done.stdout
