@@ -17,6 +17,7 @@ using namespace py::literals;
 /// make(axes, places, purpose): a ProcessGroup, or None on ranks that are not in it.
 std::unique_ptr<Mesh> mesh(const Mesh::Shape& shape, int rank, const py::function& make) {
     return std::make_unique<Mesh>(shape, rank, [make](const GroupOf& group) {
+        const py::gil_scoped_acquire held;
         std::vector<std::string> axes;
         for (const Axis axis : group.axes) axes.emplace_back(name_of(axis));
         const py::object made = make(axes, group.places, group.purpose);
@@ -41,8 +42,11 @@ std::unique_ptr<Hybrid> hybrid(const py::object& config, Mesh& mesh, const Param
     const Layout layout{read_schedule(schedule), parse<Order>("attention", attention), Kernel::library,
                         sequence_parallel, zero};
     const auto value = [&](const std::string& name, at::IntArrayRef) { return find(whole, name).detach(); };
-    return std::make_unique<Hybrid>(shape_of(config), mesh, layout,
-                                    find(whole, "embed_tokens.weight").scalar_type(), value);
+    const Shape shape = shape_of(config);
+    const at::ScalarType dtype = find(whole, "embed_tokens.weight").scalar_type();
+    const py::gil_scoped_release
+        waiting;  // ZeRO broadcasts, and the thread that ends the message takes the GIL
+    return std::make_unique<Hybrid>(shape, mesh, layout, dtype, value);
 }
 
 using Sent = std::tuple<std::string, std::string, double, double>;

@@ -220,6 +220,11 @@ def check(o: LanguageOptions) -> None:
         )
     if o.zero > 1 and set(o.versions) & set(LANGUAGES):
         raise UsageError(f"--zero {o.zero}: C++ has stage 1; or give --versions pytorch")
+    if o.ep > 1 and o.model_config().experts and set(o.versions) != {"pytorch"}:
+        raise UsageError(
+            f"--ep {o.ep}: the formula's rows to other ranks' experts are those of Python's routing; "
+            f"run hybrid_libtorch --ep {o.ep}, which counts its own, or give --versions pytorch"
+        )
     if "hybrid_mpi" in o.versions:
         lacking = {
             f"--model {o.model}": not o.model.startswith("gpt2") or o.model_config().vocabulary != 256,
