@@ -27,6 +27,7 @@ SMALL = ("--batch", "4", "--sequence", "8", "--steps", "1", "--micro-batches", "
         (["--zero", "1"], "hybrid_mpi has no --zero 1: give --versions pytorch hybrid_libtorch"),
         (["--model", "llama-tiny"], "hybrid_mpi has no --model llama-tiny"),
         (["--sequence-parallel"], "hybrid_mpi has no --sequence-parallel"),
+        (["--model", "mixtral-tiny", "--ep", "2"], "--ep 2: the formula's rows to other ranks' experts"),
         (["--tp", "2"], "mesh pp=1 dp=1 ep=1 sp=1 tp=2 needs 2 ranks, the world has 1"),
         (["--nproc", "2"], "hybrid_mpi needs MPI between its 2 ranks; start them with mpirun -np 2 python"),
     ],
@@ -42,7 +43,7 @@ def test_bad_input_is_one_line(options: list[str], said: str, capsys: pytest.Cap
         (
             "--model",
             "mixtral-tiny",
-            "--ep",
+            "--dp",
             "2",
             "--sp",
             "2",

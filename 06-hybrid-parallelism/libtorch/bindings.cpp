@@ -44,8 +44,7 @@ std::unique_ptr<Hybrid> hybrid(const py::object& config, Mesh& mesh, const Param
     const auto value = [&](const std::string& name, at::IntArrayRef) { return find(whole, name).detach(); };
     const Shape shape = shape_of(config);
     const at::ScalarType dtype = find(whole, "embed_tokens.weight").scalar_type();
-    const py::gil_scoped_release
-        waiting;  // ZeRO broadcasts, and the thread that ends the message takes the GIL
+    const py::gil_scoped_release waiting;  // ZeRO broadcasts: the thread that ends a message takes the GIL
     return std::make_unique<Hybrid>(shape, mesh, layout, dtype, value);
 }
 
