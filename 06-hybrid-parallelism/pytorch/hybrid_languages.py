@@ -73,7 +73,7 @@ def in_libtorch(
         if not purpose:
             return mesh.group(*axes).pg
         part = mesh.part(axes[0], places or range(mesh.shape[axes[0]]), purpose)
-        return part and part.pg
+        return part.pg if part else None
 
     axes = hybrid_libtorch.Mesh(list(mesh.shape.values()), mesh.world.rank, group)
     order = ORDERS[layout.attention]
