@@ -19,6 +19,7 @@ FOLDERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if (here := str(Path(__file__).parent)) not in FOLDERS:  # the server has another sys.path than pytest
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *FOLDERS]))
 spawn.PRELOAD += ["preloaded"]
+spawn.START = "forkserver"  # also where pytest itself has one thread
 
 # about a minute to half a minute each on two cores; handed out first, so that none is waited for at the end
 LONGEST = (

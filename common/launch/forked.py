@@ -130,8 +130,6 @@ def _become(client: socket.socket) -> None:
 
 def run(path: str) -> NoReturn:
     """Run the script and end this process as Python does, but leave its memory to the system."""
-    if "common.launch.spawn" in sys.modules:
-        sys.modules["common.launch.spawn"].START = "fork"  # type: ignore[attr-defined]
     script = ModuleType("__main__")
     script.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second name is multiprocessing's

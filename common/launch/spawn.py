@@ -2,14 +2,15 @@
 
     results = spawn(work, 4, "an argument")      # work(rt, "an argument") on ranks 0..3
 
-Importing torch takes about 2 s per process, forking a process that has imported it 30 ms; a process with
-threads must not fork. `forkserver` is the safe form: a server without threads imports torch once and forks
+Importing torch takes about 2 s per process, forking a process that has imported it 30 ms. A process with one thread
+forks its ranks itself. A process with more must not fork: a server without threads imports torch once and forks
 each rank.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import linecache
 import math
 import multiprocessing
@@ -41,7 +42,7 @@ from common.launch.program import leave_at_once
 from common.launch.runtime import session
 from common.launch.watchdog import RankFailed, describe, exit_code
 
-START = "forkserver"  # "fork" in a script that is itself a fork of a process without threads: see forked.py
+START = ""  # "fork" or "forkserver"; empty: as `_start` finds
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # imported once, before the first spawn; optimizers import torch._dynamo
 PRELOAD = [
@@ -136,9 +137,13 @@ def spawn(
         raise ValueError("spawn's ranks import the script again: put it in a file")
     folder = tempfile.mkdtemp(prefix="spawn-", dir=_folder())
     meeting = os.path.join(folder, "store")
-    context = multiprocessing.get_context(START)
-    if START == "forkserver":
+    start = START or _start()
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
         context.set_forkserver_preload(PRELOAD)
+    else:
+        for name in PRELOAD:
+            importlib.import_module(name)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     if script:
         task = pickle.dumps((fn, args))
@@ -154,7 +159,7 @@ def spawn(
             launch = Launch("spawn", rank, world_size, rank, world_size)
             commands = debugger.standard_input() if rank == debug else None
             debugged = debug, commands
-            inherited = [*ranks, here] if START == "fork" else []
+            inherited = [*ranks, here] if start == "fork" else []
             given = (launch, meeting, device, backend, timeout, there, environment, task, debugged, inherited)
             process: BaseProcess = context.Process(target=_rank, args=given, daemon=True)  # type: ignore[attr-defined]
             process.start()
@@ -169,6 +174,16 @@ def spawn(
             process.kill()
             process.join()
         shutil.rmtree(folder)
+
+
+def _start() -> str:
+    """Return "fork" if this process can fork its ranks: it has one thread, and no GPU's driver that forks would lose."""
+    try:
+        threads, libraries = os.listdir("/proc/self/task"), Path("/proc/self/maps").read_text()
+    except OSError:  # not Linux
+        return "forkserver"
+    alone = len(threads) == 1 and "libcuda." not in libraries and "libamdhip" not in libraries
+    return "fork" if alone else "forkserver"
 
 
 def _of_a_cell(cells: dict[str, Any], fn: Callable[..., Any], *args: Any) -> Any:
