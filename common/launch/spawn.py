@@ -177,7 +177,7 @@ def spawn(
 
 
 def _start() -> str:
-    """Return "fork" if this process can fork its ranks: it has one thread, and no GPU's driver that forks would lose."""
+    """Return "fork" if this process can fork its ranks: one thread, and no GPU driver that forks would lose."""
     try:
         threads, libraries = os.listdir("/proc/self/task"), Path("/proc/self/maps").read_text()
     except OSError:  # not Linux
