@@ -31,21 +31,30 @@ LONGEST = (
 # `make test` leaves them out, `make test-slow` runs them.
 SLOW = """
 checked::right_lessons_are_silent
+dp::equal_to_one_device[4]
+dp_accumulation::equal_to_one_device[4]
 dp_accumulation::equal_to_one_device[8]
 dp_checkpointing::equal_to_one_device[8]
+dp_compression::ranks_equal_one_device[4]
 dp_compression::ranks_equal_one_device[8]
 dp_data_parallel::equal_to_one_device_and_bytes_by_rank[8-9]
+dp_libtorch::gpt2_trains_as_in_python[4]
+dp_local_sgd::equal_to_replicas_on_one_device[4]
 dp_local_sgd::equal_to_replicas_on_one_device[8]
 dp_local_sgd::lesson[3-7]
+dp_mixed_precision::loss_scaling[4]
 dp_mixed_precision::loss_scaling[8]
+dp_zero::lesson[3-options2]
 dp_zero::lesson[8-options4]
 dp_zero::the_library_beside_it
 ep::equal_to_one_device[8]
 equality::the_margin_between_rounding_and_the_smallest_mistake
+exercises::exercise_in_cpp[01/6]
 exercises::exercise_in_cpp[01/7]
 exercises::exercise_in_cpp[02/6]
 exercises::exercise_in_cpp[04/6]
 hybrid::rows_of_the_proof_table[12-15]
+hybrid::rows_of_the_proof_table[8-36]
 hybrid::torch_s_parts_compose_to_the_same
 hybrid_languages::eight_ranks_agree[gpt2]
 hybrid_languages::eight_ranks_agree[mixture]
@@ -53,11 +62,18 @@ hybrid_faults::a_checkpoint_that_never_comes_is_named_too
 hybrid_faults::a_weight_or_a_token_that_is_not_a_number_is_refused
 hybrid_trainer::evaluation_and_text_are_the_same_on_every_mesh
 hybrid_trainer::explain_trains_nothing
+hybrid_libtorch::the_module_equals_one_device_and_python[8-4]
+launch_files::two_hosts_give_the_numbers_of_one[hybrid_5d]
 launch_files::mpirun_with_hosts_on_its_command_line
 launch_files::torchrun_with_a_rank_for_each_node
 pp::equal_to_one_device[8]
+sp::equal_to_one_device[4]
 sp::equal_to_one_device[8]
+sp::peak_of_the_ring_falls_with_ranks_and_does_not_grow_with_them
+tp::equal_to_one_device[4]
 tp::equal_to_one_device[8]
+tp_libtorch::gpt2_trains_as_in_python[8-8]
+visualize_results::the_benchmark_over_a_file_of_hosts
 """
 
 

@@ -137,7 +137,7 @@ def test_the_lessons_calls_are_those_of_a_hybrid() -> None:
         assert rank == [(True, True)] * len(SHOWN)
 
 
-@pytest.mark.parametrize(("world", "every"), [(8, 36), (12, 15)])
+@pytest.mark.parametrize(("world", "every"), [(8, 100), (8, 36), (12, 15)])
 def test_rows_of_the_proof_table(world: int, every: int) -> None:
     todo = table(every)[world]
     for row in spawn(prove_rows, world, todo, False, limit=240)[0]:

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mpi.launch import ROOT, run
+from mpi.launch import ROOT, run, torchrun
 from test_hybrid_trainer import ALONE
 from training_runs import Ran, file_of, go, options
 
@@ -41,7 +41,6 @@ from hybrid_trainer import Trainer, start
 SIZES = dict(
     seed=0, steps=6, batch=6, sequence=16, log_every=1, evaluate_every=0, checkpoint_every=2, peak_tflops=1
 )
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def arguments(**more: Any) -> list[str]:
@@ -59,7 +58,7 @@ def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     """After SIGKILL under torchrun, the restarted run ends with an undisturbed run's weights, bit for bit."""
     script = str(ROOT / "tests/scripts/killed_training.py")
     given = dict(model="nano-llama", dp=1, tp=2, checkpoints=tmp_path / "runs", json=tmp_path / "log")
-    ended = run([*TORCHRUN, "--max-restarts=1", script, "3", *arguments(**given, export=tmp_path / "killed")])
+    ended = torchrun(2, "--max-restarts=1", script, "3", *arguments(**given, export=tmp_path / "killed"))
     assert ended.returncode == 0, ended.stderr
     assert "failed (exitcode: -9) local_rank: 1" in ended.stderr
     assert "resumed after step 2 of 6 from" in ended.stdout

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from mpi.launch import python, torchrun
 from torch.distributed.distributed_c10d import _get_default_store
 
 from common import comm
@@ -146,8 +147,8 @@ def test_a_folder_that_cannot_be_is_said_before_the_work(tmp_path: Path) -> None
         profiler._prepare(tmp_path / "file" / "below")
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240)
+def run(*command: str | Path, program: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *command], capture_output=True, text=True, timeout=240)
 
 
 SCRIPT = """
@@ -163,10 +164,8 @@ dist.destroy_process_group()
 
 def test_a_script_with_its_own_process_group(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", PROFILER)
-    done = run(
-        *launch, "--trace", tmp_path / "out", "--script", tmp_path / "script.py", "--trace", "mine", "-h"
-    )
+    mine = ("--script", tmp_path / "script.py", "--trace", "mine", "-h")
+    done = torchrun(2, PROFILER, "--trace", tmp_path / "out", *mine)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"given ['--trace', 'mine', '-h'] __main__ {tmp_path}") == 2
     assert "trace of 2 ranks" in done.stdout
@@ -194,7 +193,8 @@ def test_the_exit_code_passes_through(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_exception_shows_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch\ntorch.ones(3) + 1\n1 / 0\n")
-    done = run(PROFILER, "--trace", tmp_path / "out", "--script", tmp_path / "script.py")
+    given = ("--trace", tmp_path / "out", "--script", tmp_path / "script.py")
+    done = run(PROFILER, *given, program=python())
     assert done.returncode == 1
     assert f'{tmp_path / "script.py"}", line 3' in done.stderr
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mpi.launch import ended, refusal
+from mpi.launch import ended, mpirun, python, refusal, torchrun
 
 from common.errors import RankError, UsageError
 from common.launch import runtime as module
@@ -44,9 +44,11 @@ def launch(command: list[str], **environment: str) -> subprocess.CompletedProces
 def start(
     launcher: str, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script on two ranks. With "spawn", start it from this process, where torch is imported."""
-    if launcher != "spawn":
-        return launch([*LAUNCHERS[launcher], *arguments])
+    """Run the script on two ranks, which are forks of a process that has imported torch."""
+    if launcher == "torchrun":
+        return torchrun(2, SCRIPT, *arguments)
+    if launcher == "openmpi":
+        return mpirun(2, python(), SCRIPT, *arguments)
     code = ended(small_lesson.main, small_lesson.Options, "--nproc", "2", *arguments)
     return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mpi.launch import ROOT, refused, run
+from mpi.launch import ROOT, refused, torchrun
 from torch import nn
 
 from common.comm import Group
@@ -147,8 +146,7 @@ def test_the_snippet_of_chapter_01_trains_as_one_device(tmp_path: Path) -> None:
     found = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.pt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        done = run([*command, str(script), str(out)], timeout=120)
+        done = torchrun(ranks, script, out, timeout=120)
         assert done.returncode == 0, done.stderr
         found.append(torch.load(out))
     for one, two in zip(*found, strict=True):

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.distributed import run as distributed_run
 
 from common.comm import Group
 from common.errors import UsageError
@@ -98,6 +99,12 @@ def python() -> Path:
     server = forked.interpreter(PRELOAD, os.environ)
     atexit.register(server.__exit__, None, None, None)
     return server.__enter__() / "python"
+
+
+def torchrun(ranks: int, *words: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run a script with torchrun; its agent and its ranks are forks as those of `python`."""
+    agent = [str(python()), distributed_run.__file__, "--standalone", f"--nproc_per_node={ranks}"]
+    return run([*agent, *map(str, words)], timeout, {"PYTHON_EXEC": str(python())})
 
 
 def run_worker(
