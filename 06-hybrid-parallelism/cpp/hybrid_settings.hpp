@@ -4,6 +4,7 @@
 #include <array>
 #include <string>
 
+#include "fived/lesson/run.hpp"
 #include "fived/lesson/schedule_settings.hpp"
 #include "fived/lesson/training.hpp"
 #include "hybrid_mesh.hpp"
@@ -24,7 +25,7 @@ constexpr auto names(RingKind) {
     return std::array{"zigzag", "ring"};
 }
 
-struct Settings : TrainingSettings, ScheduleSettings {
+struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
     MeshShape mesh{.dp = 0};  // 0: all ranks that the other axes leave
     ModelKind model = ModelKind::gpt2_tiny;
     RingKind attention = RingKind::zigzag;
@@ -38,6 +39,11 @@ struct Settings : TrainingSettings, ScheduleSettings {
     /// What --benchmark starts from.
     void prefer_benchmark() {
         model = ModelKind::gpt2_10m, batch = 8, sequence = 128, steps = 5, dtype = Dtype::float32;
+        optimizer = OptimizerKind::adamw;
+    }
+    /// What --train starts from, as train_llama.py does.
+    void prefer_train() {
+        sequence = 64, steps = 100, dtype = Dtype::float32, clip = 1;
         optimizer = OptimizerKind::adamw;
     }
     Options options() {
@@ -56,6 +62,7 @@ struct Settings : TrainingSettings, ScheduleSettings {
         options.add("sequence", sequence, 1, "tokens of a sample");
         options.add("attention", attention, "order of the positions along sp");
         add_schedule_to(options);
+        add_run_to(options);
         options.flag("explain", explain, "print the place of each rank, and the bytes of a step");
         return options;
     }
@@ -71,6 +78,7 @@ struct Settings : TrainingSettings, ScheduleSettings {
 
     /// Collective: rank 0 alone reads the schedules.
     void check(const Communicator& world) {
+        check_run(*this, timed_optimizer() == OptimizerKind::adamw);
         place(world.size());
         check_shape();
         make_schedules(world, mesh.pp, batch / (mesh.dp * mesh.ep), micro_batches, int(shape().layers),

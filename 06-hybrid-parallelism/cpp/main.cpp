@@ -1,6 +1,7 @@
 // mpirun -np 8 hybrid_mpi --pp 2 --dp 2 --tp 2      trains GPT-2 on the mesh and on one rank, and compares them
 // mpirun -np 4 hybrid_mpi --sp 2 --tp 2 --explain   prints the mesh and the bytes of a step, too
 // mpirun -np 2 hybrid_mpi --benchmark --tp 2        times the steps beside one rank
+// mpirun -np 4 hybrid_mpi --train --tp 2 --save f   trains as train_llama.py does; --resume f goes on, on any mesh
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -13,6 +14,7 @@
 #include "fived/lesson/lesson.hpp"
 #include "hybrid_bytes.hpp"
 #include "hybrid_mpi.hpp"
+#include "hybrid_run.hpp"
 #include "hybrid_settings.hpp"
 
 namespace {
@@ -54,6 +56,7 @@ class Lesson : LessonBase<Settings> {
             s_.shape().parameters(), name_of(s_.dtype), s_.mesh.name().c_str(), s_.batch, s_.sequence,
             s_.text.name.c_str(), s_.megabytes());
         if (s_.explain) explain();
+        if (s_.train) return train_run();
         bool right = s_.benchmark || prove();
         right &= measure();
         if (!s_.benchmark) say_verdict(right);
@@ -74,6 +77,10 @@ class Lesson : LessonBase<Settings> {
     }
     Range all() const { return {0, std::size_t(s_.batch)}; }
 
+    bool train_run() {
+        RunModel<T> model(s_, mesh_);
+        return TrainingRun(world_, s_).train(model, s_.mesh.name());
+    }
     /// Every schedule with both optimizers.
     bool prove() {
         say("\nlargest relative difference from one device, %d steps\n%-16s %8s %8s %8s %8s %6s  %s\n",

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "fived/error.hpp"
+#include "fived/lesson/agree.hpp"
 #include "fived/lesson/options.hpp"
 #include "fived/lesson/record.hpp"
 #include "fived/math/blas.hpp"
@@ -34,7 +35,7 @@ constexpr auto names(Scaling) {
 }
 
 /// What all command lines have. A lesson's own Settings add options(), prefer_benchmark(), what --benchmark starts from,
-/// and check(ranks), or check(world) where ranks have to agree, which throws UsageError for what cannot work.
+/// prefer_train() where there is --train, and check(ranks), or check(world) where ranks have to agree, which throws UsageError for what cannot work.
 struct LessonSettings {
     int steps = 5;
     std::uint64_t seed = 0;
@@ -157,6 +158,8 @@ int run_lesson(const char* name, int argc, char** argv, Body body, int threads =
     };
     Settings settings;
     if (given("--benchmark")) settings.prefer_benchmark();
+    if constexpr (requires { settings.prefer_train(); })
+        if (given("--train")) settings.prefer_train();
     const Options options = settings.options();
     if (given("--help")) {
         if (world.rank() > 0 || (std::fputs(options.help().c_str(), stdout) >= 0 && !std::fflush(stdout)))
@@ -164,24 +167,19 @@ int run_lesson(const char* name, int argc, char** argv, Body body, int threads =
         std::fprintf(stderr, "%s: the output cannot be written: %s\n", name, std::strerror(errno));
         return 2;
     }
-    std::string problem;
     try {
-        options.parse(argc, argv);
-        if constexpr (requires { settings.check(world); })
-            settings.check(world);
-        else
-            settings.check(world.size());
-        if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
-    } catch (const UsageError& error) {
-        problem = error.what();
-    }
-    const int first = world.all_reduce(problem.empty() ? world.size() : world.rank(), MPI_MIN);
-    if (first < world.size()) {
-        if (first == world.rank()) std::fprintf(stderr, "%s: %s\n", name, problem.c_str());
-        return 2;
-    }
-    try {
+        agreed(world, [&] {
+            options.parse(argc, argv);
+            if constexpr (requires { settings.check(world); })
+                settings.check(world);
+            else
+                settings.check(world.size());
+            if (!settings.json.empty() && world.rank() == 0) check_writable(settings.json);
+        });
         return body(world, std::as_const(settings)) ? 0 : 1;
+    } catch (const AgreedError& error) {
+        if (*error.what()) std::fprintf(stderr, "%s: %s\n", name, error.what());
+        return 2;
     } catch (const std::exception& error) {
         const std::string whole = error.what();
         const std::string line = whole.substr(0, whole.find('\n'));  // LibTorch adds its stack

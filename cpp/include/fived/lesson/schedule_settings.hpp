@@ -111,17 +111,15 @@ struct ScheduleSettings {
     template <class Read>
     static std::string of_rank_0(const Communicator& world, Read read) {
         std::string answer;
-        bool is_error = false;
+        std::uint8_t is_error = false;
         if (world.rank() == 0) try {
                 answer = read();
             } catch (const UsageError& error) {
                 answer = error.what(), is_error = true;
             }
-        std::array<std::uint64_t, 2> heading{answer.size(), is_error};
-        world.broadcast(std::span<std::uint64_t>(heading));
-        answer.resize(heading[0]);
-        world.broadcast(std::as_writable_bytes(std::span(answer)));
-        if (heading[1]) throw UsageError(answer);
+        world.broadcast(answer);
+        world.broadcast(std::span(&is_error, 1));
+        if (is_error) throw UsageError(answer);
         return answer;
     }
 };

@@ -47,8 +47,7 @@ class AdamW {
     double rate = 1e-3, beta1 = 0.9, beta2 = 0.999, epsilon = 1e-5, decay = 0.01;
 
     void step(std::span<T> weights, std::span<const T> gradients) {
-        mean_.resize(weights.size());
-        square_.resize(weights.size());
+        resize(weights.size());
         ++steps_;
         const T keep = T(1 - rate * decay), b1 = T(beta1), b2 = T(beta2), c1 = T(1 - beta1),
                 c2 = T(1 - beta2);
@@ -67,6 +66,12 @@ class AdamW {
     }
     /// Both means, as long as the weights that were given to step().
     std::size_t state_bytes() const { return (mean_.size() + square_.size()) * sizeof(T); }
+    /// Makes the state of so many weights, zeros, where there is none yet.
+    void resize(std::size_t weights) { mean_.resize(weights), square_.resize(weights); }
+    std::span<T> mean() { return mean_; }
+    std::span<T> square() { return square_; }
+    int steps() const { return steps_; }
+    void set_steps(int steps) { steps_ = steps; }
 
   private:
     std::vector<T> mean_, square_;

@@ -260,6 +260,14 @@ class Communicator {
         });
     }
 
+    /// In place, a text of any length.
+    void broadcast(std::string& text, int root = 0) const {
+        std::uint64_t length = text.size();
+        broadcast(std::span(&length, 1), root);
+        text.resize(length);
+        broadcast(std::as_writable_bytes(std::span(text)), root);
+    }
+
     /// Raises MpiError unless `code` is MPI_SUCCESS.
     void check(int code, const char* call) const {
         if (code == MPI_SUCCESS) return;
