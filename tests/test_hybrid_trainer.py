@@ -44,7 +44,7 @@ from dp_memory import held
 from hybrid_bytes import StepBytes
 from hybrid_data import Shuffled, load_tokens, unigram_entropy
 from hybrid_evaluate import choose, generate, validation_loss
-from hybrid_export import export, gather_to_rank_0
+from hybrid_export import export, weights_on_rank_0
 from hybrid_layout import HybridOptions
 from hybrid_log import Log, draw
 from hybrid_metrics import Meter
@@ -182,9 +182,9 @@ def there_and_back(rt: Runtime, folder: Path, names: list[str]) -> list[bool]:
         trainer = start(rt, options(model=name, steps=1, tp=2, zero=1, **moe))
         trainer.run()
         export(trainer.hybrid, folder / name)
-        trained = gather_to_rank_0(trainer.hybrid)
+        trained = weights_on_rank_0(trainer.hybrid)
         again = start(rt, options(init=folder / name, dp=1, pp=2, tp=2))
-        theirs = gather_to_rank_0(again.hybrid)
+        theirs = weights_on_rank_0(again.hybrid)
         same.append(
             all(torch.equal(x, theirs[key]) for key, x in trained.items()) and trained.keys() == theirs.keys()
         )

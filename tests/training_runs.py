@@ -20,7 +20,7 @@ from common.lesson.job import one_device
 from common.lesson.training import make_model
 from common.models.configs import CONFIGS, gpt2, llama, mixtral
 
-from hybrid_export import gather_to_rank_0
+from hybrid_export import weights_on_rank_0
 from hybrid_layout import HybridOptions
 from hybrid_log import Log
 from hybrid_options import TrainOptions
@@ -92,7 +92,7 @@ def go(
         ran.finished = trainer.run()
     for number, handler in before.items():  # a run that was told to stop leaves them ignored
         signal.signal(number, handler)
-    ran.weights, ran.errors = gather_to_rank_0(trainer.hybrid), errors.getvalue()
+    ran.weights, ran.errors = weights_on_rank_0(trainer.hybrid), errors.getvalue()
     return ran
 
 

@@ -220,7 +220,7 @@ class Checkpoints:
         reader = Reader(place)
         about = reader.about()
         reader.read_metadata()
-        self._check_model(place, reader.tensors, entries)
+        check_model(place, reader.tensors, entries, self.mesh)
         mine = [p for entry in entries for p in pieces(entry, self.mesh)]
         pg = self.mesh.world.pg
         try:
@@ -231,21 +231,18 @@ class Checkpoints:
             raise UsageError(f"{place} was not read: {reason(failure)}") from None
         return about
 
-    def _check_model(self, place: Path, there: dict[str, str], entries: list[Entry]) -> None:
-        """Check that names, shapes and types agree. Raises UsageError with the first tensor that differs."""
-        mine = {
-            e.name: describe(e.whole(self.mesh), e.tensor.dtype)
-            for e in entries
-            if e.whole(self.mesh).numel()
-        }
-        here = {name: x for rank in comm.everyones(mine, self.mesh.world) for name, x in rank.items()}
-        for name in sorted(there.keys() | here.keys()):
-            if there.get(name) != here.get(name):
-                raise UsageError(
-                    f"{place} is of another model or optimizer: {name!a:.80} is "
-                    f"{there.get(name, 'missing')!s:.80} there and "
-                    f"{here.get(name, 'missing')} here; give the options it was made with, or another folder"
-                )
+
+def check_model(place: Path, there: Mapping[str, str], entries: Iterable[Entry], mesh: Mesh) -> None:
+    """Check that names, shapes and types agree. Raises UsageError with the first tensor that differs."""
+    mine = {e.name: describe(e.whole(mesh), e.tensor.dtype) for e in entries if e.whole(mesh).numel()}
+    here = {name: x for rank in comm.everyones(mine, mesh.world) for name, x in rank.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise UsageError(
+                f"{place} is of another model or optimizer: {name!a:.80} is "
+                f"{there.get(name, 'missing')!s:.80} there and {here.get(name, 'missing')} here; "
+                f"give the options it was made with, or another {'folder' if place.is_dir() else 'file'}"
+            )
 
 
 def reason(failure: CheckpointException) -> str:

@@ -62,7 +62,7 @@ class Log:
             with suppress(OSError):
                 self.board.close()
 
-    def announce(self, o: TrainOptions, mesh: dict[str, int], text: Text, meter: Meter) -> None:
+    def announce(self, o: TrainOptions, mesh: dict[str, int], text: Text, meter: Meter, source: str) -> None:
         """Print model, mesh, data, peak speed and first step; write the record of the run."""
         if not self.speaks:
             return
@@ -74,7 +74,7 @@ class Log:
         self.say(f"{text.name}: {tokens}; unigram entropy {entropy:.3f} nats")
         self.say(f"peak of all ranks {meter.peak / 1e9:,.0f} GFLOP/s, {given}")
         if self.begin:
-            self.say(f"resumed after step {self.begin} of {o.steps} from {o.checkpoints}")
+            self.say(f"resumed after step {self.begin} of {o.steps} from {source}")
         if self.begin >= o.steps:
             self.say(f"nothing is left to do; more --steps than {self.begin} go on")
         else:

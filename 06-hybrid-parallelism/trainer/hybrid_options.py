@@ -87,8 +87,11 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling", "check")):
     """Number of checkpoints to keep."""
     asynchronous: bool = False
     """Write checkpoints while training goes on."""
-    resume: Literal["auto", "no"] = "auto"
-    """no: begin anew; the checkpoint folder must then hold no checkpoint, which a later run would resume."""
+    resume: str = "auto"
+    """auto: from the newest good checkpoint, if there is one; a file of --save, of any mesh and language: from that, if
+    there is no checkpoint; no: begin anew, and the checkpoint folder must be empty."""
+    save: Path | None = None
+    """File for the whole weights and optimizer states at the end (safetensors), from which also C++ resumes."""
     export: Path | None = None
     """Folder for the trained model in the format of Hugging Face's transformers."""
     tensorboard: Path | None = None
@@ -116,6 +119,10 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling", "check")):
         super().validate()
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
+        if self.resume not in ("auto", "no") and not Path(self.resume).is_file():
+            raise UsageError(
+                f"--resume {self.resume}: there is no such file; give auto, no, or a file of --save"
+            )
         if self.generate:
             prompt = self.prompt.encode(errors="surrogateescape")
             if not prompt or max(prompt) >= self.model_config().vocabulary:
@@ -126,10 +133,10 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling", "check")):
 
     def make_folders(self) -> None:
         """Check up front that the output paths are writable; create their folders. Raises UsageError."""
-        for name in ("checkpoints", "export", "trace", "tensorboard", "plot"):
+        for name in ("checkpoints", "export", "trace", "tensorboard", "plot", "save"):
             target: Path | None = getattr(self, name)
             if target is not None:
-                check_folder(name, target, target.absolute().parent if name == "plot" else target)
+                check_folder(name, target, target.absolute().parent if name in ("plot", "save") else target)
 
 
 def parse(options_type: type[T], description: str | None = None, args: Sequence[str] | None = None) -> T:

@@ -43,6 +43,7 @@ from hybrid_model import Hybrid
 from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
 from hybrid_signals import Signals
+from hybrid_whole import read_whole, save_whole
 
 
 class Trainer:
@@ -59,37 +60,39 @@ class Trainer:
         self.stopped = self.trace_next = False
 
     def resume(self) -> int:
-        """Load weights and states of the newest good checkpoint; return the number of steps that it has done.
+        """Load weights and states of the newest good checkpoint, or of the file; return the number of its steps.
 
-        Raises UsageError for a checkpoint of a run with other batches, whose order could not go on, or of a
-        later step than --steps; and with --resume no if there is any checkpoint.
+        Raises UsageError for those of a run with other batches, whose order could not go on, or of a later
+        step than --steps; and with --resume no if there is any checkpoint.
         """
-        if self.checkpoints is None:
-            return 0
-        if self.o.resume == "no":
-            if there := self.checkpoints.names():
-                raise UsageError(
-                    f"{self.o.checkpoints} holds {there[-1]}; a run with --resume no begins anew and needs a folder "
-                    f"without checkpoints"
-                )
-            return 0
-        found = self.checkpoints.restore(self.entries())
+        found, folder, file = None, self.o.checkpoints, self.o.resume
+        self.source, where, another = str(folder), f"the checkpoint in {folder}", "another folder"
+        if self.checkpoints and file == "no" and (there := self.checkpoints.names()):
+            raise UsageError(
+                f"{folder} holds {there[-1]}; a run with --resume no begins anew and needs a folder "
+                f"without checkpoints"
+            )
+        if self.checkpoints:
+            found = self.checkpoints.restore(self.entries())
+        if found is None and file not in ("auto", "no"):
+            found = read_whole(Path(file), self.entries(), self.hybrid.mesh)
+            self.source, where, another = file, file, "another file"
         if found is None:
             return 0
         for name, value in self.batches.about().items():
-            if found.get(name) != value:
+            if str(found.get(name)) != str(value):
                 raise UsageError(
-                    f"the checkpoint in {self.o.checkpoints} is of a run with {name} {found.get(name)!r}, this one has "
-                    f"{value!r}, so the order of the samples cannot go on; give the same, or another folder"
+                    f"{where} is of a run with {name} {found.get(name)!r}, this one has {value!r}, so the order of "
+                    f"the samples cannot go on; give the same, or {another}"
                 )
-        if found["step"] > self.o.steps:
+        step = int(found["step"])
+        if step > self.o.steps:
             raise UsageError(
-                f"the checkpoint in {self.o.checkpoints} is of step {found['step']}, beyond --steps {self.o.steps}; "
-                f"give at least {found['step']}, or another folder"
+                f"{where} is of step {step}, beyond --steps {self.o.steps}; give at least {step}, or {another}"
             )
         if self.hybrid.zero:
             self.hybrid.zero.changed()
-        return int(found["step"])
+        return step
 
     def entries(self) -> Any:
         """Return the entries of a checkpoint."""
@@ -101,7 +104,7 @@ class Trainer:
         held = self.checkpoints or nullcontext()
         with held, Log(self.rt, o, self.begin) as self.log, Signals() as self.signals:
             self.meter = Meter(self.rt, o)
-            self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter)
+            self.log.announce(o, self.hybrid.mesh.shape, self.batches.text, self.meter, self.source)
             good = True
             if self.begin and self.due(o.evaluate_every):
                 self.evaluate()  # the earlier run may have ended before this evaluation
@@ -117,10 +120,12 @@ class Trainer:
                     good = self.save(last)
                 if self.due(o.evaluate_every) and not self.cut_short:
                     self.evaluate()
+            if o.save:
+                good &= self.attempt(partial(self.save_whole, o.save), "--save")
             if self.cut_short and good:
                 kept = (
-                    f"a checkpoint is in {o.checkpoints}"
-                    if o.checkpoints
+                    f"a checkpoint is in {o.checkpoints or o.save}"
+                    if o.checkpoints or o.save
                     else "without --checkpoints nothing is kept"
                 )
                 self.log.say(f"told to stop: after step {self.step} of {o.steps}; {kept}")
@@ -135,6 +140,11 @@ class Trainer:
         """Export the model, and say so. Raises UsageError on rank 0 if that fails."""
         export(self.hybrid, folder)
         self.log.say(f"exported to {folder}")
+
+    def save_whole(self, file: Path) -> None:
+        """Write weights and optimizer states whole, and say so. Raises UsageError on rank 0 if that fails."""
+        save_whole(file, self.entries(), self.hybrid.mesh, {"step": self.step, **self.batches.about()})
+        self.log.say(f"saved after step {self.step}: {file}")
 
     @property
     def cut_short(self) -> bool:
