@@ -79,6 +79,7 @@ struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
     /// Collective: rank 0 alone reads the schedules.
     void check(const Communicator& world) {
         check_run(*this, timed_optimizer() == OptimizerKind::adamw);
+        if (clip > 0 && !train) throw UsageError("--clip goes with --train; give that, too");
         place(world.size());
         check_shape();
         make_schedules(world, mesh.pp, batch / (mesh.dp * mesh.ep), micro_batches, int(shape().layers),

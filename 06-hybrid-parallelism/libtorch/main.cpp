@@ -3,6 +3,7 @@
 //
 //   mpirun -np 8 hybrid_libtorch --pp 2 --dp 2 --tp 2                      trains GPT-2 on the mesh and on one device, and compares
 //   mpirun -np 8 hybrid_libtorch --model mixtral-tiny --ep 2 --sp 2 --tp 2
+//   mpirun -np 4 hybrid_libtorch --train --dp 2 --tp 2 --save f            trains as train_llama.py does; --resume f goes on, on any mesh
 //   mpirun -np 2 hybrid_libtorch --tp 2 --benchmark                        times the steps beside those of one rank alone
 #include <algorithm>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "fived/torch/training_lesson.hpp"
+#include "run.hpp"
 #include "settings.hpp"
 #include "trainer.hpp"
 
@@ -33,6 +35,7 @@ class Lesson : TrainingLesson<Settings, Trainer> {
         say("hybrid_libtorch: %s, %lld parameters, %s, %d rank(s), %s, batch %d x %d, %s (%.1f MB)\n",
             name_of(s_.model), (long long)numbers_, name_of(s_.dtype), world_.size(), title().c_str(),
             s_.batch, s_.sequence, s_.text.name.c_str(), s_.megabytes());
+        if (s_.train) return train_run();
         const auto compare_all = [&](OptimizerKind optimizer) {
             Trainer alone(s_, optimizer, one_), moved(s_, optimizer, one_);
             const Trainers trainers = together(optimizer);
@@ -57,6 +60,10 @@ class Lesson : TrainingLesson<Settings, Trainer> {
     }
 
   private:
+    bool train_run() {
+        RunModel model(s_, mesh_);
+        return TrainingRun(world_, s_).train(model, title());
+    }
     std::string title() const {
         std::string text;
         for (const Axis axis : every_axis)

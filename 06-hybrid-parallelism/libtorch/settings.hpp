@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fived/lesson/run.hpp"
 #include "fived/lesson/schedule_settings.hpp"
 #include "fived/torch/training.hpp"
 #include "hybrid_libtorch.hpp"
@@ -51,20 +52,24 @@ inline Shape shape_of(HybridModel model) {
     }
 }
 
-struct Settings : TrainingSettings, ScheduleSettings {
+struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
     HybridModel model = HybridModel::gpt2_tiny;
     int sequence = 32, pp = 1, dp = 0, ep = 1, sp = 1, tp = 1;  // dp 0: all ranks that the other axes leave
     ScheduleKind kind = ScheduleKind::one_f_one_b;
     Order attention = Order::zigzag;
     bool sequence_parallel = false;
     int zero = 0;
-    double clip = 0;
 
     Settings() { batch = 16; }
     /// What --benchmark starts from: large enough that a step is mostly arithmetic.
     void prefer_benchmark() {
         model = HybridModel::gpt2_10m, dtype = Dtype::float32, optimizer = OptimizerKind::adamw;
         steps = 5, batch = 8, sequence = 64;
+    }
+    /// What --train starts from, as train_llama.py does.
+    void prefer_train() {
+        model = HybridModel::llama_tiny, dtype = Dtype::float32, optimizer = OptimizerKind::adamw;
+        steps = 100, sequence = 64, clip = 1;
     }
     Options options() {
         Options options("All five strategies on LibTorch and MPI. Run it under mpirun.");
@@ -83,7 +88,7 @@ struct Settings : TrainingSettings, ScheduleSettings {
         options.flag("sequence-parallel", sequence_parallel,
                      "Megatron's: between the regions each rank along tp has a slice of the tokens");
         options.add("zero", zero, 0, "1 shards the optimizer's states along dp", 1);
-        options.add("clip", clip, 0., "largest norm of the gradient; 0: no clipping");
+        add_run_to(options);
         return options;
     }
     Mesh::Shape mesh() const { return {pp, dp, ep, sp, tp}; }
@@ -99,6 +104,7 @@ struct Settings : TrainingSettings, ScheduleSettings {
 
     /// Throws UsageError for what cannot work. Collective.
     void check(const Communicator& world) {
+        check_run(*this, timed_optimizer() == OptimizerKind::adamw);
         check_mesh(world.size());
         check_layout();
         const int samples = batch / places();
