@@ -184,9 +184,13 @@ function(fived_asks_for_schedules target)
     FIVED_SCHEDULES="${FIVED_ROOT}/02-pipeline-parallelism/pytorch/pp_schedules.py")
 endfunction()
 
-# Runs an existing target as a test: fived_test_target(target RANKS 1 2 ARGUMENTS --steps 2).
+# Runs an existing target as a test: fived_test_target(target RANKS 1 2 ARGUMENTS --steps 2). AS: another name than the
+# target's. AFTER: a test without which this one cannot run.
 function(fived_test_target target)
-  cmake_parse_arguments(PARSE_ARGV 1 test "" "" "RANKS;ARGUMENTS")
+  cmake_parse_arguments(PARSE_ARGV 1 test "" "AS;AFTER" "RANKS;ARGUMENTS")
+  if(NOT test_AS)
+    set(test_AS ${target})
+  endif()
   # More ranks than cores and a root user are normal here; MPICH ignores these variables. The leak checker must unwind
   # MPI's libraries, which keep no frame pointers, to see that a leak is theirs.
   set(environment OMP_NUM_THREADS=1
@@ -195,8 +199,10 @@ function(fived_test_target target)
     ASAN_OPTIONS=fast_unwind_on_malloc=0
     LSAN_OPTIONS=suppressions=${FIVED_ROOT}/cpp/tests/leaks.supp:print_suppressions=0)
   foreach(ranks IN LISTS test_RANKS)
-    add_test(NAME ${target}.${ranks} COMMAND ${MPIEXEC_EXECUTABLE} -np ${ranks} $<TARGET_FILE:${target}> ${test_ARGUMENTS})
-    set_tests_properties(${target}.${ranks} PROPERTIES TIMEOUT 120 ENVIRONMENT "${environment}")
+    set(name ${test_AS}.${ranks})
+    add_test(NAME ${name} COMMAND ${MPIEXEC_EXECUTABLE} -np ${ranks} $<TARGET_FILE:${target}> ${test_ARGUMENTS})
+    set_tests_properties(${name} PROPERTIES TIMEOUT 120 ENVIRONMENT "${environment}" FIXTURES_SETUP ${name}
+      FIXTURES_REQUIRED "${test_AFTER}")
   endforeach()
 endfunction()
 

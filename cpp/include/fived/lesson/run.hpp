@@ -104,7 +104,10 @@ class TrainingRun : LessonBase<Settings> {
         this->append(
             Record().add("kind", "run").add("step", step).add("mesh", mesh).add("ranks", world_.size()));
         if (step > 0) say("resumed after step %d of %d from %s\n", step, s_.steps, s_.resume.c_str());
-        say("  step     loss   gradient norm   learning rate   tokens/s\n");
+        if (step == s_.steps)
+            say("nothing is left to do; more --steps than %d go on\n", step);
+        else
+            say("  step     loss   gradient norm   learning rate   tokens/s\n");
         Timer timer;
         for (int logged = step; step < s_.steps;) {
             const double rate = s_.rate(step, s_.steps), loss = model.backward(step);

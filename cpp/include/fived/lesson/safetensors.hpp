@@ -192,7 +192,7 @@ class SafetensorsReader {
         if (!take(c)) fail(std::string(1, c));
     }
     [[noreturn]] void fail(const std::string& expected) const {
-        throw std::invalid_argument("its header has not " + expected + " at byte " +
+        throw std::invalid_argument("its header should have " + expected + " at byte " +
                                     std::to_string(whole_ - rest_.size()));
     }
 

@@ -74,7 +74,7 @@ inline Text load_text(std::string data = "") {
     const std::size_t kept = n * 9 / 10;
     text.validation.assign(text.train.begin() + kept, text.train.end());
     text.train.resize(kept);
-    text.name = data.empty() ? "Python's standard library" : path.filename().string();
+    text.name = data.empty() ? "Python's standard library" : fs::canonical(path).filename().string();
     return text;
 }
 
