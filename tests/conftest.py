@@ -64,6 +64,7 @@ hybrid_trainer::evaluation_and_text_are_the_same_on_every_mesh
 hybrid_trainer::explain_trains_nothing
 hybrid_libtorch::the_module_equals_one_device_and_python[8-4]
 launch_files::two_hosts_give_the_numbers_of_one[hybrid_5d]
+hybrid_whole::200_steps_are_those_of_python
 launch_files::mpirun_with_hosts_on_its_command_line
 launch_files::torchrun_with_a_rank_for_each_node
 pp::equal_to_one_device[8]

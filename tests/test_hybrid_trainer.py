@@ -23,9 +23,8 @@ import torch
 from small_models import tokens
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_huggingface import in_double, theirs  # noqa: F401
-from training_runs import Ran, go, options
+from training_runs import ALONE, Ran, go, options
 
-from common.comm import Group
 from common.comm.ledger import Ledger
 from common.data.text import load_text
 from common.errors import UsageError
@@ -52,8 +51,6 @@ from hybrid_optimizer import decays, learning_rate
 from hybrid_options import TrainOptions, parse
 from hybrid_signals import Signals
 from hybrid_trainer import Trainer, make, start
-
-ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 
 
 def runs(rt: Runtime, *given: tuple[TrainOptions, int]) -> list[Ran]:

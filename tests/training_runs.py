@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
+from common.comm import Group
 from common.launch.runtime import Runtime
 from common.lesson.equality import OPTIMIZERS, Followed, watch
 from common.lesson.job import one_device
@@ -28,6 +30,7 @@ from hybrid_signals import STOP
 from hybrid_trainer import Trainer, start
 from hybrid_training import alone
 
+ALONE = Runtime(0, 1, 0, 1, "none", torch.device("cpu"), "gloo", 60.0, Group.alone("world"))
 CONFIGS["nano-llama"] = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, sequence=16)
 CONFIGS["nano-mixtral"] = mixtral(
     layers=4, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=16, experts=4

@@ -166,7 +166,7 @@ class TrainingRun : LessonBase<Settings> {
         const std::string& text = there["step"];
         const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), step);
         if (error != std::errc() || end != text.data() + text.size() || step < 0)
-            throw UsageError(s_.resume + " has no number of a step, but '" + text + "'");
+            throw UsageError(s_.resume + " does not say how many steps it has behind it");
         if (step > s_.steps)
             throw UsageError(s_.resume + " is of step " + text + ", beyond --steps " +
                              std::to_string(s_.steps) + "; give at least " + text + ", or another file");
