@@ -255,7 +255,7 @@ def test_200_steps_are_those_of_python(tmp_path: Path, monkeypatch: pytest.Monke
         assert losses == pytest.approx(others, rel=1e-6)
 
     in_cpp(4, "--pp", "2", "--tp", "2", "--steps", "200", *files("cpp"))
-    in_python("--nproc", "2", "--dp", "2", "--steps", "200", *files("python"))
+    in_python("--steps", "200", *files("python"))
     check("cpp", "python", range(1, 201))
     in_python(
         "--nproc", "2", "--sp", "2", "--steps", "220", "--resume", tmp_path / "cpp", *files("cpp-python")
