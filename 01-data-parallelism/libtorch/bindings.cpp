@@ -20,8 +20,8 @@ struct NoSync {
 
 /// What both have.
 template <class T>
-py::class_<T> add(py::module_& module, const char* name, const char* doc) {
-    py::class_<T> type(module, name, doc);
+py::class_<T, fived::Owner<T>> add(py::module_& module, const char* name, const char* doc) {
+    py::class_<T, fived::Owner<T>> type(module, name, doc);
     fived::add_messages(type);
     type.def(py::init<const fived::Tensors&, const fived::Group&, std::size_t>(), "tensors"_a,
              "process_group"_a, "bucket_bytes"_a = std::size_t{8} << 20, Waiting())

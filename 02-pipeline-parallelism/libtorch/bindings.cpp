@@ -44,11 +44,12 @@ PYBIND11_MODULE(pp_libtorch, module) {
         "check", [](const std::string& schedule) { fived::read_schedule(schedule); }, "schedule"_a,
         "Raises UsageError for a text that is no schedule, or one that would compute something wrong or "
         "hang.");
-    py::class_<Pipeline> pipe(module, "Pipeline",
-                              "GPT-2 in stages. whole: {name: parameter}, the same on all ranks, of which "
-                              "this rank copies its own. schedule: as "
-                              "text, one line a rank. up, down: the same ranks in two groups. Raises "
-                              "ValueError for what does not fit.");
+    py::class_<Pipeline, fived::Owner<Pipeline>> pipe(
+        module, "Pipeline",
+        "GPT-2 in stages. whole: {name: parameter}, the same on all ranks, of which "
+        "this rank copies its own. schedule: as "
+        "text, one line a rank. up, down: the same ranks in two groups. Raises "
+        "ValueError for what does not fit.");
     pipe.def(py::init(&pipeline), "whole"_a, "heads"_a, "schedule"_a, "up"_a.none(false),
              "down"_a.none(false))
         .def("parameters", &Pipeline::parameters,

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,6 +16,18 @@ namespace py = pybind11;
 
 /// Whatever waits for other ranks, or may, lets other Python threads run.
 using Waiting = py::call_guard<py::gil_scoped_release>;
+
+/// Owner of what may hold the last reference to a process group, whose end joins a thread: one that may wait for the
+/// interpreter's lock, to free a tensor that Python has seen.
+template <class T>
+struct Unlocked {
+    void operator()(T* object) const {
+        const py::gil_scoped_release waiting;
+        delete object;
+    }
+};
+template <class T>
+using Owner = std::unique_ptr<T, Unlocked<T>>;
 
 /// take_messages() for a class that has it.
 template <class T, class... Options>
