@@ -234,6 +234,7 @@ void MpiBackend::abort() {
         [&] {
             ended_ = true;
             broken_ = "group '" + name_ + "' was aborted";
+            return true;
         },
         false);
 }
@@ -355,19 +356,64 @@ bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
     return moved;
 }
 
-WorkPtr MpiBackend::collective(OpType op, const char* title, std::shared_ptr<Buffers> buffers, Stages stages,
-                               Tensors outputs, std::chrono::milliseconds timeout, bool async) {
+MpiBackend::Task MpiBackend::task(OpType op, const char* title, std::shared_ptr<Buffers> buffers,
+                                  Stages stages, const Tensors& outputs,
+                                  std::chrono::milliseconds timeout) const {
     auto work = c10::make_intrusive<MpiWork>(rank_, op, title, outputs, outputs);
     work->order_ = buffers->order();
     const auto limit = timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
-    Task task{work, std::move(buffers), limit, "", std::move(stages)};
+    return {work, std::move(buffers), limit, "", std::move(stages)};
+}
+
+/// What a collective returns. Nothing where the caller does not ask for it: it is done.
+WorkPtr MpiBackend::given(WorkPtr work, bool async) {
+    if (async) return work;
+    if (work) work->wait();
+    return {};
+}
+
+WorkPtr MpiBackend::collective(OpType op, const char* title, std::shared_ptr<Buffers> buffers, Stages stages,
+                               const Tensors& outputs, std::chrono::milliseconds timeout, bool async) {
+    Task next = task(op, title, std::move(buffers), std::move(stages), outputs, timeout);
+    WorkPtr work = next.work;
     Engine::get().submit(
         [&] {
             ++number_;
-            collectives_.push_back(std::move(task));
+            collectives_.push_back(std::move(next));
+            return true;
         },
         async);
-    return work;
+    return given(std::move(work), async);
+}
+
+/// An all-reduce in the calling thread, with no Task and, unless asked for, no Work: they take more time than a small sum.
+/// Goes on as every other collective where that is not enough: if a rank is late or calls something else, or if
+/// collectives are in flight before it.
+WorkPtr MpiBackend::all_reduce_at_once(const Tensors& tensors, const c10d::AllreduceOptions& o) {
+    const auto op = OpType::ALLREDUCE;
+    const auto title = "fived:all_reduce";
+    const at::Tensor& x = tensors[0];
+    auto rounds = small_all_reduce(hosts_->memory(), call(op, x, x.numel(), {}, o.reduceOp), bytes_of(x),
+                                   x.nbytes(), x.element_size(), kernel(x, o.reduceOp));
+    const auto advance = [&] { return hosts_->memory().advance(rounds, [](int, const Call&) {}); };
+    c10::intrusive_ptr<MpiWork> work;
+    Engine::get().submit(
+        [&] {
+            ++number_;
+            if (broken_.empty() && collectives_.empty() && Engine::get().spin(advance)) return false;
+            auto buffers = buffer();
+            buffers->write(x, true);
+            collectives_.push_back(
+                task(op, title, buffers, {[rounds] { return Stage{rounds, {}}; }}, tensors, o.timeout));
+            work = collectives_.back().work;
+            return true;
+        },
+        o.asyncOp);
+    if (o.asyncOp && !work) {
+        work = c10::make_intrusive<MpiWork>(rank_, op, title, tensors, tensors);
+        work->done(nullptr);
+    }
+    return given(std::move(work), o.asyncOp);
 }
 
 WorkPtr MpiBackend::message(OpType op, const char* title, Tensors& tensors, int peer, int tag) {
@@ -398,7 +444,12 @@ WorkPtr MpiBackend::message(OpType op, const char* title, Tensors& tensors, int 
         });
     }
     Task task{work, buffers, options_->timeout, what, std::move(stages)};
-    Engine::get().submit([&] { messages_.push_back(std::move(task)); }, true);
+    Engine::get().submit(
+        [&] {
+            messages_.push_back(std::move(task));
+            return true;
+        },
+        true);
     return work;
 }
 

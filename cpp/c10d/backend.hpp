@@ -135,8 +135,12 @@ class MpiBackend final : public c10d::Backend, private Party {
     std::string show(const Call& call) const;
     Call call(c10d::OpType op, const at::Tensor& tensor, std::int64_t elements, std::optional<int> root = {},
               c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM);
+    Task task(c10d::OpType op, const char* title, std::shared_ptr<Buffers> buffers, Stages stages,
+              const Tensors& outputs, std::chrono::milliseconds timeout) const;
+    static WorkPtr given(WorkPtr work, bool async);
     WorkPtr collective(c10d::OpType op, const char* title, std::shared_ptr<Buffers> buffers, Stages stages,
-                       Tensors outputs, std::chrono::milliseconds timeout, bool async);
+                       const Tensors& outputs, std::chrono::milliseconds timeout, bool async);
+    WorkPtr all_reduce_at_once(const Tensors& tensors, const c10d::AllreduceOptions& o);
     WorkPtr message(c10d::OpType op, const char* title, Tensors& tensors, int peer, int tag);
     void check(const Tensors& tensors, std::size_t count, const char* call) const;
     void check_rank(const char* call, int rank) const;

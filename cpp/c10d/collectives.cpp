@@ -100,6 +100,10 @@ WorkPtr MpiBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o)
 
 WorkPtr MpiBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
     check(tensors, 1, "all_reduce");
+    const at::Tensor& x = tensors[0];
+    if (x.is_cpu() && x.is_contiguous() && !options_->staged && hosts_->count() == 1 &&
+        is_small(hosts_->memory(), x.nbytes()))
+        return all_reduce_at_once(tensors, o);
     c10d::AllreduceCoalescedOptions options;
     static_cast<c10d::AllreduceOptions&>(options) = o;
     return allreduce_coalesced(tensors, options);

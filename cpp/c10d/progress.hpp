@@ -77,14 +77,14 @@ class Engine {
         const std::lock_guard lock(mutex_);
         std::erase(parties_, party);
     }
-    /// Calls enqueue() under the lock and goes as far as it can at once. `in_background`: the progress thread
-    /// takes over what is left.
+    /// Calls enqueue() under the lock, which returns whether anything is left to do, and goes as far as it can at
+    /// once. `in_background`: the progress thread takes over what is left.
     template <class Enqueue>
     void submit(Enqueue enqueue, bool in_background) {
         check_process();
         {
             const std::lock_guard lock(mutex_);
-            enqueue();
+            if (!enqueue()) return;
         }
         poll();
         if (!in_background || !busy_) return;
@@ -126,6 +126,14 @@ class Engine {
                 idle = 0;
             else if (idle > spins_)
                 sched_yield();
+    }
+
+    /// Calls done(), with the lock held, until it returns true, for some microseconds at the most. Whether it did.
+    template <class Done>
+    bool spin(Done done) const {
+        bool is_done = done();
+        for (int i = 0; !is_done && i < spins_; ++i) is_done = done();
+        return is_done;
     }
 
     /// More ranks than cores: whoever spins keeps another from what it waits for.

@@ -17,7 +17,7 @@ std::string run(HostMemory& memory, Rounds rounds) {
     const auto mismatch = [&](int rank, const Call& theirs) {
         differs += std::to_string(rank) + ":" + std::to_string(theirs.elements) + " ";
     };
-    while (!memory.advance(rounds, mismatch)) sched_yield();
+    while (differs.empty() && !memory.advance(rounds, mismatch)) sched_yield();
     return differs;
 }
 

@@ -139,23 +139,36 @@ class HostMemory {
     /// Whether `rank` has come to the round in which this rank waits.
     bool is_here(int rank) const { return places_[rank].counter.load(std::memory_order_acquire) > met_; }
 
-    /// A collective under way.
-    class Rounds {
+    /// A collective under way: write(round) fills this rank's slot, read(round) takes what the others wrote.
+    template <class Write, class Read>
+    class RoundsOf {
       public:
-        using Step = std::function<void(std::size_t round)>;
-        Rounds(const Call& call, std::size_t count, Step write, Step read)
+        RoundsOf(const Call& call, std::size_t count, Write write, Read read)
             : call_(call), count_(count), write_(std::move(write)), read_(std::move(read)) {}
+        /// The same collective, gone as far, with its functions on the heap: to be kept in a queue.
+        template <class W, class R>
+        RoundsOf(RoundsOf<W, R> other)
+            : call_(other.call_),
+              count_(other.count_),
+              written_(other.written_),
+              done_(other.done_),
+              write_(std::move(other.write_)),
+              read_(std::move(other.read_)) {}
         const Call& call() const { return call_; }
 
       private:
         friend class HostMemory;
+        template <class, class>
+        friend class RoundsOf;
         Call call_;
         std::size_t count_, written_ = 0, done_ = 0;
-        Step write_, read_;
+        Write write_;
+        Read read_;
     };
 
-    /// Goes on as far as the other ranks allow; true when done. Calls mismatch(rank, its Call) where one differs.
-    template <class Mismatch>
+    /// Goes on as far as the other ranks allow; true when done. Where a rank's Call differs, calls mismatch(rank, its
+    /// Call) and goes no further.
+    template <class Rounds, class Mismatch>
     bool advance(Rounds& rounds, Mismatch mismatch) {
         while (rounds.done_ < rounds.count_) {
             while (rounds.written_ < std::min(rounds.count_, rounds.done_ + 2)) {
@@ -165,9 +178,13 @@ class HostMemory {
             }
             for (int r = 0; r < size_; ++r)
                 if (!is_here(r)) return false;
-            if (rounds.done_ == 0)
-                for (int r = 0; r < size_; ++r)
-                    if (const Call& theirs = slot_of(r, 0).call; theirs != rounds.call_) mismatch(r, theirs);
+            bool same = true;
+            for (int r = 0; rounds.done_ == 0 && r < size_; ++r)
+                if (const Call& theirs = slot_of(r, 0).call; theirs != rounds.call_) {
+                    mismatch(r, theirs);
+                    same = false;
+                }
+            if (!same) return false;
             rounds.read_(rounds.done_++);
             ++met_;
         }
@@ -191,7 +208,8 @@ class HostMemory {
     std::uint64_t start_ = 0, met_ = 0;  // rounds before this collective; rounds done
 };
 
-using Rounds = HostMemory::Rounds;
+using Step = std::function<void(std::size_t round)>;
+using Rounds = HostMemory::RoundsOf<Step, Step>;
 
 /// Chunks of `bytes` when each round carries `chunk` of them; at least one, so that ranks meet.
 inline std::size_t rounds_of(std::size_t bytes, std::size_t chunk) {
@@ -203,9 +221,27 @@ inline std::size_t chunk_of(std::size_t room, std::size_t item) {
     return room / item * item;
 }
 
+/// Whether an all-reduce takes less time in one round, in which each rank reads all of x of every rank.
+inline bool is_small(const HostMemory& m, std::size_t bytes) {
+    return bytes * m.size() <= 8192;
+}
+
+/// An all-reduce that is_small. Sums are equal on all ranks to the last bit: each adds in the order of the ranks.
+inline auto small_all_reduce(HostMemory& m, const Call& call, std::byte* x, std::size_t bytes,
+                             std::size_t item, Reduce reduce, int root = -1) {
+    const auto write = [=, &m](std::size_t) { copy_through_cache(m.slot(m.rank(), 0), x, bytes); };
+    const auto read = [=, &m](std::size_t) {
+        const std::byte* terms[max_local_ranks];
+        for (int r = 0; r < m.size(); ++r) terms[r] = m.slot(r, 0);
+        if (root < 0 || root == m.rank()) reduce(x, terms, m.size(), bytes / item);
+    };
+    return HostMemory::RoundsOf(call, 1, write, read);
+}
+
 /// In place: P to R. With `root` >= 0 only that rank gets the sum.
 inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::size_t bytes, std::size_t item,
                          Reduce reduce, int root = -1) {
+    if (is_small(m, bytes)) return small_all_reduce(m, call, x, bytes, item, reduce, root);
     const std::size_t chunk = chunk_of(HostMemory::slot_bytes, item);
     /// Piece r of chunk i, in x and in a slot. Beyond the end there are empty chunks.
     struct Piece {
