@@ -62,6 +62,10 @@ def test_groups_may_end_before_mpi_after_it_or_never(how):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_rank_that_dies_in_a_small_all_reduce_ends_all_ranks():
+    assert ending(3, "dies").returncode != 0
+
+
 def test_an_exception_ends_all_ranks():
     assert ending(3, "throws").returncode == 1
 

@@ -2,6 +2,8 @@
 
 #include "fived/mpi/environment.hpp"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <functional>
 #include <mutex>
@@ -390,8 +392,8 @@ WorkPtr MpiBackend::collective(OpType op, const char* title, std::shared_ptr<Buf
 /// Goes on as every other collective where that is not enough: if a rank is late or calls something else, or if
 /// collectives are in flight before it.
 WorkPtr MpiBackend::all_reduce_at_once(const Tensors& tensors, const c10d::AllreduceOptions& o) {
+    RECORD_USER_SCOPE("fived:all_reduce");
     const auto op = OpType::ALLREDUCE;
-    const auto title = "fived:all_reduce";
     const at::Tensor& x = tensors[0];
     auto rounds = small_all_reduce(hosts_->memory(), call(op, x, x.numel(), {}, o.reduceOp), bytes_of(x),
                                    x.nbytes(), x.element_size(), kernel(x, o.reduceOp));
@@ -404,13 +406,13 @@ WorkPtr MpiBackend::all_reduce_at_once(const Tensors& tensors, const c10d::Allre
             auto buffers = buffer();
             buffers->write(x, true);
             collectives_.push_back(
-                task(op, title, buffers, {[rounds] { return Stage{rounds, {}}; }}, tensors, o.timeout));
+                task(op, nullptr, buffers, {[rounds] { return Stage{rounds, {}}; }}, tensors, o.timeout));
             work = collectives_.back().work;
             return true;
         },
         o.asyncOp);
     if (o.asyncOp && !work) {
-        work = c10::make_intrusive<MpiWork>(rank_, op, title, tensors, tensors);
+        work = c10::make_intrusive<MpiWork>(rank_, op, nullptr, tensors, tensors);
         work->done(nullptr);
     }
     return given(std::move(work), o.asyncOp);

@@ -2,7 +2,10 @@
 #include <torch/types.h>
 
 #undef CHECK  // torch's logging has one, too
+#include <csignal>
+#include <thread>
 #include "check.hpp"
+
 #include "fived/mpi/environment.hpp"
 #include "process_group.hpp"
 
@@ -27,6 +30,35 @@ void test_calls(const Group& group) {
     group->barrier()->wait();
 }
 
+/// A small all-reduce is done in the calling thread, but not before what is in flight in its group; and it waits for a
+/// rank that is late.
+void test_small_all_reduce(const Group& group) {
+    const int n = group->getSize(), rank = group->getRank();
+    c10d::AllreduceOptions now;
+    now.asyncOp = false;
+    for (int i = 0; i < 20; ++i) {
+        if (i % n == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        std::vector<at::Tensor> large{at::full({500'000}, rank, at::kLong)}, small{at::full({3}, i)};
+        const auto first = group->allreduce(large);
+        CHECK(!group->allreduce(small, now));
+        CHECK(first->isCompleted());
+        CHECK(large[0].equal(at::full({500'000}, n * (n - 1) / 2, at::kLong)));
+        CHECK(small[0].equal(at::full({3}, i * n)));
+        const auto later = group->allreduce(small);
+        CHECK(later->wait() && later->isCompleted() && later->isSuccess());
+        CHECK(later->result()[0].equal(at::full({3}, i * n * n)));
+        CHECK(later->getFuture()->value().toTensorVector()[0].is_same(small[0]));
+    }
+}
+
+/// The last rank dies; the others must not wait for it for ever.
+void die(const Group& group) {
+    std::vector<at::Tensor> x{at::ones({1})};
+    for (int i = 0; i < 1000; ++i) group->allreduce(x)->wait();
+    if (group->getRank() == group->getSize() - 1) std::raise(SIGKILL);
+    for (;;) group->allreduce(x)->wait();
+}
+
 /// Ends while a receive is under way that nobody answers, and the progress thread asks for it all the time.
 void ask_for_what_never_comes(const Group& group) {
     static std::vector<at::Tensor> x{at::zeros({4})};
@@ -38,6 +70,7 @@ void run(const std::string& ending, int argc, char** argv) {
         fived::Environment mpi(argc, argv, MPI_THREAD_MULTIPLE);
         Group group = fived::world_process_group();
         test_calls(group);
+        test_small_all_reduce(group);
         if (ending == "outlives") {
             kept = group;
             ask_for_what_never_comes(group);
@@ -47,6 +80,8 @@ void run(const std::string& ending, int argc, char** argv) {
             ask_for_what_never_comes(group);
             waiting.release();
             group.release();
+        } else if (ending == "dies") {
+            die(group);
         } else if (ending == "throws" && group->getRank() == 0) {
             throw std::runtime_error("the reason");
         } else if (ending == "throws") {

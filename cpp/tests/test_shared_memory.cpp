@@ -95,8 +95,10 @@ int main(int argc, char** argv) {
     const Communicator world = Communicator::world();
     HostMemory memory(world);
     const std::size_t chunk = HostMemory::slot_bytes / sizeof(std::int32_t);
-    for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, chunk - 1,
-                                chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
+    std::size_t small = 0;  // the largest that takes one round
+    while (is_small(memory, (small + 1) * sizeof(std::int32_t))) ++small;
+    for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, small,
+                                small + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
         test_sizes(world, memory, n);
     test_mismatch(world);
     test_past_the_cache();

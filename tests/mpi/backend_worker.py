@@ -7,10 +7,12 @@ Rank 0 lets hypothesis choose and shrink; each choice is broadcast, so that all 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,56 @@ def what_gloo_lacks(setting: str) -> dict[str, Any]:
     return results
 
 
+WHOLE = ["int64", "int32", "int16", "int8", "uint8", "bool"]
+OF_TYPES = {
+    "SUM": [*TYPES, "complex64"], "PRODUCT": TYPES, "AVG": [t for t in TYPES if t not in WHOLE],
+    "MIN": [*TYPES, "bool"], "MAX": [*TYPES, "bool"], "BAND": WHOLE, "BOR": WHOLE, "BXOR": WHOLE
+}  # fmt: skip
+
+
+def reduced(terms: Tensor, op: str) -> Tensor:
+    """Return the reduction of `terms` over its first dimension."""
+    bits = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+    if op in bits:
+        return functools.reduce(bits[op], terms)
+    names = {"SUM": "sum", "PRODUCT": "prod", "AVG": "mean", "MIN": "amin", "MAX": "amax"}
+    return getattr(terms, names[op])(0).to(terms.dtype)
+
+
+def all_types(setting: str) -> dict[str, bool]:
+    """Compare all-reduces of every operation and type with the formula, for a small tensor and for a large one."""
+    group, results = make(setting), {}
+    for elements in (5, 5000):
+        generator = torch.Generator().manual_seed(elements)
+        terms = torch.randint(1, 4, (N, elements), generator=generator)
+        for op, dtype in ((op, dtype) for op, types in OF_TYPES.items() for dtype in types):
+            given = terms.to(getattr(torch, dtype))
+            x = given[WORLD.rank].clone()
+            dist.all_reduce(x, getattr(dist.ReduceOp, op), group)
+            close = torch.isclose(x, reduced(given, op)) if op == "AVG" else x == reduced(given, op)
+            results[f"{op} of {elements} {dtype}"] = bool(close.all())
+    return results
+
+
+def interpreter_is_free() -> bool:
+    """Return True if a thread of Python runs while its rank waits in a small all-reduce.
+
+    The last rank comes only after a message of a thread of rank 0.
+    """
+    last = N - 1
+    if WORLD.rank == last:
+        WORLD.recv(source=0)
+    else:
+        turn = threading.Lock()
+        turn.acquire()
+        thread = threading.Thread(target=lambda: (turn.acquire() and WORLD.rank) or WORLD.send(None, last))
+        thread.start()
+        turn.release()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item() == N
+
+
 def mismatched(setting: str) -> dict[str, str]:
     """Return the errors of calls that do not match; each call breaks its own group."""
     rank = WORLD.rank
@@ -256,25 +308,28 @@ def mismatched(setting: str) -> dict[str, str]:
 
 
 def timed_out() -> dict[str, dict[str, str]]:
-    """Return, per setting, the errors of two timeouts.
+    """Return, per setting, the errors of three timeouts.
 
-    Rank 0 receives from rank 1, which never sends; and the last rank never enters a barrier.
+    Rank 0 receives from rank 1, which never sends; the last rank never enters a barrier, nor the last of several small
+    all-reduces.
     """
-    late, recv = {}, {}
-    groups = {setting: make(setting, seconds=2) for setting in SETTINGS}
+    names = ("recv", "late", "late for little")
+    groups = {(s, name): make(s, seconds=2) for s in SETTINGS for name in names}
     WORLD.Barrier()  # from here on, a rank has 2 s to be where it should be
-    for setting, g in groups.items():
-        if WORLD.rank == 0:
-            recv[setting] = dist.irecv(torch.ones(1), 1, group=g)
-        if WORLD.rank != N - 1:
-            late[setting] = dist.barrier(g, async_op=True)
-    found = {
-        setting: {
-            name: raised(calls[setting].wait) if setting in calls else ""
-            for name, calls in {"late": late, "recv": recv}.items()
-        }
-        for setting in SETTINGS
-    }
+    works: dict[tuple[str, str], dist.Work] = {}
+    for (setting, name), g in groups.items():
+        if name == "recv" and WORLD.rank == 0:
+            works[setting, name] = dist.irecv(torch.ones(1), 1, group=g)
+        if name == "late" and WORLD.rank != N - 1:
+            works[setting, name] = dist.barrier(g, async_op=True)
+        if name == "late for little":
+            for _ in range(10):
+                dist.all_reduce(torch.ones(1), group=g)
+            if WORLD.rank != N - 1:
+                works[setting, name] = dist.all_reduce(torch.ones(1), group=g, async_op=True)
+    found: dict[str, dict[str, str]] = {setting: dict.fromkeys(names, "") for setting in SETTINGS}
+    for (setting, name), work in works.items():
+        found[setting][name] = raised(work.wait)
     WORLD.Barrier()
     return found
 
@@ -294,7 +349,8 @@ def everything(ranks: int, examples: int) -> dict[str, Any]:
     groups["gloo"] = [dist.new_group(list(s), backend="gloo") for s in SUBSETS]
     found = {
         "property": property_test(groups, examples),
-        "beyond": {setting: what_gloo_lacks(setting) for setting in SETTINGS},
+        "beyond": {setting: what_gloo_lacks(setting) | all_types(setting) for setting in SETTINGS},
+        "interpreter is free": interpreter_is_free(),
     }
     late = timed_out()
     found["errors"] = {s: WORLD.allgather(mismatched(s) | late[s]) for s in SETTINGS}
