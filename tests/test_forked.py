@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from mpi.launch import mpirun
 
 from common.benchmarks import runner
 from common.launch import forked
@@ -111,6 +112,25 @@ def test_a_full_disk_is_told_as_python_tells_it(python: dict[str, Any], tmp_path
             for program in ("python", sys.executable)
         ]
     assert codes == [120, 120]
+
+
+RAISES = """
+from mpi4py.run import main
+main()
+"""
+ONE_WAITS = """
+from mpi4py import MPI
+1 // MPI.COMM_WORLD.rank  # rank 0 raises
+MPI.COMM_WORLD.recv(source=0)
+"""
+
+
+def test_a_rank_that_raises_ends_the_others(python: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    (tmp_path / "one_waits.py").write_text(ONE_WAITS)
+    done = mpirun(2, "python", tmp_path / "raises.py", tmp_path / "one_waits.py", environment=python["env"])
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
 
 
 WAITS = "import subprocess\nwith subprocess.Popen(['sleep', '600']) as p:\n    print(p.pid, flush=True)\n"

@@ -146,13 +146,16 @@ def run(path: str) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # mpi4py does so at the interpreter's own end
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError:
         code = 120  # Python's own
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        # mpi4py does the one or the other at the interpreter's own end
+        if code and "mpi4py.run" in sys.modules:
+            mpi.COMM_WORLD.Abort(code)
+        mpi.Finalize()
     os._exit(code & 0xFF)
 
 
