@@ -74,6 +74,24 @@ def test_collectives_are_timed_beside_one_another(tmp_path):
     assert "at least 2 ranks, not 1; start with mpirun -np 2" in alone.stderr
 
 
+def test_a_small_all_reduce_is_timed_by_layer():
+    script = ROOT / "common/benchmarks/latency.py"
+    done = mpirun(2, python(), script, "--repeats", "5")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
+    times = {
+        row[0].strip(): [float(cell.split()[0]) if cell.strip() else 0 for cell in row[1:]] for row in rows
+    }
+    assert list(times) == [
+        "MPI_Allreduce", "Backend.allreduce", "ProcessGroup.allreduce", "dist.all_reduce", "common.comm.all_reduce"
+    ]  # fmt: skip
+    assert times.pop("MPI_Allreduce")[0] > 0
+    assert all(mpi == 0 < min(both) for mpi, *both in times.values())
+    alone = mpirun(1, python(), script)
+    assert alone.returncode == 2
+    assert "at least 2 ranks, not 1; start with mpirun -np 2" in alone.stderr
+
+
 def test_split(results):
     ranks, found = results
     assert found["halves"] == [["half", r // 2, (ranks + 1 - r % 2) // 2] for r in range(ranks)]

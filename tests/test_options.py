@@ -32,7 +32,10 @@ SOURCES = {
     str(file.relative_to(ROOT)): file.read_text()
     for file in tracked("common/*.py", "0[1-6]-*.py", "scripts/*.py")
 }
-IMPORTS_MPI = {"common/benchmarks/all_reduce.py"}  # a process that pytest runs in is no rank
+IMPORTS_MPI = {
+    "common/benchmarks/all_reduce.py",
+    "common/benchmarks/latency.py",
+}  # a process that pytest runs in is no rank
 FILES = [
     file
     for file, source in SOURCES.items()

@@ -32,7 +32,10 @@ ROOMS = [
 CPP_ROOMS = ["error.hpp", "named.hpp", "math", "mpi", "lesson", "torch"]  # of cpp/include/fived, likewise
 PROGRAMS = {"common/utils/communication_demo.py"}  # imported by nothing
 # Functions that show the library's own version beside ours: {(file, function)}.
-SHOWS_THE_LIBRARY = {("common/benchmarks/all_reduce.py", "implementations")}
+SHOWS_THE_LIBRARY = {
+    ("common/benchmarks/all_reduce.py", "implementations"),
+    ("common/benchmarks/latency.py", "layers"),
+}
 
 # Files that unpickle: what this program's own processes send, and classes of an allow-list.
 UNPICKLES = {"common/launch/spawn.py", "06-hybrid-parallelism/trainer/hybrid_files.py"}

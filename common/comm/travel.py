@@ -89,6 +89,8 @@ def over_host(x: Tensor, group: Group) -> bool:
 
 def carried(x: Tensor, group: Group) -> Tensor:
     """Return the send buffer of x: contiguous, because libraries ignore strides; in host memory if needed."""
+    if x.is_contiguous() and not over_host(x, group):
+        return x
     with torch.no_grad():
         return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
 
