@@ -61,11 +61,11 @@ void ExpertParallelLayer<T>::forward(MatrixView<const T> x_TD, MatrixView<T> y_T
         throw std::invalid_argument("the layer takes tokens of " + std::to_string(D) + " numbers; given [" +
                                     std::to_string(x_TD.rows) + ", " + std::to_string(x_TD.columns) + "]");
     x_TD_ = x_TD, T_ = x_TD.rows, R_ = T_ * K;
-    bytes_sent_ = 0, communication_seconds_ = 0, permutation_seconds_ = 0;
+    router_bytes_ = 0, router_seconds_ = 0, permutation_seconds_ = 0;
     scores_TE_.resize(T_ * shape_.experts);
     for (auto* work : {&weight_TK_, &dweight_TK_}) work->resize(R_);
     for (auto* work : {&expert_TK_, &row_TK_}) work->resize(R_);
-    for (auto* work : {&rows_RD_, &returned_RD_}) work->resize(R_ * D);
+    rows_RD_.resize(R_ * D);
 
     gemm<T>(x_TD, t(router(weights_)), tokens(scores_TE_, shape_.experts));
     if (balanced)
@@ -76,10 +76,14 @@ void ExpertParallelLayer<T>::forward(MatrixView<const T> x_TD, MatrixView<T> y_T
     sort_by_expert(expert_TK_, row_TK_, first_E_);
     permute<T>(x_TD, row_TK_, rows(rows_RD_));
     permutation_seconds_ += permuting.seconds();
-    plan();
-    exchange(rows_RD_, arrived_rD_, Direction::to_experts);
+    exchange_.plan(comm_, first_E_, D);
+    exchange_.to_experts(rows_RD_, arrived_rD_);
+    const std::size_t r = exchange_.arrived(), F = shape_.mlp_width;
+    out_rD_.resize(r * D);
+    for (auto* work : {&up_rF_, &gate_rF_, &hidden_rF_, &dhidden_rF_})
+        if (work != &gate_rF_ || shape_.gated()) work->resize(r * F);
     for (std::size_t i = 0; i < mine_.length; ++i) compute(i);
-    exchange(out_rD_, returned_RD_, Direction::to_tokens);
+    exchange_.to_tokens(out_rD_, returned_RD_);
     const Timer combining;
     combine<T>(rows(returned_RD_), row_TK_, weight_TK_, y_TD);
     permutation_seconds_ += combining.seconds();
@@ -95,9 +99,9 @@ void ExpertParallelLayer<T>::backward(MatrixView<const T> dy_TD, MatrixView<T> d
     const Timer combining;
     combine_backward<T>(dy_TD, row_TK_, weight_TK_, dweight_TK_, rows(returned_RD_));
     permutation_seconds_ += combining.seconds();
-    exchange(returned_RD_, out_rD_, Direction::to_experts);
+    exchange_.to_experts(returned_RD_, out_rD_);
     for (std::size_t i = 0; i < mine_.length; ++i) compute_backward(i);
-    exchange(arrived_rD_, rows_RD_, Direction::to_tokens);
+    exchange_.to_tokens(arrived_rD_, rows_RD_);
     const Timer permuting;
     permute_backward<T>(rows(rows_RD_), row_TK_, dx_TD);
     permutation_seconds_ += permuting.seconds();
@@ -109,62 +113,8 @@ void ExpertParallelLayer<T>::backward(MatrixView<const T> dy_TD, MatrixView<T> d
     if (!comm_) return;
     const Timer timer;
     comm_->all_reduce(std::span(gradients_).first(E * D));
-    bytes_sent_ += ring_all_reduce_bytes(E * D, sizeof(T), comm_->size(), comm_->rank());
-    communication_seconds_ += timer.seconds();
-}
-
-/// Which rows leave and arrive in each all-to-all: the ranks tell one another how many they have for each expert.
-template <class T>
-void ExpertParallelLayer<T>::plan() {
-    const int P = ranks();
-    const std::size_t D = shape_.width, E = shape_.experts, e = mine_.length;
-    std::vector<std::int64_t> counts_E(E), counts_Pe(P * e);
-    for (std::size_t i = 0; i < E; ++i) counts_E[i] = std::int64_t(first_E_[i + 1] - first_E_[i]);
-    if (comm_) {
-        std::vector<Range> to, from;
-        for (int q = 0; q < P; ++q) to.push_back(experts_of(E, P, q)), from.push_back({q * e, e});
-        const Timer timer;
-        comm_->all_to_all(std::span<const std::int64_t>(counts_E), to, std::span(counts_Pe), from);
-        communication_seconds_ += timer.seconds();
-        bytes_sent_ += (E - e) * sizeof(std::int64_t);
-    } else {
-        counts_Pe = counts_E;
-    }
-    const std::size_t rounds = experts_of(E, P, 0).length;
-    leave_.assign(rounds, std::vector<Range>(P));
-    arrive_ = leave_;
-    arrivals_.assign(e, {});
-    std::size_t place = 0;
-    for (std::size_t i = 0; i < rounds; ++i)
-        for (int q = 0; q < P; ++q) {
-            const Range theirs = experts_of(E, P, q);
-            const std::size_t expert = theirs.begin + i;
-            if (i < theirs.length)
-                leave_[i][q] = {first_E_[expert] * D, (first_E_[expert + 1] - first_E_[expert]) * D};
-            if (i >= e) continue;
-            const std::size_t count = std::size_t(counts_Pe[q * e + i]);
-            if (q == 0) arrivals_[i].begin = place;
-            arrive_[i][q] = {place * D, count * D};
-            arrivals_[i].length += count, place += count;
-        }
-    for (auto* work : {&arrived_rD_, &out_rD_}) work->resize(place * D);
-    for (auto* work : {&up_rF_, &gate_rF_, &hidden_rF_, &dhidden_rF_})
-        if (work != &gate_rF_ || shape_.gated()) work->resize(place * shape_.mlp_width);
-}
-
-/// Rows sorted by expert to the ranks of these, or back to the ranks of their tokens. On one rank they are there.
-template <class T>
-void ExpertParallelLayer<T>::exchange(std::vector<T>& rows, std::vector<T>& arriving, Direction direction) {
-    if (!comm_) return std::swap(rows, arriving);
-    const bool back = direction == Direction::to_tokens;
-    const Timer timer;
-    for (std::size_t i = 0; i < leave_.size(); ++i) {
-        const std::vector<Range>&to = back ? arrive_[i] : leave_[i], &from = back ? leave_[i] : arrive_[i];
-        comm_->all_to_all(std::span<const T>(rows), to, std::span(arriving), from);
-        for (int q = 0; q < comm_->size(); ++q)
-            if (q != comm_->rank()) bytes_sent_ += to[q].length * sizeof(T);
-    }
-    communication_seconds_ += timer.seconds();
+    router_bytes_ = ring_all_reduce_bytes(E * D, sizeof(T), comm_->size(), comm_->rank());
+    router_seconds_ = timer.seconds();
 }
 
 /// out = down(gelu(up(x))) or down(silu(gate(x)) up(x)) for all rows of one expert.

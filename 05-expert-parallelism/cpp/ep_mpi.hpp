@@ -2,16 +2,11 @@
 //
 //     y_t = sum over the K chosen experts e of  w_te expert_e(x_t),   w = softmax of the router's logits
 //
-//     rank 0 has tokens a b and experts 0 1, rank 1 tokens c d and experts 2 3; K = 2
+//     tokens ──► router ──► rows by expert ──► all-to-all ──► experts ──► all-to-all ──► weighted and summed ──► y
+//                                              ep_exchange.hpp has the picture of both
 //
-//               rows by expert    after the first, second all-to-all     experts, and the same way back
-//     rank 0    a0 b1 | a2 b3     a0 d0         a0 d0 | b1 c1            ... weighted and summed: y_a y_b
-//     rank 1    d0 c1 | c2 d3     a2 c2         a2 c2 | b3 d3            ... weighted and summed: y_c y_d
-//
-// Every rank holds the whole router and its own experts. Every rank first says how many rows it has for each expert: as many travel as there are, none is dropped. There is one
-// MPI_Alltoallv for the first expert of all ranks, one for the second, ...: so rows land sorted by expert. The router
-// meets this rank's tokens alone, so its gradient is summed over the ranks; an expert meets the tokens of all, so its
-// gradient is complete where it is.
+// Every rank holds the whole router and its own experts. The router meets this rank's tokens alone, so its gradient is
+// summed over the ranks; an expert meets the tokens of all, so its gradient is complete where it is. No token is dropped.
 //
 // Which experts a token chooses, and their weights, is route() of ep_kernels.hpp; which expert is where, experts_of().
 //
@@ -29,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "ep_exchange.hpp"
 #include "ep_kernels.hpp"
 #include "fived/lesson/record.hpp"
 #include "fived/math/mlp.hpp"
@@ -58,11 +54,6 @@ struct MoEShape {
     }
     std::size_t parameters() const { return experts * (width + expert_parameters()); }
 };
-
-/// The experts of rank r of P: numbers differ by one at the most, the larger ones first.
-inline Range experts_of(std::size_t E, int P, int r) {
-    return {E / P * r + std::min<std::size_t>(r, E % P), E / P + (std::size_t(r) < E % P)};
-}
 
 /// A parameter of the layer, or of its experts with those stacked on dimension 0; here is this rank's part.
 struct StackedParameter : Parameter {
@@ -107,10 +98,10 @@ class ExpertParallelLayer {
     /// The experts of each of the tokens of the last forward, the one with the largest weight first.
     std::span<const std::uint32_t> choices() const { return expert_TK_; }
     /// Rows that this rank's experts computed in the last forward.
-    std::size_t load() const { return arrivals_.empty() ? 0 : arrivals_.back().end(); }
+    std::size_t load() const { return exchange_.arrived(); }
     /// Bytes this rank sent, its seconds in MPI, and in permuting and combining, since the last forward began.
-    std::size_t bytes_sent() const { return bytes_sent_; }
-    double communication_seconds() const { return communication_seconds_; }
+    std::size_t bytes_sent() const { return exchange_.bytes_sent() + router_bytes_; }
+    double communication_seconds() const { return exchange_.seconds() + router_seconds_; }
     double permutation_seconds() const { return permutation_seconds_; }
     /// Bytes of a forward and backward that sends `sent` rows to other ranks' experts and gets `received` for its own.
     std::size_t bytes_by_formula(std::size_t sent, std::size_t received) const;
@@ -122,16 +113,13 @@ class ExpertParallelLayer {
   private:
     void add_parameter(const std::string& name, std::vector<std::size_t> shape);
     void initialise(std::uint64_t seed);
-    void plan();
-    enum class Direction { to_experts, to_tokens };
-    void exchange(std::vector<T>& rows, std::vector<T>& arriving, Direction direction);
     void compute(std::size_t expert);
     void compute_backward(std::size_t expert);
     int ranks() const { return comm_ ? comm_->size() : 1; }
     MatrixView<T> tokens(std::vector<T>& work, std::size_t columns) { return {work.data(), T_, columns}; }
     MatrixView<T> rows(std::vector<T>& work) { return {work.data(), R_, shape_.width}; }
     MatrixView<T> rows_of(std::vector<T>& work, std::size_t expert, std::size_t columns) {
-        const Range& at = arrivals_[expert];
+        const Range& at = exchange_.rows(expert);
         return {work.data() + at.begin * columns, at.length, columns};
     }
     MatrixView<T> matrix(std::vector<T>& flat, const std::string& name, std::size_t expert);
@@ -147,12 +135,11 @@ class ExpertParallelLayer {
     MatrixView<const T> x_TD_;
     std::vector<std::uint32_t> expert_TK_, row_TK_;
     std::vector<std::size_t> first_E_;
-    std::vector<Range> arrivals_;                     // the rows of each of this rank's experts
-    std::vector<std::vector<Range>> leave_, arrive_;  // numbers, of each all-to-all for each rank
+    Exchange exchange_;
     std::vector<T> scores_TE_, weight_TK_, dweight_TK_;
     std::vector<T> rows_RD_, returned_RD_, arrived_rD_, out_rD_, up_rF_, gate_rF_, hidden_rF_, dhidden_rF_;
-    std::size_t bytes_sent_ = 0;
-    double communication_seconds_ = 0, permutation_seconds_ = 0;
+    std::size_t router_bytes_ = 0;
+    double router_seconds_ = 0, permutation_seconds_ = 0;
 };
 
 }  // namespace fived
