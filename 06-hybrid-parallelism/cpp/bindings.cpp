@@ -76,25 +76,22 @@ class ModelOf final : public Model {
         const std::span<T> flat = gradients ? model_->gradients() : model_->weights();
         py::dict named;
         for (const Placed& p : model_->parameters())
-            named[p.name.c_str()] = py::array_t<T>(p.shape(), flat.data() + p.offset);
+            named[p.name.c_str()] = py::array_t<T>(p.shape, flat.data() + p.offset);
         return named;
     }
     py::dict places() const override {
         py::dict named;
         for (const Placed& p : model_->parameters())
-            named[p.name.c_str()] = py::make_tuple(p.whole_shape(), p.first_row, p.first_column);
+            named[p.name.c_str()] = py::make_tuple(p.whole_shape, p.begin);
         return named;
     }
     py::dict bytes_sent() const override { return per_rank(sent_, *mesh_); }
     std::map<std::string, double> seconds() const override { return seconds_; }
-    py::dict bytes_by_formula() const override { return per_rank(bytes_by_formula_of(tokens_), *mesh_); }
-
-  private:
-    Bytes bytes_by_formula_of(std::size_t tokens) const {
-        return fived::bytes_by_formula(model_->shape(), *mesh_, model_->schedule(), model_->parameters(),
-                                       std::int64_t(tokens), std::int64_t(sizeof(T)));
+    py::dict bytes_by_formula() const override {
+        return per_rank(fived::bytes_by_formula(*model_, std::int64_t(tokens_)), *mesh_);
     }
 
+  private:
     Communicator comm_;  // before the mesh, and this before the model, which need it to the end
     std::optional<Mesh> mesh_;
     std::optional<Hybrid<T>> model_;
@@ -151,7 +148,7 @@ PYBIND11_MODULE(hybrid_mpi, module) {
             "gradients", [](Model& self) { return self.values(true); },
             "Copies of this rank's parts, by name.")
         .def("places", &Model::places,
-             "By name: shape of the whole, first row and first column of this rank's part.")
+             "By name: shape of the whole, and where in it this rank's part begins.")
         .def_property_readonly("bytes_sent", &Model::bytes_sent,
                                "Bytes this rank sent in the last loss_and_gradients, by line of the mesh.")
         .def_property_readonly("seconds", &Model::seconds, "Seconds in these messages, by line of the mesh.")

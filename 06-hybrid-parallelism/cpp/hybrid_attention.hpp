@@ -54,8 +54,9 @@ class Attention {
         : heads_(shape.heads / mesh.size(Axis::tp)),
           K_(shape.head_width()),
           qkv_(project(parameters, name, shape.width, mine(mesh))),
-          o_(parameters, parameters.columns(name + ".o_proj.weight", shape.width, mine(mesh), shape.width),
-             parameters.whole(name + ".o_proj.bias", shape.width)) {}
+          o_(parameters,
+             parameters.add(name + ".o_proj.weight", {shape.width, shape.width}, {{Axis::tp, 1, mine(mesh)}}),
+             parameters.add(name + ".o_proj.bias", {shape.width})) {}
 
     /// y_ND: this rank's term, without the bias.
     void forward(Rings<T>& rings, std::size_t samples, MatrixView<const T> x_ND, Kept& kept,
@@ -102,14 +103,14 @@ class Attention {
     Range mine(const Mesh& mesh) const { return {mesh.at(Axis::tp) * width(), width()}; }
     static Product<T> project(Parameters<T>& parameters, const std::string& name, std::size_t D,
                               const Range& mine) {
-        const auto add = [&](const char* projection, const char* what, std::size_t columns) {
-            return parameters.rows(name + projection + what, mine, D, columns);
+        const auto add = [&](const char* what, const Placed::Sizes& whole) {
+            return parameters.add(name + what, whole, {{Axis::tp, 0, mine}});
         };
         // They lie one after the other: one product makes all three.
-        const auto weight = add(".q_proj", ".weight", D);
-        add(".k_proj", ".weight", D), add(".v_proj", ".weight", D);
-        const auto bias = add(".q_proj", ".bias", 1);
-        add(".k_proj", ".bias", 1), add(".v_proj", ".bias", 1);
+        const auto weight = add(".q_proj.weight", {D, D});
+        add(".k_proj.weight", {D, D}), add(".v_proj.weight", {D, D});
+        const auto bias = add(".q_proj.bias", {D});
+        add(".k_proj.bias", {D}), add(".v_proj.bias", {D});
         return Product<T>(parameters, weight, bias, 3);
     }
     std::span<T> third(Work<T>& work, std::size_t N, std::size_t which) const {

@@ -26,8 +26,9 @@ class Embedding {
         : parameters_(parameters),
           tp_(mesh.along(Axis::tp)),
           v_(range(shape.vocabulary, tp_.size(), tp_.rank())),
-          tokens_(parameters.rows("embed_tokens.weight", v_, shape.vocabulary, shape.width)),
-          positions_(first ? parameters.whole("embed_positions.weight", shape.longest, shape.width) : 0) {}
+          tokens_(
+              parameters.add("embed_tokens.weight", {shape.vocabulary, shape.width}, {{Axis::tp, 0, v_}})),
+          positions_(first ? parameters.add("embed_positions.weight", {shape.longest, shape.width}) : 0) {}
 
     typename Parameters<T>::Id id() const { return tokens_; }
     const Range& part() const { return v_; }

@@ -42,31 +42,37 @@ class Product {
   public:
     using Id = typename Parameters<T>::Id;
 
-    /// together: this many parameters that lie one after the other, such as q, k and v, are one matrix.
-    Product(Parameters<T>& parameters, Id weight, Id bias, std::size_t together = 1)
-        : parameters_(&parameters), weight_(weight), bias_(bias), together_(together) {}
+    /// together: this many parameters that lie one after the other, such as q, k and v, are one matrix. expert: whose
+    /// product it is, where weight and bias have those of all experts.
+    Product(Parameters<T>& parameters, Id weight, Id bias, std::size_t together = 1, std::size_t expert = 0)
+        : parameters_(&parameters), weight_(weight), bias_(bias), together_(together), expert_(expert) {}
 
     std::size_t outputs() const { return weight().rows; }
-    std::span<T> bias() const { return {parameters_->vector(bias_).data(), outputs()}; }
-    std::span<T> bias_gradient() const { return {parameters_->vector_gradient(bias_).data(), outputs()}; }
+    std::span<T> bias() const { return of_expert(parameters_->vector(bias_)); }
+    std::span<T> bias_gradient() const { return of_expert(parameters_->vector_gradient(bias_)); }
 
     void forward(MatrixView<const T> x_NI, MatrixView<T> y_NO) const { gemm<T>(x_NI, t(weight()), y_NO); }
     void backward_input(MatrixView<const T> dy_NO, MatrixView<T> dx_NI) const {
         gemm<T>(dy_NO, weight(), dx_NI);
     }
     void backward_weights(MatrixView<const T> dy_NO, MatrixView<const T> x_NI) const {
-        gemm<T>(t(dy_NO), x_NI, stacked(parameters_->matrix_gradient(weight_)), 1);
+        gemm<T>(t(dy_NO), x_NI, stacked(parameters_->matrix_gradient(weight_, expert_)), 1);
     }
 
   private:
-    MatrixView<T> weight() const { return stacked(parameters_->matrix(weight_)); }
+    MatrixView<T> weight() const { return stacked(parameters_->matrix(weight_, expert_)); }
     MatrixView<T> stacked(MatrixView<T> first) const {
         return {first.data, together_ * first.rows, first.columns};
     }
 
+    /// The bias of the products that are together begins with the first one's.
+    std::span<T> of_expert(std::span<T> biases) const {
+        return {biases.data() + expert_ * outputs(), outputs()};
+    }
+
     Parameters<T>* parameters_;
     Id weight_, bias_;
-    std::size_t together_;
+    std::size_t together_, expert_;
 };
 
 template <class T>
@@ -78,8 +84,8 @@ class Norm {
 
     Norm(Parameters<T>& parameters, const std::string& name, std::size_t width, double epsilon)
         : parameters_(&parameters),
-          weight_(parameters.whole(name + ".weight", width)),
-          bias_(parameters.whole(name + ".bias", width)),
+          weight_(parameters.add(name + ".weight", {width})),
+          bias_(parameters.add(name + ".bias", {width})),
           epsilon_(T(epsilon)) {}
 
     /// Returns y_ND, which is kept.

@@ -41,6 +41,11 @@ class Axes {
     static constexpr Axes all() { return {Axis::pp, Axis::dp, Axis::ep, Axis::sp, Axis::tp}; }
 
     constexpr bool contains(Axis axis) const { return bits_ & Axes(axis).bits_; }
+    constexpr Axes with(Axes others) const {
+        Axes all;
+        all.bits_ = bits_ | others.bits_;
+        return all;
+    }
     constexpr Axes without(Axes others) const {
         Axes rest;
         rest.bits_ = bits_ & ~others.bits_;
@@ -137,7 +142,8 @@ class Mesh {
         MPI_Cart_coords(grid, world.rank(), 5, at_.data());
         for (const Axes axes :
              {Axes(Axis::pp), Axes(Axis::dp), Axes(Axis::ep), Axes(Axis::sp), Axes(Axis::tp), sample_axes,
-              token_axes, Axes{Axis::dp, Axis::sp}, Axes::all()})
+              token_axes, token_axes.with(Axis::tp), token_axes.without(Axis::ep),
+              token_axes.without(Axis::ep).with(Axis::tp), Axes::all()})
             lines_.emplace(axes, std::make_unique<Line>(part_of(world, grid, axes)));
         MPI_Comm_free(&grid);
     }

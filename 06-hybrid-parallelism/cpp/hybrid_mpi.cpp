@@ -13,14 +13,14 @@ Hybrid<T>::Hybrid(const ModelShape& shape, const Mesh& mesh, Schedule schedule, 
       chunks_(chunks(sequence, mesh.size(Axis::sp), mesh.at(Axis::sp), order)),
       sequence_(sequence),
       runner_(mesh.along(Axis::pp).comm(), std::move(schedule)),
-      rings_(shape, mesh, sequence, order) {
+      workspace_{{shape, mesh, sequence, order}, {mesh.along(Axis::ep)}} {
     check();
     const std::vector<bool> mine = runner_.mine();
     const int stages = int(mine.size());
     if (mine.front() || mine.back()) embedding_.emplace(parameters_, shape, mesh, mine.front());
     for (int s = 0; s < stages; ++s)
         if (mine[s])
-            stages_.try_emplace(s, parameters_, shape, mesh, rings_, range(shape.layers, stages, s),
+            stages_.try_emplace(s, parameters_, shape, mesh, workspace_, range(shape.layers, stages, s),
                                 embedding_ ? &*embedding_ : nullptr);
     const std::vector<int>& owner = this->schedule().owner;
     if (owner.front() != owner.back()) {
@@ -40,6 +40,11 @@ void Hybrid<T>::check() const {
     if (shape_.layers < stages)
         throw std::invalid_argument(std::to_string(shape_.layers) + " layers are too few for " +
                                     std::to_string(stages) + " stages");
+    const std::size_t E = shape_.experts, K = shape_.experts_per_token, ep = mesh_.size(Axis::ep);
+    if (E && (K < 1 || K > E || E < ep))
+        throw std::invalid_argument("of " + std::to_string(E) + " experts a token cannot choose " +
+                                    std::to_string(K) + ", or " + std::to_string(ep) +
+                                    " ranks along ep each have one");
     if (sequence_ < 1 || sequence_ > shape_.longest)
         throw std::invalid_argument("a sequence of " + std::to_string(sequence_) + " tokens; 1 to " +
                                     std::to_string(shape_.longest) + " are possible");
@@ -54,9 +59,10 @@ double Hybrid<T>::loss_and_gradients(MatrixView<const std::int64_t> tokens_BS,
         count += std::ranges::count_if(batch.targets, [](std::int64_t target) { return target != padding; });
     Line &tokens = mesh_.along(token_axes), &pp = mesh_.along(Axis::pp);
     scale_ = 1 / double(tokens.all_reduce(count));
-    loss_ = 0;
+    loss_ = 0, workspace_.rows.moved = 0;
     std::ranges::fill(gradients(), T(0));
     runner_.run(*this, buffers_);
+    rows_moved_ = workspace_.rows.moved;
     pp.book(pp.size() * std::int64_t(runner_.bytes_sent()), runner_.blocked_seconds());
     parameters_.sum_gradients(mesh_, holders_ ? &*holders_ : nullptr);
     const T of_stages = pp.all_reduce(T(loss_));  // the last stage has it, the others bring 0

@@ -1,14 +1,16 @@
-// GPT-2 trained on a mesh of pp x dp x ep x sp x tp ranks, by MPI alone: this rank's part of the model, and its step.
+// GPT-2, with experts or without, trained on a mesh of pp x dp x ep x sp x tp ranks, by MPI alone: this rank's part of the
+// model, and its step.
 //
-//                 pp              dp, ep       sp               tp
-//     tokens      pass all        split        split            the same
-//     weights     of a stage      whole        whole            split (norms whole)
-//     gradients   complete        sum          sum              complete
-//     messages    point to point  all-reduce   ring             all-reduce
+//                 pp              dp           ep                           sp         tp
+//     tokens      pass all        split        split                        split      the same
+//     weights     of a stage      whole        whole, but of experts some   whole      split (norms whole)
+//     gradients   complete        sum          sum, of experts complete     sum        complete
+//     messages    point to point  all-reduce   all-to-all, all-reduce       ring       all-reduce
 //
 //     hybrid_mesh.hpp        the axes as a Cartesian communicator    hybrid_parameters.hpp   who has which part; the one rule
-//     hybrid_attention.hpp   ring attention of chapter 04 over sp    hybrid_block.hpp        a layer, split over tp
-//     hybrid_ends.hpp        embedding, head, loss                   hybrid_stage.hpp        layers of a rank along pp
+//     hybrid_attention.hpp   ring attention of chapter 04 over sp    hybrid_mixture.hpp      experts of chapter 05 over ep
+//     hybrid_ends.hpp        embedding, head, loss                   hybrid_block.hpp        a layer, split over tp
+//     hybrid_stage.hpp       layers of a rank along pp
 //
 // Every mesh runs as a pipeline (pp_runner.hpp of chapter 02); without pp it has one stage.
 //
@@ -49,11 +51,14 @@ class Hybrid {
     }
 
     const ModelShape& shape() const { return shape_; }
+    const Mesh& mesh() const { return mesh_; }
     const Schedule& schedule() const { return runner_.schedule(); }
     /// This rank's parts, under the names of the plain model.
     std::span<const Placed> parameters() const { return parameters_.all(); }
     std::span<T> weights() { return parameters_.weights(); }
     std::span<T> gradients() { return parameters_.gradients(); }
+    /// Rows of the last step that went to other ranks' experts or came from other ranks for this rank's.
+    std::optional<std::int64_t> rows_moved() const { return rows_moved_; }
 
   private:
     friend class ScheduleRunner<T>;
@@ -76,12 +81,13 @@ class Hybrid {
     ScheduleRunner<T> runner_;
     Buffers<T> buffers_;
     Parameters<T> parameters_;
-    Rings<T> rings_;
+    Workspace<T> workspace_;
     std::optional<Embedding<T>> embedding_;
     std::optional<Communicator> holders_;  // of the embedding, where that are two ranks
     std::map<int, Stage<T>> stages_;
     std::vector<MicroBatch> micro_;
     double loss_ = 0, scale_ = 0;
+    std::optional<std::int64_t> rows_moved_;  // none before the first step
 };
 
 }  // namespace fived

@@ -7,6 +7,12 @@
 //     norm, bias after a sum       pp                 dp ep sp                  dp ep sp tp
 //     q k v, up; o, down           pp tp              dp ep sp                  dp ep sp
 //     embedding                    pp tp, but tied    dp ep sp, then its two    dp ep sp, and the two holders
+//     up, down of experts          pp ep tp           dp sp                     dp sp
+//     router                       pp                 dp ep sp tp               dp ep sp tp
+//     bias of experts' down        pp ep              dp sp tp                  dp sp tp
+//
+// Along tp each rank weights a partial result of the experts, so its gradient of the router is a term of a sum, as that of
+// other tokens is; and one rank alone adds the experts' last bias.
 //
 // Parameters that are split alike lie together, so a sum is one message. Replicas share no message with shards: the
 // rounding of a sum depends on a number's position in the message, and replicas must stay equal to the bit.
@@ -15,6 +21,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -27,11 +35,36 @@
 
 namespace fived {
 
-struct Placed : Shard {
-    Axes split;         // ranks along these hold other parts of the model
-    bool tied = false;  // the first and the last stage hold it together, on two ranks
+/// Along `axis` a rank holds `part` of dimension `dim`.
+struct Cut {
+    Axis axis;
+    std::size_t dim;
+    Range part;
+};
 
-    Axes summed() const { return token_axes.without(split); }
+/// This rank's part of a parameter.
+struct Placed {
+    using Sizes = std::vector<std::size_t>;
+
+    std::string name;                 // of the plain model
+    Sizes shape, whole_shape, begin;  // of this part, of the whole, and where in it the part begins
+    Axes split;                       // ranks along these hold other parts of the model
+    Axes tokens;                      // ranks along these use it on other tokens
+    bool tied = false;                // the first and the last stage hold it together, on two ranks
+    std::size_t offset = 0;           // in the flat arrays
+
+    std::size_t size() const {
+        return std::reduce(shape.begin(), shape.end(), std::size_t(1), std::multiplies());
+    }
+    /// Of element i of this part, the place in the whole parameter.
+    std::size_t place(std::size_t i) const {
+        std::size_t place = 0, stride = 1;
+        for (std::size_t d = shape.size(); d-- > 0; i /= shape[d], stride *= whole_shape[d])
+            place += (begin[d] + i % shape[d]) * stride;
+        return place;
+    }
+    /// The rule.
+    Axes summed() const { return tokens.without(split); }
     /// Ranks that hold the same numbers.
     int copies(const Mesh& mesh) const {
         int copies = tied ? 2 : 1;
@@ -39,6 +72,9 @@ struct Placed : Shard {
             if (!split.contains(axis)) copies *= mesh.size(axis);
         return copies;
     }
+    /// Parameters of one kind lie together.
+    using Kind = std::pair<Axes, Axes>;
+    Kind kind() const { return {split, tokens}; }
 };
 
 template <class T>
@@ -46,25 +82,26 @@ class Parameters {
   public:
     using Id = std::size_t;
 
-    /// Declares a parameter [rows, columns] that all ranks of a stage hold.
-    Id whole(const std::string& name, std::size_t rows, std::size_t columns = 1) {
-        return add({{{name, 0, rows, columns}, rows, columns}, Axis::pp});
-    }
-    /// Declares the rows `part` of one that is split over tp.
-    Id rows(const std::string& name, const Range& part, std::size_t whole, std::size_t columns = 1) {
-        return add({{{name, 0, part.length, columns}, whole, columns, part.begin}, {Axis::pp, Axis::tp}});
-    }
-    Id columns(const std::string& name, std::size_t rows, const Range& part, std::size_t whole) {
-        return add({{{name, 0, rows, part.length}, rows, whole, 0, part.begin}, {Axis::pp, Axis::tp}});
+    /// Declares a parameter of a stage, and along which axes it is cut; an axis of one rank cuts nothing.
+    Id add(const std::string& name, const Placed::Sizes& whole, const std::vector<Cut>& cuts = {},
+           Axes tokens = token_axes) {
+        Placed& p =
+            all_.emplace_back(Placed{name, whole, whole, Placed::Sizes(whole.size()), Axis::pp, tokens});
+        for (const auto& [axis, dim, part] : cuts) {
+            if (part.length == whole[dim]) continue;
+            p.shape[dim] = part.length, p.begin[dim] = part.begin;
+            p.split = p.split.with(axis);
+        }
+        return all_.size() - 1;
     }
     void tie(Id id) { all_[id].tied = true; }
 
     /// Lays out what was declared and gives it its initial values. layers: of the whole model.
     void make(std::size_t layers, std::uint64_t seed) {
         std::size_t end = 0;
-        for (const Axes split : kinds())
+        for (const Placed::Kind& kind : kinds())
             for (Placed& p : all_)
-                if (p.split == split) p.offset = std::exchange(end, end + p.size());
+                if (p.kind() == kind) p.offset = std::exchange(end, end + p.size());
         weights_.resize(end), gradients_.resize(end);
         for (const Placed& p : all_) {
             const Gpt2Initial value(p.name, layers, seed);
@@ -77,17 +114,17 @@ class Parameters {
     std::span<T> gradients() { return gradients_; }
     std::span<T> vector(Id id) { return {weights_.data() + all_[id].offset, all_[id].size()}; }
     std::span<T> vector_gradient(Id id) { return {gradients_.data() + all_[id].offset, all_[id].size()}; }
-    MatrixView<T> matrix(Id id) { return {vector(id).data(), all_[id].rows, all_[id].columns}; }
-    MatrixView<T> matrix_gradient(Id id) {
-        return {vector_gradient(id).data(), all_[id].rows, all_[id].columns};
-    }
+    /// The last two dimensions; i: of the matrices of all experts, which one.
+    MatrixView<T> matrix(Id id, std::size_t i = 0) { return matrix(weights_, id, i); }
+    MatrixView<T> matrix_gradient(Id id, std::size_t i = 0) { return matrix(gradients_, id, i); }
 
     /// P -> R: every gradient becomes that of the global batch. holders: the ranks of a tied parameter, which is last,
     /// because its two holders must step with the same bits. Collective.
     void sum_gradients(const Mesh& mesh, const Communicator* holders) {
-        for (const Axes split : kinds()) {
-            const auto [first, n] = run_of(split);
-            mesh.along(token_axes.without(split)).all_reduce(std::span(gradients_).subspan(first, n));
+        for (const Placed::Kind& kind : kinds()) {
+            const auto [first, n] = run_of(kind);
+            const auto& [split, tokens] = kind;
+            mesh.along(tokens.without(split)).all_reduce(std::span(gradients_).subspan(first, n));
         }
         for (const Placed& p : all_) {
             if (!p.tied) continue;
@@ -108,23 +145,24 @@ class Parameters {
     }
 
   private:
-    Id add(Placed p) {
-        all_.push_back(std::move(p));
-        return all_.size() - 1;
+    MatrixView<T> matrix(std::vector<T>& flat, Id id, std::size_t i) const {
+        const Placed& p = all_[id];
+        const std::size_t rows = p.shape.end()[-2], columns = p.shape.back();
+        return {flat.data() + p.offset + i * rows * columns, rows, columns};
     }
     /// The different placements, in the order in which they lie.
-    std::vector<Axes> kinds() const {
-        std::vector<Axes> kinds;
-        for (const Placed& p : all_) kinds.push_back(p.split);
+    std::vector<Placed::Kind> kinds() const {
+        std::vector<Placed::Kind> kinds;
+        for (const Placed& p : all_) kinds.push_back(p.kind());
         std::ranges::sort(kinds);
         kinds.erase(std::unique(kinds.begin(), kinds.end()), kinds.end());
         return kinds;
     }
-    /// First number and numbers of all parameters that are split like this.
-    std::pair<std::size_t, std::size_t> run_of(Axes split) const {
+    /// First number and numbers of all parameters of a kind.
+    std::pair<std::size_t, std::size_t> run_of(const Placed::Kind& kind) const {
         std::size_t first = weights_.size(), n = 0;
         for (const Placed& p : all_)
-            if (p.split == split) first = std::min(first, p.offset), n += p.size();
+            if (p.kind() == kind) first = std::min(first, p.offset), n += p.size();
         return {first, n};
     }
 

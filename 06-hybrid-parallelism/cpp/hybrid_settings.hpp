@@ -14,9 +14,9 @@
 namespace fived {
 
 /// Configurations of common/models/configs.py.
-enum class ModelKind { gpt2_tiny, gpt2_deep, gpt2_10m };
+enum class ModelKind { gpt2_tiny, gpt2_deep, gpt2_10m, gpt2_moe_tiny };
 constexpr auto names(ModelKind) {
-    return std::array{"gpt2-tiny", "gpt2-deep", "gpt2-10m"};
+    return std::array{"gpt2-tiny", "gpt2-deep", "gpt2-10m", "gpt2-moe-tiny"};
 }
 
 /// Rings: zigzag gives all ranks equal work.
@@ -53,7 +53,7 @@ struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
         };
         axis(Axis::pp, mesh.pp, 1, "ranks along pp: stages of layers");
         axis(Axis::dp, mesh.dp, 0, "ranks along dp: replicas of the model; 0: all that the other axes leave");
-        axis(Axis::ep, mesh.ep, 1, "ranks along ep: without experts one more axis of samples");
+        axis(Axis::ep, mesh.ep, 1, "ranks along ep: experts, and one more axis of samples");
         axis(Axis::sp, mesh.sp, 1, "ranks along sp: parts of the sequence");
         axis(Axis::tp, mesh.tp, 1, "ranks along tp: parts of each matrix");
         add_to(options, "samples a step, of all ranks together",
@@ -69,6 +69,7 @@ struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
     ModelShape shape() const {
         if (model == ModelKind::gpt2_10m) return {6, 384, 6, 256};
         if (model == ModelKind::gpt2_deep) return {16, 32, 2, 64};
+        if (model == ModelKind::gpt2_moe_tiny) return {2, 64, 4, 64, 8};
         return {2, 64, 4, 64};
     }
     Order order() const { return attention == RingKind::zigzag ? Order::zigzag : Order::contiguous; }

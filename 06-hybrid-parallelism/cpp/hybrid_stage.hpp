@@ -15,14 +15,12 @@ namespace fived {
 template <class T>
 class Stage {
   public:
-    using Between = typename Block<T>::Between;
-
     /// layers: of the model. embedding: null where neither end is here.
-    Stage(Parameters<T>& parameters, const ModelShape& shape, const Mesh& mesh, Rings<T>& rings,
+    Stage(Parameters<T>& parameters, const ModelShape& shape, const Mesh& mesh, Workspace<T>& workspace,
           const Range& layers, Embedding<T>* embedding)
         : D_(shape.width), first_(layers.begin == 0), embedding_(embedding) {
         for (std::size_t l = layers.begin; l < layers.end(); ++l)
-            blocks_.emplace_back(parameters, "layers." + std::to_string(l), shape, mesh, rings);
+            blocks_.emplace_back(parameters, "layers." + std::to_string(l), shape, mesh, workspace);
         if (layers.end() == shape.layers) head_.emplace(parameters, shape, mesh, *embedding);
     }
 

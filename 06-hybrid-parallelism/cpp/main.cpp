@@ -166,8 +166,7 @@ class Lesson : LessonBase<Settings> {
 
     Bytes formula(const Hybrid<T>& model) const {
         const std::size_t tokens = mine_.length * s_.sequence / mesh_.size(Axis::sp);
-        return bytes_by_formula(s_.shape(), mesh_, model.schedule(), model.parameters(), std::int64_t(tokens),
-                                std::int64_t(sizeof(T)));
+        return bytes_by_formula(model, std::int64_t(tokens));
     }
     /// Of this rank, over all lines.
     double total(const Bytes& bytes) const {

@@ -1,4 +1,4 @@
-"""Shapes of Transformers, by name: GPT-2, LLaMA, and with experts Switch and Mixtral, from tiny to real.
+"""Shapes of Transformers, by name: GPT-2, LLaMA, and both with experts (Switch, Mixtral), from tiny to real.
 
     config("gpt2-10m"), gpt2(layers=6, width=384, heads=6, sequence=256)
 
@@ -85,6 +85,11 @@ def gpt2(layers: int, width: int, heads: int, sequence: int, vocabulary: int = 2
     return TransformerConfig(layers, width, heads, heads, 4 * width, sequence, vocabulary)
 
 
+def gpt2_moe(experts: int, **shape: int) -> TransformerConfig:
+    """GPT-2 with two experts per token, whose weights sum to one; no token is dropped."""
+    return replace(gpt2(**shape), experts=experts)
+
+
 def llama(
     layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, sequence: int, vocabulary: int = 256
 ) -> TransformerConfig:
@@ -110,6 +115,7 @@ CONFIGS = {
     "gpt2-deep": gpt2(layers=16, width=32, heads=2, sequence=64),
     "gpt2-10m": gpt2(layers=6, width=384, heads=6, sequence=256),
     "gpt2": gpt2(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257),
+    "gpt2-moe-tiny": gpt2_moe(layers=2, width=64, heads=4, sequence=64, experts=8),
     "llama-tiny": llama(layers=2, width=64, heads=4, kv_heads=2, mlp_width=176, sequence=64),
     "llama-deep": llama(layers=16, width=32, heads=2, kv_heads=1, mlp_width=88, sequence=64),
     "llama-10m": llama(layers=6, width=384, heads=6, kv_heads=2, mlp_width=1024, sequence=256),
