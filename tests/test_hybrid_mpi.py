@@ -1,9 +1,13 @@
-"""hybrid_mpi on 1 to 8 ranks against the plain Transformer under autograd; bytes against Python; the program."""
+"""hybrid_mpi on 1 to 8 ranks against the plain Transformer under autograd; bytes against Python; the program.
+
+With experts the rows that a rank sends follow from the choices of the plain model's router.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,12 @@ import torch
 from beside_one_device import here
 from mpi.launch import mpirun, need_binary, need_module, refused_by, run_worker
 from mpi.programs import trained
+from torch import Tensor
 
 from common.benchmarks.measures import problem
-from common.comm import Group
+from common.comm import Group, sizes_of
 from common.comm.mesh import AXES, Mesh
-from common.data.text import lm_batch, load_text
+from common.data.text import lm_batch, load_text, rank_slice
 from common.lesson.equality import TOLERANCE, ULPS, Followed, compare, in_ulps
 from common.models.configs import CONFIGS, gpt2
 from common.models.transformer import Transformer, config
@@ -29,34 +34,53 @@ from hybrid_training import reference
 from pp_schedules import make_schedule
 
 SHAPE, BATCH, SEQUENCE, STEPS, SEED = (4, 16, 4, 20), 17, 16, 2, 3
-CONFIGS["test-mpi-gpt2"] = gpt2(*SHAPE)
-# pp, dp, ep, sp, tp; schedule; order of the positions; optimizer. 3 stages and 17 samples divide unevenly.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "moe": {"experts": 9},
+    "switch": {"experts": 3, "experts_per_token": 1, "router": "softmax"},
+}
+for name, mixture in MIXTURES.items():
+    CONFIGS[f"test-mpi-{name}"] = replace(gpt2(*SHAPE), **mixture)
+# Model; pp, dp, ep, sp, tp; schedule; order of the positions; optimizer. 3 stages, 17 samples and 9 experts divide
+# unevenly.
 CASES = [
-    ((1, 1, 1, 1, 1), "1f1b", "zigzag", "sgd"),
-    ((1, 2, 1, 1, 1), "1f1b", "zigzag", "adamw"),
-    ((1, 1, 1, 1, 4), "1f1b", "zigzag", "sgd"),
-    ((1, 1, 1, 4, 1), "gpipe", "contiguous", "adamw"),
-    ((2, 1, 1, 1, 1), "interleaved", "zigzag", "sgd"),
-    ((4, 1, 1, 1, 1), "zb-h1", "zigzag", "adamw"),
-    ((3, 1, 1, 1, 2), "1f1b", "zigzag", "sgd"),
-    ((1, 3, 1, 1, 2), "1f1b", "zigzag", "adamw"),
-    ((1, 8, 1, 1, 1), "gpipe", "zigzag", "sgd"),
-    ((2, 2, 1, 1, 2), "1f1b", "zigzag", "sgd"),
-    ((2, 2, 1, 2, 1), "gpipe", "contiguous", "adamw"),
-    ((2, 1, 1, 2, 2), "zb-v", "zigzag", "sgd"),
-    ((1, 2, 1, 2, 2), "1f1b", "contiguous", "sgd"),
-    ((2, 1, 2, 1, 2), "zb-h1", "zigzag", "sgd"),
-    ((1, 1, 2, 4, 1), "1f1b", "zigzag", "adamw"),
-    ((4, 1, 1, 1, 2), "interleaved", "zigzag", "adamw"),
+    ("gpt2", (1, 1, 1, 1, 1), "1f1b", "zigzag", "sgd"),
+    ("gpt2", (1, 2, 1, 1, 1), "1f1b", "zigzag", "adamw"),
+    ("gpt2", (1, 1, 1, 1, 4), "1f1b", "zigzag", "sgd"),
+    ("gpt2", (1, 1, 1, 4, 1), "gpipe", "contiguous", "adamw"),
+    ("gpt2", (2, 1, 1, 1, 1), "interleaved", "zigzag", "sgd"),
+    ("gpt2", (4, 1, 1, 1, 1), "zb-h1", "zigzag", "adamw"),
+    ("gpt2", (3, 1, 1, 1, 2), "1f1b", "zigzag", "sgd"),
+    ("gpt2", (1, 3, 1, 1, 2), "1f1b", "zigzag", "adamw"),
+    ("gpt2", (1, 8, 1, 1, 1), "gpipe", "zigzag", "sgd"),
+    ("gpt2", (2, 2, 1, 1, 2), "1f1b", "zigzag", "sgd"),
+    ("gpt2", (2, 2, 1, 2, 1), "gpipe", "contiguous", "adamw"),
+    ("gpt2", (2, 1, 1, 2, 2), "zb-v", "zigzag", "sgd"),
+    ("gpt2", (1, 2, 1, 2, 2), "1f1b", "contiguous", "sgd"),
+    ("gpt2", (2, 1, 2, 1, 2), "zb-h1", "zigzag", "sgd"),
+    ("gpt2", (1, 1, 2, 4, 1), "1f1b", "zigzag", "adamw"),
+    ("gpt2", (4, 1, 1, 1, 2), "interleaved", "zigzag", "adamw"),
+    ("moe", (1, 1, 1, 1, 1), "1f1b", "zigzag", "sgd"),
+    ("moe", (1, 1, 2, 1, 1), "1f1b", "zigzag", "sgd"),
+    ("switch", (1, 1, 3, 1, 2), "1f1b", "zigzag", "sgd"),
+    ("moe", (1, 1, 8, 1, 1), "gpipe", "zigzag", "sgd"),
+    ("moe", (1, 2, 2, 1, 2), "1f1b", "zigzag", "adamw"),
+    ("moe", (1, 1, 2, 2, 2), "1f1b", "contiguous", "sgd"),
+    ("moe", (2, 1, 2, 2, 1), "zb-v", "zigzag", "sgd"),
+    ("switch", (4, 1, 2, 1, 1), "zb-h1", "zigzag", "adamw"),
+    ("moe", (2, 1, 1, 1, 4), "interleaved", "zigzag", "adamw"),
+    ("moe", (1, 2, 4, 1, 1), "1f1b", "zigzag", "sgd"),
 ]
 ONE = str(make_schedule("1f1b", 1, 1))
 
 
 def options(case: int) -> HybridOptions:
-    mesh, schedule, order, _ = CASES[case]
+    model, mesh, schedule, order, _ = CASES[case]
     given: dict[str, Any] = dict(zip(AXES, mesh, strict=True))
     attention = "ring" if order == "contiguous" else order
-    same: dict[str, Any] = dict(model="test-mpi-gpt2", batch=BATCH, sequence=SEQUENCE, steps=STEPS, seed=SEED)
+    same: dict[str, Any] = dict(
+        model=f"test-mpi-{model}", batch=BATCH, sequence=SEQUENCE, steps=STEPS, seed=SEED
+    )
     chunks = 1 if mesh[0] == 4 else 2
     return HybridOptions(**given, **same, schedule=schedule, attention=attention, chunks=chunks)  # type: ignore[arg-type]
 
@@ -68,10 +92,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     folder, text = tmp_path_factory.mktemp("hybrid_mpi"), load_text(None).train
     batches = [lm_batch(text, SEED, step, BATCH, SEQUENCE, 0, BATCH) for step in range(STEPS)]
     cases = []
-    for i, (mesh, schedule, order, optimizer) in enumerate(CASES):
+    for i, (model, mesh, schedule, order, optimizer) in enumerate(CASES):
         o = options(i)
         lists = str(make_schedule(schedule, mesh[0], o.micro_batches, o.chunks))
-        cases.append({"case": i, "mesh": mesh, "lists": lists, "order": order, "optimizer": optimizer})
+        how = {"lists": lists, "order": order, "optimizer": optimizer, "mixture": MIXTURES[model]}
+        cases.append({"case": i, "mesh": mesh} | how)
     said = {
         "all": {"shape": SHAPE, "sequence": SEQUENCE},
         "batches": [[x.tolist() for x in batch] for batch in batches],
@@ -84,9 +109,34 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
 
 
 @functools.cache
-def expected(optimizer: str) -> Followed:
+def expected(model: str, optimizer: str) -> Followed:
     """Train on one device, with the units of `in_ulps`."""
-    return reference(here(), options(0), optimizer)
+    return reference(here(), replace(options(0), model=f"test-mpi-{model}"), optimizer)
+
+
+@functools.cache
+def choices(model: str) -> list[Tensor]:
+    """Return the experts that each token of the first batch chooses, [B, S, K], per layer."""
+    plain, found = Transformer(config(model), SEED, torch.float64), list[Tensor]()
+    for layer in plain.layers:
+        layer.mlp.observe = lambda routing: found.append(routing.experts_BSK)
+    plain(lm_batch(load_text(None).train, SEED, 0, BATCH, SEQUENCE, 0, BATCH)[0])
+    return found
+
+
+def rows_moved(hybrid: Hybrid, o: HybridOptions) -> tuple[int, int]:
+    """Return the rows of the first step to other ranks' experts, and those from other ranks to this rank's."""
+    mesh, E = hybrid.mesh, hybrid.config.experts
+    me, ep, everything = mesh.at["ep"], mesh.shape["ep"], torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    rank_E = torch.repeat_interleave(torch.arange(ep), torch.tensor(sizes_of(E, ep)))
+    positions = hybrid.split(everything, everything)[1] if o.sp > 1 else torch.arange(SEQUENCE)
+    rows = torch.zeros(ep, ep, dtype=torch.long)  # from rank, to rank
+    for number, _ in hybrid.model.layers.named_children():
+        for rank in range(ep):
+            lo, hi = rank_slice(BATCH, mesh.at["dp"] * ep + rank, mesh.shape["dp"] * ep)
+            chosen = choices(o.model)[int(number)][lo:hi, positions]
+            rows[rank] += torch.bincount(rank_E[chosen.flatten()], minlength=ep)
+    return int(rows[me].sum() - rows[me, me]), int(rows[:, me].sum() - rows[me, me])
 
 
 def followed(case: int, of_ranks: list[dict[str, Any]], folder: Path) -> Followed:
@@ -94,16 +144,16 @@ def followed(case: int, of_ranks: list[dict[str, Any]], folder: Path) -> Followe
     loaded = np.load(folder / f"{case}.npz")
     tensors = {name: torch.from_numpy(loaded[name]) for name in loaded.files}
 
-    def named(prefix: str) -> dict[str, torch.Tensor]:
+    def named(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
     gradients = [named(f"gradients {step} ") for step in range(STEPS)]
     return Followed(of_ranks[0]["losses"], gradients, of_ranks[0]["norms"], named("weights "))
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[" ".join(map(str, c[0])) for c in CASES])
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[" ".join(map(str, [c[0], *c[1]])) for c in CASES])
 def test_training_on_a_mesh_is_that_of_one_device(results: tuple[dict[str, Any], Path], case: int) -> None:
-    of_ranks, one = results[0]["cases"][case], expected(CASES[case][-1])
+    of_ranks, one = results[0]["cases"][case], expected(CASES[case][0], CASES[case][-1])
     found = followed(case, of_ranks, results[1])
     apart = compare(one, found)
     assert max(d.value for d in apart.values()) <= TOLERANCE[torch.float64], apart
@@ -128,18 +178,23 @@ class Drawn(Mesh):
         return Group("+".join(axes), ranks.index(self.world.rank), len(ranks), ranks)
 
 
-@pytest.mark.parametrize("case", [i for i, (mesh, *_) in enumerate(CASES) if mesh[0] != 3])
+@pytest.mark.parametrize("case", [i for i, (_, mesh, *_) in enumerate(CASES) if mesh[0] != 3])
 def test_bytes_are_those_of_python(results: tuple[dict[str, Any], Path], case: int) -> None:
     o = options(case)
     ranks = results[0]["cases"][case]
     for rank in {0, len(ranks) // 2, len(ranks) - 1}:
         world = Group("world", rank, len(ranks), tuple(range(len(ranks))))
-        mesh = Drawn(world, **dict(zip(AXES, CASES[case][0], strict=True)))
+        mesh = Drawn(world, **dict(zip(AXES, CASES[case][1], strict=True)))
         hybrid = Hybrid(o.model_config(), mesh, o, torch.device("cpu"), torch.float64)
-        by_formula = StepBytes(hybrid.model, hybrid.owner, mesh, o).all()
-        counted, formula = ranks[rank]["bytes"]
-        assert counted == formula
-        assert counted == pytest.approx({name: float(sent) for name, sent in by_formula.items()}, rel=1e-12)
+        formula = StepBytes(hybrid.model, hybrid.owner, mesh, o)
+        for exchange in formula.exchanges[:1]:  # the rows of all layers and micro-batches
+            sent, received = rows_moved(hybrid, o)
+            exchange.rows_sent, exchange.rows_received = [sent, 0], [received, 0]
+        assert all(counted == by_formula for counted, by_formula in ranks[rank]["bytes"])
+        counted = ranks[rank]["bytes"][0][0]
+        assert counted == pytest.approx(
+            {name: float(sent) for name, sent in formula.all().items()}, rel=1e-12
+        )
 
 
 def test_what_does_not_fit_is_refused(results: tuple[dict[str, Any], Path]) -> None:
@@ -148,6 +203,8 @@ def test_what_does_not_fit_is_refused(results: tuple[dict[str, Any], Path]) -> N
         "ValueError: rank 0, stage 0, micro-batch 0 has F; F B or F I W is needed",
         "ValueError: a sequence of 21 tokens; 1 to 20 are possible",
         "ValueError: order is spiral; it is contiguous or zigzag",
+        "ValueError: of 2 experts a token cannot choose 3, or 1 ranks along ep each have one",
+        "ValueError: router is sigmoid; it is renormalised or softmax",
         "ValueError: the model takes samples of 16 tokens, at least one per micro-batch; given are 1 of 15 for 1",
     ]
 
@@ -195,7 +252,7 @@ def test_program_proves_itself_and_trains_as_in_python(tmp_path: Path) -> None:
             ["--model", "gpt2-tiny", "--schedule", "interleaved", "--chunks", "3"],
             "2 layers of gpt2-tiny are too few for the 3 stages of interleaved on 1 rank(s); at least 3",
         ),
-        (["--model", "bert"], "--model bert: choose one of gpt2-tiny, gpt2-deep, gpt2-10m"),
+        (["--model", "bert"], "--model bert: choose one of gpt2-tiny, gpt2-deep, gpt2-10m, gpt2-moe-tiny"),
         (["--data", "/no/such/text"], "no such file or folder: /no/such/text (--data takes any text)"),
         (["--json", "/no/such/folder/record.json"], "cannot write to /no/such/folder/record.json"),
     ],

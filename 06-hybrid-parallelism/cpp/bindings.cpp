@@ -30,6 +30,7 @@ class Model {
     virtual py::dict bytes_sent() const = 0;
     virtual std::map<std::string, double> seconds() const = 0;
     virtual py::dict bytes_by_formula() const = 0;
+    virtual std::optional<std::int64_t> rows_moved() const = 0;
 };
 
 /// Per rank, by the name of the line.
@@ -90,6 +91,7 @@ class ModelOf final : public Model {
     py::dict bytes_by_formula() const override {
         return per_rank(fived::bytes_by_formula(*model_, std::int64_t(tokens_)), *mesh_);
     }
+    std::optional<std::int64_t> rows_moved() const override { return model_->rows_moved(); }
 
   private:
     Communicator comm_;  // before the mesh, and this before the model, which need it to the end
@@ -105,8 +107,10 @@ class ModelOf final : public Model {
 std::unique_ptr<Model> make(std::size_t layers, std::size_t width, std::size_t heads, std::size_t longest,
                             const py::object& comm, const std::array<int, 5>& mesh, const std::string& lists,
                             std::size_t sequence, const std::string& order, const std::string& dtype,
-                            std::uint64_t seed) {
-    const ModelShape shape{layers, width, heads, longest};
+                            std::uint64_t seed, std::size_t experts, std::size_t experts_per_token,
+                            const std::string& router) {
+    const ModelShape shape{
+        layers, width, heads, longest, experts, experts_per_token, parse<Weights>("router", router)};
     const MeshShape axes{mesh[0], mesh[1], mesh[2], mesh[3], mesh[4]};
     const auto positions = parse<Order>("order", order);
     try {
@@ -125,12 +129,15 @@ PYBIND11_MODULE(hybrid_mpi, module) {
     using namespace py::literals;
     using Release = py::call_guard<py::gil_scoped_release>;
     module.doc() =
-        "GPT-2 trained by MPI on a mesh of pp x dp x ep x sp x tp ranks of an mpi4py communicator.";
+        "GPT-2, with experts or without, trained by MPI on a mesh of pp x dp x ep x sp x tp ranks of an "
+        "mpi4py communicator.";
     py::class_<Model>(module, "GPT2", "GPT-2 of common/models/transformer.py, in parts on the ranks of comm.")
         .def(py::init(&make), "layers"_a, "width"_a, "heads"_a, "longest"_a, "comm"_a, "mesh"_a, "lists"_a,
-             "sequence"_a, "order"_a = "zigzag", "dtype"_a = "float64", "seed"_a = 0,
+             "sequence"_a, "order"_a = "zigzag", "dtype"_a = "float64", "seed"_a = 0, "experts"_a = 0,
+             "experts_per_token"_a = 2, "router"_a = "renormalised",
              "mesh: ranks along (pp, dp, ep, sp, tp). lists: a schedule as text, str(make_schedule(...)) of "
-             "pp_schedules.py. Collective.")
+             "pp_schedules.py. experts: in place of each MLP, of which no token is dropped; 0: none. router: "
+             "renormalised or softmax. Collective.")
         .def("loss_and_gradients", &Model::loss_and_gradients, "tokens"_a, "targets"_a,
              "The loss of the global batch, from the samples int64 [B, S] of this rank's place along dp and "
              "ep, the "
@@ -152,5 +159,8 @@ PYBIND11_MODULE(hybrid_mpi, module) {
         .def_property_readonly("bytes_sent", &Model::bytes_sent,
                                "Bytes this rank sent in the last loss_and_gradients, by line of the mesh.")
         .def_property_readonly("seconds", &Model::seconds, "Seconds in these messages, by line of the mesh.")
-        .def_property_readonly("bytes_by_formula", &Model::bytes_by_formula, "What they have to be.");
+        .def_property_readonly("bytes_by_formula", &Model::bytes_by_formula, "What they have to be.")
+        .def_property_readonly(
+            "rows_moved", &Model::rows_moved,
+            "Rows of the last loss_and_gradients, to other ranks' experts or from other ranks; None before.");
 }

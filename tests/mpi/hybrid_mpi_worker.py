@@ -26,26 +26,27 @@ def whole(comm, parts, places):
     """Return the whole tensors, on rank 0, and the names of those whose replicas differ in a bit."""
     out, apart = {}, set()
     for of_rank in comm.gather((parts, places)) or ():
-        for (name, part), (shape, *begin) in zip(of_rank[0].items(), of_rank[1].values(), strict=True):
+        for (name, part), (shape, begin) in zip(of_rank[0].items(), of_rank[1].values(), strict=True):
             there = out.setdefault(name, np.full(shape, np.nan))
-            box = there[tuple(slice(b, b + n) for b, n in zip(begin, part.shape, strict=False))]
+            box = there[tuple(slice(b, b + n) for b, n in zip(begin, part.shape, strict=True))]
             if not np.isnan(box).all() and not np.array_equal(box, part):
                 apart.add(name)
             box[...] = part
     return out, sorted(apart)
 
 
-def train(case, shape, sequence, mesh, lists, batches, optimizer, order="zigzag", dtype="float64"):
+def train(case, shape, sequence, mesh, lists, batches, optimizer, order, mixture):
     """Train on the mesh; batches: per step, tokens and targets of the global batch."""
     comm = first(int(np.prod(mesh)))
-    model = hybrid_mpi.GPT2(*shape, comm, mesh, lists, sequence, order, dtype, seed=3)
+    model = hybrid_mpi.GPT2(*shape, comm, mesh, lists, sequence, order, seed=3, **mixture)
     _, dp, ep, sp, tp = mesh
     place, places = comm.rank // (sp * tp) % (dp * ep), model.places()
-    losses, norms, tensors, apart = [], [], {}, []
+    losses, norms, sent, tensors, apart = [], [], [], {}, []
     for step, (tokens, targets) in enumerate(batches):
         cuts = [len(tokens) * p // (dp * ep) for p in (place, place + 1)]
         mine = (np.array(x[slice(*cuts)], np.int64) for x in (tokens, targets))
         losses.append(model.loss_and_gradients(*mine))
+        sent.append([model.bytes_sent, model.bytes_by_formula])
         norms.append(model.gradient_norm())
         gradients, other = whole(comm, model.gradients(), places)
         tensors |= {f"gradients {step} {name}": x for name, x in gradients.items()}
@@ -55,12 +56,7 @@ def train(case, shape, sequence, mesh, lists, batches, optimizer, order="zigzag"
     tensors |= {f"weights {name}": x for name, x in weights.items()}
     if comm.rank == 0:
         np.savez(Path(sys.argv[1]).with_name(f"{case}.npz"), **tensors)
-    return {
-        "losses": losses,
-        "norms": norms,
-        "apart": apart + other,
-        "bytes": [model.bytes_sent, model.bytes_by_formula],
-    }
+    return {"losses": losses, "norms": norms, "apart": apart + other, "bytes": sent}
 
 
 def refused(shape, sequence, lists):
@@ -72,6 +68,8 @@ def refused(shape, sequence, lists):
         lambda: make((1, 1, 1, 1, 1), "F 0 0", sequence),
         lambda: make((1, 1, 1, 1, 1), lists, shape[3] + 1),
         lambda: make((1, 1, 1, 1, 1), lists, sequence, "spiral"),
+        lambda: make((1, 1, 1, 1, 1), lists, sequence, experts=2, experts_per_token=3),
+        lambda: make((1, 1, 1, 1, 1), lists, sequence, experts=2, router="sigmoid"),
         lambda: make((1, 1, 1, 1, 1), lists, sequence).loss_and_gradients(small[:, 1:], small[:, 1:]),
     ]
     return said_by(calls)
