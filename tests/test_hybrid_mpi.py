@@ -209,17 +209,27 @@ def test_what_does_not_fit_is_refused(results: tuple[dict[str, Any], Path]) -> N
     ]
 
 
-def test_program_proves_itself_and_trains_as_in_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "mesh", "place"),
+    [
+        ("gpt2-tiny", "pp=2 dp=1 ep=1 sp=1 tp=2", "   3   1  0  0  0  1   0 to 4"),
+        ("gpt2-moe-tiny", "pp=1 dp=1 ep=2 sp=1 tp=2", "   3   0  0  1  0  1   2 to 4"),
+    ],
+)
+def test_program_proves_itself_and_trains_as_in_python(
+    tmp_path: Path, model: str, mesh: str, place: str
+) -> None:
     file = tmp_path / "records.json"
-    size = ["--batch", "5", "--sequence", "12", "--steps", "2", "--explain"]
-    done = mpirun(4, need_binary("hybrid_mpi"), *size, "--pp", "2", "--tp", "2", "--json", file)
+    size = ["--model", model, "--batch", "5", "--sequence", "12", "--steps", "2", "--explain"]
+    axes = f"--{mesh.replace(' ', ' --').replace('=', ' ')}".split()
+    done = mpirun(4, need_binary("hybrid_mpi"), *size, *axes, "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "proved: training on 4 rank(s) equals training on one, bytes counted = formula." in done.stdout
     lines = [line.split()[4:] for line in done.stdout.splitlines() if line.startswith("loss of each step")]
     for optimizer, losses in zip(("sgd", "adamw"), lines, strict=True):
-        plain = Transformer(config("gpt2-tiny"), 0, torch.float64)
+        plain = Transformer(config(model), 0, torch.float64)
         assert list(map(float, losses)) == pytest.approx(trained(plain, optimizer, 2, 5, 12), abs=1e-9)
-    assert "   3   1  0  0  0  1   0 to 4" in done.stdout  # the place of the last rank
+    assert place in done.stdout  # of the last rank
     (record,) = map(json.loads, file.read_text().splitlines())
     assert not problem(record)
     assert (record["implementation"], record["language"], record["ranks"]) == (
@@ -227,7 +237,7 @@ def test_program_proves_itself_and_trains_as_in_python(tmp_path: Path) -> None:
         "cpp-mpi",
         4,
     )
-    assert (record["mesh"], record["equal"]) == ("pp=2 dp=1 ep=1 sp=1 tp=2", True)
+    assert (record["mesh"], record["equal"]) == (mesh, True)
     assert record["parameters"] == plain.parameter_count()
     assert record["flop_per_step"] == pytest.approx(60 * plain.flops_per_token(12))
     assert record["bytes_counted"] == record["bytes_formula"] > 0
@@ -262,17 +272,25 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("ranks", "arguments", "message"),
     [
-        (["--tp", "3"], "4 heads do not divide over 3 ranks along tp; 1, 2, 4 would do"),
+        (3, ["--tp", "3"], "4 heads do not divide over 3 ranks along tp; 1, 2, 4 would do"),
         (
+            9,
+            ["--ep", "9", "--model", "gpt2-moe-tiny"],
+            "9 ranks along ep are more than the 8 experts; at most 8 would do",
+        ),
+        (
+            3,
             ["--sp", "3"],
             "a sequence of 32 tokens does not divide into 6 pieces, which zigzag order on 3 ranks needs; 30 or 36 "
             "would",
         ),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_one_line_on_all_ranks(arguments: list[str], message: str) -> None:
-    done = mpirun(3, need_binary("hybrid_mpi"), *arguments)
+def test_a_mesh_that_does_not_fit_is_one_line_on_all_ranks(
+    ranks: int, arguments: list[str], message: str
+) -> None:
+    done = mpirun(ranks, need_binary("hybrid_mpi"), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("hybrid_mpi: ") == done.stderr.count(f"hybrid_mpi: {message}\n") == 1

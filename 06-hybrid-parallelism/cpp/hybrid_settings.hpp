@@ -110,6 +110,10 @@ struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
             throw UsageError(std::to_string(s.heads) + " heads do not divide over " +
                              std::to_string(mesh.tp) + " ranks along tp; " + divisors + " would do");
         }
+        if (s.experts && std::size_t(mesh.ep) > s.experts)
+            throw UsageError(std::to_string(mesh.ep) + " ranks along ep are more than the " +
+                             std::to_string(s.experts) + " experts; at most " + std::to_string(s.experts) +
+                             " would do");
         if (std::size_t(sequence) > s.longest)
             throw UsageError("a sequence of " + std::to_string(sequence) +
                              " tokens is too long for a model with " + std::to_string(s.longest) +
