@@ -1,4 +1,4 @@
-"""One mesh in three languages: the same GPT-2, the same weights and the same batches, step by step.
+"""One mesh in three languages: the same model, the same weights and the same batches, step by step.
 
                         mesh, schedule as text, seed, samples of this rank's place along dp and ep
                    ┌──────────────────────────────┼──────────────────────────────┐
@@ -13,11 +13,12 @@
 A Hybrid in Python stands beside each C++ model: its parameters say which piece of the whole a rank holds, and
 its byte formula is what the C++ messages are compared with.
 
-Cost: the same messages in all three, each counted where it is sent. hybrid_mpi is GPT-2 without ZeRO and
-without Megatron's sequence parallelism; leave it out with --versions where these are wanted. --benchmark times
-whole steps, AdamW included, in turn, with one thread per rank.
+Cost: the same messages in all three, each counted where it is sent. hybrid_mpi is GPT-2, with experts or
+without, and has neither ZeRO nor Megatron's sequence parallelism; leave it out with --versions where these are
+wanted. --benchmark times whole steps, AdamW included, in turn, with one thread per rank.
 
     mpirun -np 4 python hybrid_languages.py --pp 2 --tp 2
+    mpirun -np 4 python hybrid_languages.py --ep 2 --tp 2 --model gpt2-moe-tiny --versions pytorch hybrid_mpi
     mpirun -np 8 python hybrid_languages.py --pp 2 --dp 2 --tp 2 --zero 1 --versions pytorch hybrid_libtorch
     mpirun -np 2 python hybrid_languages.py --tp 2 --benchmark --model gpt2-10m --batch 8 --sequence 128 --dtype float32
 """
@@ -47,8 +48,9 @@ from common.lesson.job import Job, Train, one_device
 from common.lesson.measure import BenchmarkRecord, in_turn
 from common.lesson.runner import run
 from common.lesson.training import TrainingOptions, make_model
-from common.models.configs import TransformerConfig
+from common.models.configs import TransformerConfig, gpt2
 
+from hybrid_bytes import StepBytes
 from hybrid_explain import title
 from hybrid_layout import HybridOptions, Layout
 from hybrid_training import HybridJob, alone, make_hybrid, make_job, train
@@ -141,8 +143,12 @@ def train_mpi(job: Job[HybridOptions]) -> Iterator[Tensor]:
         order=ORDERS[o.attention],
         dtype=o.dtype,
         seed=o.seed,
+        experts=c.experts,
+        experts_per_token=c.experts_per_token,
+        router=c.router,
     )
     placed = dict(beside.named_parameters())
+    exchanges = StepBytes(beside.model, beside.owner, mesh, o).exchanges
     rates = job.optimizer(InMPI(model, placed)).defaults  # of torch's optimizer, which takes no step
     for batch in job.batches():
         loss = model.loss_and_gradients(*(x.numpy() for x in batch.whole()))
@@ -153,6 +159,8 @@ def train_mpi(job: Job[HybridOptions]) -> Iterator[Tensor]:
         for axes, n_bytes in model.bytes_sent.items():
             sent = Fraction(n_bytes).limit_denominator(job.rt.world_size)
             ledger.record("all", axes, sent, model.seconds[axes])
+        for exchange in exchanges[:1]:  # the formula's rows, of all layers and micro-batches
+            exchange.rows_sent = [model.rows_moved]
         yield torch.tensor(loss, dtype=torch.float64)
 
 
@@ -164,7 +172,7 @@ class LanguageOptions(HybridOptions, without=("clip", "checkpointing", "precisio
     """Options of hybrid_languages.py."""
 
     model: str = "gpt2-tiny"
-    """Name of a model in common/models/configs.py; hybrid_mpi has GPT-2 alone."""
+    """Name of a model in common/models/configs.py; hybrid_mpi has GPT-2 alone, with experts or without."""
     versions: tuple[str, ...] = tuple(LOOPS)
     """Versions to run."""
 
@@ -220,14 +228,16 @@ def check(o: LanguageOptions) -> None:
         )
     if o.zero > 1 and set(o.versions) & set(LANGUAGES):
         raise UsageError(f"--zero {o.zero}: C++ has stage 1; or give --versions pytorch")
-    if o.ep > 1 and o.model_config().experts and set(o.versions) != {"pytorch"}:
+    c = o.model_config()
+    if o.ep > 1 and c.experts and "hybrid_libtorch" in o.versions:
         raise UsageError(
-            f"--ep {o.ep}: the formula's rows to other ranks' experts are those of Python's routing; "
-            f"run hybrid_libtorch --ep {o.ep}, which counts its own, or give --versions pytorch"
+            f"--ep {o.ep}: the formula does not know the rows to other ranks' experts of hybrid_libtorch, which "
+            "counts its own when run alone; give --versions pytorch hybrid_mpi"
         )
     if "hybrid_mpi" in o.versions:
+        shape = {name: getattr(c, name) for name in ("experts", "experts_per_token", "router")}
         lacking = {
-            f"--model {o.model}": not o.model.startswith("gpt2") or o.model_config().vocabulary != 256,
+            f"--model {o.model}": c != replace(gpt2(c.layers, c.width, c.heads, c.sequence), **shape),
             f"--zero {o.zero}": o.zero > 0,
             "--sequence-parallel": o.sequence_parallel,
         }
