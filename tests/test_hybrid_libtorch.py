@@ -13,7 +13,7 @@ from common.lesson.equality import OPTIMIZERS
 from common.models.transformer import Transformer, config
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(1, 2), (2, 4), (4, 5), (8, 4)])
+@pytest.mark.parametrize(("ranks", "meshes"), [(1, 2), (2, 4), (4, 6), (8, 4)])
 def test_the_module_equals_one_device_and_python(ranks: int, meshes: int) -> None:
     for rank in on_gloo("hybrid_libtorch", ranks):
         assert len(rank) == meshes

@@ -180,6 +180,11 @@ std::int64_t Exchange::rows() const {
     return total(send_);
 }
 
+std::int64_t Exchange::moved() const {
+    const std::size_t me = std::size_t(ranks_->rank());
+    return total(send_) - send_[me] + total(receive_) - receive_[me];
+}
+
 at::Tensor Exchange::travelled(const at::Tensor& rows, const Counts& to, const Counts& from) const {
     if (ranks_->size() == 1) return rows;
     const at::Tensor arrived = rows.new_empty({total(from), rows.size(1)});
@@ -208,14 +213,16 @@ at::Tensor collect(const at::Tensor& results_RD, const ExchangePtr& exchange) {
 }
 
 at::Tensor compute(const at::Tensor& rows_RD, const at::Tensor& counts_E, const Parameters& mine,
-                   const std::string& prefix, const RanksPtr& ranks) {
+                   const std::string& prefix, const RanksPtr& ranks, std::int64_t* moved) {
     check_rows("compute", rows_RD, counts_E.sum().item<std::int64_t>());
     const ExchangePtr exchange = c10::make_intrusive<Exchange>(counts_E, ranks);
+    if (moved) *moved += exchange->moved();
     return collect(experts(dispatch(rows_RD, exchange), exchange->counts(), mine, prefix), exchange);
 }
 
 at::Tensor mixture(const at::Tensor& x_BSD, const Parameters& mine, const std::string& prefix, int k,
-                   Weights weights, const RanksPtr& ranks, std::vector<at::Tensor>* counts) {
+                   Weights weights, const RanksPtr& ranks, std::vector<at::Tensor>* counts,
+                   std::int64_t* moved) {
     const at::Tensor x_TD = x_BSD.flatten(0, -2), &router_ED = find(mine, prefix + "router.weight");
     const std::int64_t E = router_ED.size(0);
     check_choices(k, E);
@@ -233,7 +240,7 @@ at::Tensor mixture(const at::Tensor& x_BSD, const Parameters& mine, const std::s
     if (counts) counts->push_back(counts_E);
 
     const at::Tensor rows_RD = Spread::apply(x_TD, order_R.floor_divide(k), row_TK);
-    const at::Tensor results_RD = compute(rows_RD, counts_E, mine, prefix + "experts.", ranks);
+    const at::Tensor results_RD = compute(rows_RD, counts_E, mine, prefix + "experts.", ranks, moved);
     return Combine::apply(results_RD, weights_TK, row_TK).view_as(x_BSD);
 }
 

@@ -59,6 +59,8 @@ class Exchange final : public torch::CustomClassHolder {
     const Counts& counts() const { return counts_e_; }
     /// Rows that this rank has to send.
     std::int64_t rows() const;
+    /// Rows to other ranks' experts and from other ranks.
+    std::int64_t moved() const;
     /// rows_RD by expert of all, to what all ranks have for this rank's experts, by expert. Collective, without autograd.
     at::Tensor there(const at::Tensor& rows_RD) const;
     /// The other way.
@@ -80,15 +82,17 @@ at::Tensor dispatch(const at::Tensor& rows_RD, const ExchangePtr& exchange);
 at::Tensor collect(const at::Tensor& results_RD, const ExchangePtr& exchange);
 
 /// Rows sorted by expert, counts_E of them for each, through the experts of all ranks, in the same order: `compute` of
-/// common/models/moe.py. `mine` has under `prefix` what split() left. Collective.
+/// common/models/moe.py. `mine` has under `prefix` what split() left. Adds the rows that moved to `moved`, if given.
+/// Collective.
 at::Tensor compute(const at::Tensor& rows_RD, const at::Tensor& counts_E, const Parameters& mine,
-                   const std::string& prefix, const RanksPtr& ranks);
+                   const std::string& prefix, const RanksPtr& ranks, std::int64_t* moved = nullptr);
 
 /// The mixture of common/models/moe.py, dropless, on this rank's tokens: x_BSD to [B, S, D]. The router scores in float32 at
-/// least. Appends what fell on each expert to `counts`, if given. Collective, and so is its backward pass. Throws as
+/// least. Appends what fell on each expert to `counts` and adds the rows that moved to `moved`, if given. Collective, and so is its backward pass. Throws as
 /// check_choices and check_split do.
 at::Tensor mixture(const at::Tensor& x_BSD, const Parameters& mine, const std::string& prefix, int k,
-                   Weights weights, const RanksPtr& ranks, std::vector<at::Tensor>* counts = nullptr);
+                   Weights weights, const RanksPtr& ranks, std::vector<at::Tensor>* counts = nullptr,
+                   std::int64_t* moved = nullptr);
 
 /// After the last backward pass: sums over ranks the gradients of what all hold, as one message. Collective. Throws
 /// std::invalid_argument where one is missing.

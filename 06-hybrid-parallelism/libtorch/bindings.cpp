@@ -72,7 +72,8 @@ PYBIND11_MODULE(hybrid_libtorch, module) {
         .def(py::init(&mesh), "shape"_a, "rank"_a, "make"_a);
     py::class_<Hybrid>(
         module, "Hybrid",
-        "This rank's part of a Transformer. config: a TransformerConfig of GPT-2, LLaMA or Mixtral. "
+        "This rank's part of a Transformer. config: a TransformerConfig of GPT-2, LLaMA or Mixtral, or GPT-2 "
+        "with such experts. "
         "whole: {name: parameter} of the plain model, of which this rank copies its own. schedule: as "
         "text, for the ranks along pp.")
         .def(py::init(&hybrid), "config"_a, "mesh"_a, "whole"_a, "schedule"_a, "attention"_a = "zigzag",
@@ -111,5 +112,7 @@ PYBIND11_MODULE(hybrid_libtorch, module) {
              "Scales the gradients; returns their norm before.")
         .def("take_messages", &sent,
              "[(axes, operation, bytes this rank sent, seconds it waited)] since the last call.")
+        .def_property_readonly("rows_moved", &Hybrid::rows_moved,
+                               "Rows of the last step, to other ranks' experts or from other ranks.")
         .def("stepped", &Hybrid::stepped, Waiting(), "After the optimizer's step.");
 }

@@ -44,7 +44,8 @@ Placement place(const std::string& name, at::IntArrayRef sizes, const Shape& sha
         placement.cuts.push_back(piece_along(Axis::tp, dim + of_experts, sizes[dim + of_experts], mesh));
     const auto has = [&](const char* part) { return name.find(part) != name.npos; };
     const bool slice = has("norm.") || has("embed_positions") || has("o_proj.bias") || has("down_proj.bias");
-    if (tp > 1 && (has("router") || (sequence_parallel && slice && !of_experts)))
+    const bool share = of_experts && has("down_proj.bias");
+    if (tp > 1 && (has("router") || share || (sequence_parallel && slice && !of_experts)))
         placement.tokens.insert(Axis::tp);
     if (of_experts && mesh.size(Axis::ep) > 1) {
         const int n = mesh.size(Axis::ep), e = mesh.at(Axis::ep);
@@ -164,6 +165,7 @@ void Hybrid::shard() {
 at::Tensor Hybrid::step(const at::Tensor& tokens_BS, const at::Tensor& targets_BS) {
     transformer_.use(tokens_BS.size(1));
     transformer_.counts.clear();
+    transformer_.moved = 0;
     const RanksPtr& tokens = mesh_.along(token_axes);
     const std::size_t B = std::size_t(tokens_BS.size(0)), M = std::size_t(layout_.schedule.micro_batches);
     const auto mine = [&](const at::Tensor& x_BS, std::size_t m) {  // a micro-batch; along sp its positions

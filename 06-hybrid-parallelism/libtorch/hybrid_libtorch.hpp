@@ -65,6 +65,8 @@ class Hybrid {
     std::vector<Mesh::Sent> take_messages();
     /// What fell on each expert, in each pass of the last step.
     const std::vector<at::Tensor>& counts() const { return transformer_.counts; }
+    /// Rows of the last step that went to other ranks' experts or came from other ranks.
+    std::int64_t rows_moved() const { return transformer_.moved; }
     /// Numbers in each of ZeRO's units, padded.
     std::vector<std::int64_t> units() const { return unit_lengths_; }
 

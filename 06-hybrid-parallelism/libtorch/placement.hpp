@@ -9,6 +9,7 @@
 //     of experts                   ep, whole experts; tp, as above    dp ep sp
 //     norms, positions, biases     -                                  dp ep sp, with sequence parallelism tp
 //     router                       -                                  dp ep sp tp: each rank weights a partial result
+//     last bias of experts         ep                                 dp ep sp tp: each rank adds its share
 //     ZeRO's shards                also dp, of the flat tensor        as the parameter's
 #pragma once
 

@@ -19,6 +19,7 @@ enum class HybridModel {
     gpt2_tiny,
     gpt2_deep,
     gpt2_10m,
+    gpt2_moe_tiny,
     llama_tiny,
     llama_deep,
     llama_10m,
@@ -26,7 +27,7 @@ enum class HybridModel {
     mixtral_31m
 };
 constexpr auto names(HybridModel) {
-    return std::array{"gpt2-tiny",  "gpt2-deep", "gpt2-10m",     "llama-tiny",
+    return std::array{"gpt2-tiny",  "gpt2-deep", "gpt2-10m",     "gpt2-moe-tiny", "llama-tiny",
                       "llama-deep", "llama-10m", "mixtral-tiny", "mixtral-31m"};
 }
 
@@ -39,6 +40,8 @@ inline Shape shape_of(HybridModel model) {
             return {16, 32, 2, 2, 128, 64};
         case HybridModel::gpt2_10m:
             return {6, 384, 6, 6, 1536, 256};
+        case HybridModel::gpt2_moe_tiny:
+            return {2, 64, 4, 4, 256, 64, V, false, 8};
         case HybridModel::llama_tiny:
             return {2, 64, 4, 2, 176, 64, V, true};
         case HybridModel::llama_deep:

@@ -159,12 +159,22 @@ at::Tensor Transformer::attention(const at::Tensor& x, const std::string& prefix
 
 at::Tensor Transformer::mlp(const at::Tensor& x, const std::string& prefix) const {
     if (shape_.experts)  // each rank along tp has a slice of every expert: the weighted sum is partial
-        return leave(mixture(enter(x), mine, prefix, shape_.experts_per_token, Weights::renormalised,
-                             ways_.ep, &counts));
+        return leave(mixture(enter(x), of_mixture(prefix), prefix, shape_.experts_per_token,
+                             Weights::renormalised, ways_.ep, &counts, &moved));
     if (!shape_.llama)
         return rows(at::gelu(columns(x, {prefix + "up_proj"})[0], "tanh"), prefix + "down_proj");
     const Tensors gate_up = columns(x, {prefix + "gate_proj", prefix + "up_proj"});
     return rows(at::silu(gate_up[0]) * gate_up[1], prefix + "down_proj");
+}
+
+/// Its parameters; of the last bias this rank's share, since the ranks along tp each add it.
+Parameters Transformer::of_mixture(const std::string& prefix) const {
+    Parameters part;
+    for (auto p = mine.lower_bound(prefix); p != mine.end() && p->first.starts_with(prefix); ++p)
+        part.insert(*p);
+    const auto bias = part.find(prefix + "experts.down_proj.bias");
+    if (bias != part.end() && ways_.tp->size() > 1) bias->second = bias->second / ways_.tp->size();
+    return part;
 }
 
 at::Tensor Transformer::embed(const at::Tensor& tokens_Bs) const {

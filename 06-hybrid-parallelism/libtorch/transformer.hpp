@@ -1,4 +1,4 @@
-// The Transformer of common/models/transformer.py on this rank's shards: GPT-2, LLaMA, and LLaMA with experts. The layers of
+// The Transformer of common/models/transformer.py on this rank's shards: GPT-2, LLaMA, and both with experts. The layers of
 // the chapters stand where the plain model has its own; on groups of one rank they are the plain model.
 //
 //     x ─norm─ enter ─► q k v, whole heads ─► ring attention over sp ─► o ─ leave ─► + x        chapters 03, 04
@@ -68,6 +68,8 @@ class Transformer {
     Parameters mine;
     /// What fell on each expert in each pass since it was emptied.
     mutable std::vector<at::Tensor> counts{};
+    /// Rows that these passes sent to other ranks' experts or got from other ranks.
+    mutable std::int64_t moved = 0;
 
   private:
     at::Tensor enter(const at::Tensor& x) const;
@@ -77,6 +79,7 @@ class Transformer {
     at::Tensor rows(const at::Tensor& x, const std::string& name) const;
     at::Tensor attention(const at::Tensor& x, const std::string& prefix) const;
     at::Tensor mlp(const at::Tensor& x, const std::string& prefix) const;
+    Parameters of_mixture(const std::string& prefix) const;
     at::Tensor embed(const at::Tensor& tokens_Bs) const;
 
     Shape shape_;

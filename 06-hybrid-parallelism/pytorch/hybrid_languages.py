@@ -18,7 +18,7 @@ without, and has neither ZeRO nor Megatron's sequence parallelism; leave it out 
 wanted. --benchmark times whole steps, AdamW included, in turn, with one thread per rank.
 
     mpirun -np 4 python hybrid_languages.py --pp 2 --tp 2
-    mpirun -np 4 python hybrid_languages.py --ep 2 --tp 2 --model gpt2-moe-tiny --versions pytorch hybrid_mpi
+    mpirun -np 4 python hybrid_languages.py --ep 2 --tp 2 --model gpt2-moe-tiny
     mpirun -np 8 python hybrid_languages.py --pp 2 --dp 2 --tp 2 --zero 1 --versions pytorch hybrid_libtorch
     mpirun -np 2 python hybrid_languages.py --tp 2 --benchmark --model gpt2-10m --batch 8 --sequence 128 --dtype float32
 """
@@ -50,6 +50,7 @@ from common.lesson.runner import run
 from common.lesson.training import TrainingOptions, make_model
 from common.models.configs import TransformerConfig, gpt2
 
+from ep_moe import ExpertExchange
 from hybrid_bytes import StepBytes
 from hybrid_explain import title
 from hybrid_layout import HybridOptions, Layout
@@ -92,16 +93,24 @@ class Named:
         self.named_parameters = tensors.items
 
 
+def note_rows(exchanges: list[ExpertExchange], moved: int) -> None:
+    """Tell the byte formula the rows that C++ moved along ep in the last step, in all layers and micro-batches."""
+    for exchange in exchanges[:1]:
+        exchange.rows_sent = [moved]
+
+
 def train_libtorch(job: Job[HybridOptions]) -> Iterator[Tensor]:
     """Train under hybrid_libtorch; yield the loss of each global batch."""
     o, beside = job.options, make_hybrid(job.rt, job.options, job.mesh)
     job.model = beside.model
     plain = dict(make_model(o, job.rt.device).named_parameters())
     hybrid = in_libtorch(beside.config, o, job.mesh, plain, schedule_of(o, job.mesh))
+    exchanges = StepBytes(beside.model, beside.owner, job.mesh, o).exchanges
     optimizer = job.optimizer(Named(hybrid.parameters(), dict(beside.named_parameters())))
     for batch in job.batches():
         optimizer.zero_grad()
         loss = hybrid.step(*batch.whole())
+        note_rows(exchanges, hybrid.rows_moved)
         for axes, operation, n_bytes, seconds in hybrid.take_messages():
             sent = Fraction(n_bytes).limit_denominator(job.rt.world_size)
             ledger.record(operation, axes, sent, seconds)
@@ -152,6 +161,7 @@ def train_mpi(job: Job[HybridOptions]) -> Iterator[Tensor]:
     rates = job.optimizer(InMPI(model, placed)).defaults  # of torch's optimizer, which takes no step
     for batch in job.batches():
         loss = model.loss_and_gradients(*(x.numpy() for x in batch.whole()))
+        note_rows(exchanges, model.rows_moved)
         if "betas" in rates:
             model.adamw(rates["lr"], rates["betas"], rates["eps"], rates["weight_decay"])
         else:
@@ -159,8 +169,6 @@ def train_mpi(job: Job[HybridOptions]) -> Iterator[Tensor]:
         for axes, n_bytes in model.bytes_sent.items():
             sent = Fraction(n_bytes).limit_denominator(job.rt.world_size)
             ledger.record("all", axes, sent, model.seconds[axes])
-        for exchange in exchanges[:1]:  # the formula's rows, of all layers and micro-batches
-            exchange.rows_sent = [model.rows_moved]
         yield torch.tensor(loss, dtype=torch.float64)
 
 
@@ -229,10 +237,9 @@ def check(o: LanguageOptions) -> None:
     if o.zero > 1 and set(o.versions) & set(LANGUAGES):
         raise UsageError(f"--zero {o.zero}: C++ has stage 1; or give --versions pytorch")
     c = o.model_config()
-    if o.ep > 1 and c.experts and "hybrid_libtorch" in o.versions:
+    if c.experts and c.capacity_factor is not None and set(o.versions) & set(LANGUAGES):
         raise UsageError(
-            f"--ep {o.ep}: the formula does not know the rows to other ranks' experts of hybrid_libtorch, which "
-            "counts its own when run alone; give --versions pytorch hybrid_mpi"
+            f"--model {o.model}: an expert has a capacity, and C++ drops no token; or give --versions pytorch"
         )
     if "hybrid_mpi" in o.versions:
         shape = {name: getattr(c, name) for name in ("experts", "experts_per_token", "router")}

@@ -32,6 +32,7 @@ LLAMA = llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=24
 MIXTRAL = mixtral(
     layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=24, vocabulary=20, experts=4
 )
+GPT2_MOE = replace(GPT2, experts=3)
 BATCH, SEQUENCE, STEPS, CLIP = 16, 16, 2, 0.5
 
 
@@ -62,6 +63,7 @@ CASES = {
         case(LLAMA, {"tp": 4}),  # more ranks than heads of keys
         case(LLAMA, {"sp": 2, "tp": 2}, attention="ring"),
         case(MIXTRAL, {"ep": 2, "tp": 2}),
+        case(GPT2_MOE, {"ep": 2, "tp": 2}, sequence_parallel=True),
     ],
     8: [
         case(replace(GPT2, layers=4), {"pp": 2, "dp": 2, "tp": 2}, schedule="zb-v"),
