@@ -36,8 +36,9 @@ test-portability: setup ## all tests under each of three kernel settings; lesson
 		env "$$1" python -m pytest tests/portability.py --seed $${run% *} --steps $${run#* } || exit; \
 		set -- $$2 $$3 $$1; done
 
-proof: setup ## every mesh of 8 ranks and some of 12, 16 and 32 against one device, into docs/proof.md
+proof: setup ## every mesh of 8 ranks, in three languages, and some of 12, 16 and 32 against one device: docs/proof*.md
 	@$(ACTIVATE) python 06-hybrid-parallelism/pytorch/hybrid_proof.py --write docs/proof.md
+	@$(ACTIVATE) OMP_NUM_THREADS=1 mpirun -np 8 python 06-hybrid-parallelism/pytorch/hybrid_proof_cpp.py --write docs/proof-cpp.md
 
 demo: setup ## train in two pipeline stages, prove it equal to one device, draw the timeline
 	@mkdir -p results

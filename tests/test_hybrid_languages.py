@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from mpi.launch import ROOT, mpirun, need_module, python, refusal
 
 import hybrid_languages
+import hybrid_proof_cpp
 from hybrid_languages import LanguageOptions
 
 LESSON = ROOT / "06-hybrid-parallelism/pytorch/hybrid_languages.py"
@@ -53,3 +56,23 @@ def test_eight_ranks_agree(options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "proved: equal to one device within 1e-12, bytes counted = formula" in done.stdout
     assert "the versions agree with one another within 1e-10" in done.stdout
+
+
+def test_rows_of_the_proof_table(tmp_path: Path) -> None:
+    """One mesh of eight for each program, with SGD and AdamW, and the page that is written."""
+    lesson = LESSON.with_name("hybrid_proof_cpp.py")
+    done = mpirun(8, python(), lesson, "--every", "69", "--write", tmp_path / "proof.md")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 rows, 0 failing" in done.stdout
+    assert (tmp_path / "proof.md").read_text().count(" | yes |\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--programs", "hybrid_rust"], "--programs hybrid_rust: choose from hybrid_libtorch, hybrid_mpi"),
+        ([], "the table has meshes of 8 ranks, the world has 1"),
+    ],
+)
+def test_bad_rows_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(hybrid_proof_cpp.main, hybrid_proof_cpp.CppProofOptions, capsys, *options)

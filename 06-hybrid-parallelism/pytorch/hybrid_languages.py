@@ -105,6 +105,7 @@ def train_libtorch(job: Job[HybridOptions]) -> Iterator[Tensor]:
     job.model = beside.model
     plain = dict(make_model(o, job.rt.device).named_parameters())
     hybrid = in_libtorch(beside.config, o, job.mesh, plain, schedule_of(o, job.mesh))
+    hybrid.take_messages()  # ZeRO's broadcast of the initial weights, which Python's ranks make alike
     exchanges = StepBytes(beside.model, beside.owner, job.mesh, o).exchanges
     optimizer = job.optimizer(Named(hybrid.parameters(), dict(beside.named_parameters())))
     for batch in job.batches():
