@@ -59,6 +59,7 @@ hybrid::torch_s_parts_compose_to_the_same
 hybrid_languages::eight_ranks_agree[gpt2]
 hybrid_languages::eight_ranks_agree[gpt2-moe]
 hybrid_languages::eight_ranks_agree[mixtral]
+hybrid_languages::rows_of_the_proof_table
 hybrid_faults::a_checkpoint_that_never_comes_is_named_too
 hybrid_faults::a_weight_or_a_token_that_is_not_a_number_is_refused
 hybrid_trainer::evaluation_and_text_are_the_same_on_every_mesh
