@@ -15,14 +15,18 @@ using namespace fived;
 using namespace py::literals;
 
 /// make(axes, places, purpose): a ProcessGroup, or None on ranks that are not in it.
-std::unique_ptr<Mesh> mesh(const Mesh::Shape& shape, int rank, const py::function& make) {
-    return std::make_unique<Mesh>(shape, rank, [make](const GroupOf& group) {
+Owner<Mesh> mesh(const Mesh::Shape& shape, int rank, const py::function& make) {
+    const std::shared_ptr<py::function> kept(new py::function(make), [](py::function* function) {
+        const py::gil_scoped_acquire held;
+        delete function;
+    });
+    return Owner<Mesh>(new Mesh(shape, rank, [kept](const GroupOf& group) {
         const py::gil_scoped_acquire held;
         std::vector<std::string> axes;
         for (const Axis axis : group.axes) axes.emplace_back(name_of(axis));
-        const py::object made = make(axes, group.places, group.purpose);
+        const py::object made = (*kept)(axes, group.places, group.purpose);
         return made.is_none() ? Group() : made.cast<Group>();
-    });
+    }));
 }
 
 /// Of a TransformerConfig.
@@ -36,16 +40,16 @@ Shape shape_of(const py::object& config) {
     return shape;
 }
 
-std::unique_ptr<Hybrid> hybrid(const py::object& config, Mesh& mesh, const Parameters& whole,
-                               const std::string& schedule, const std::string& attention,
-                               bool sequence_parallel, bool zero) {
+Owner<Hybrid> hybrid(const py::object& config, Mesh& mesh, const Parameters& whole,
+                     const std::string& schedule, const std::string& attention, bool sequence_parallel,
+                     bool zero) {
     const Layout layout{read_schedule(schedule), parse<Order>("attention", attention), Kernel::library,
                         sequence_parallel, zero};
     const auto value = [&](const std::string& name, at::IntArrayRef) { return find(whole, name).detach(); };
     const Shape shape = shape_of(config);
     const at::ScalarType dtype = find(whole, "embed_tokens.weight").scalar_type();
     const py::gil_scoped_release waiting;  // ZeRO broadcasts: the thread that ends a message takes the GIL
-    return std::make_unique<Hybrid>(shape, mesh, layout, dtype, value);
+    return Owner<Hybrid>(new Hybrid(shape, mesh, layout, dtype, value));
 }
 
 using Sent = std::tuple<std::string, std::string, double, double>;
@@ -65,12 +69,12 @@ PYBIND11_MODULE(hybrid_libtorch, module) {
         "Five strategies on one Transformer, in C++ on LibTorch's autograd and c10d. On all ranks the same "
         "calls.";
     py::register_local_exception<UsageError>(module, "UsageError", PyExc_ValueError);
-    py::class_<Mesh>(
+    py::class_<Mesh, Owner<Mesh>>(
         module, "Mesh",
         "shape: ranks along pp, dp, ep, sp, tp. make(axes, places, purpose): the process group of this "
         "rank, called on all ranks in the same order.")
         .def(py::init(&mesh), "shape"_a, "rank"_a, "make"_a);
-    py::class_<Hybrid>(
+    py::class_<Hybrid, Owner<Hybrid>>(
         module, "Hybrid",
         "This rank's part of a Transformer. config: a TransformerConfig of GPT-2, LLaMA or Mixtral, or GPT-2 "
         "with such experts. "
