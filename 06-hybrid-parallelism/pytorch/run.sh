@@ -17,4 +17,8 @@ trap 'rm -rf "$checkpoints"' EXIT
 train=06-hybrid-parallelism/examples/train_llama.py
 run python "$train" --nproc "$ranks" --steps 20 --checkpoints "$checkpoints"
 run torchrun --standalone --nproc_per_node=2 "$train" --tp 2 --steps 30 --checkpoints "$checkpoints"
+if [[ -x build/bin/hybrid_mpi ]]; then # a run that goes on in Python, on another mesh
+    run mpirun -np "$ranks" build/bin/hybrid_mpi --train --steps 20 --save "$checkpoints/whole"
+    run python "$train" --nproc 2 --tp 2 --model gpt2-tiny --steps 30 --resume "$checkpoints/whole"
+fi
 printf '\nall of chapter 06 holds on %s ranks\n' "$ranks"
