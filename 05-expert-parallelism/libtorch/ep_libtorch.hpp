@@ -88,8 +88,8 @@ at::Tensor compute(const at::Tensor& rows_RD, const at::Tensor& counts_E, const 
                    const std::string& prefix, const RanksPtr& ranks, std::int64_t* moved = nullptr);
 
 /// The mixture of common/models/moe.py, dropless, on this rank's tokens: x_BSD to [B, S, D]. The router scores in float32 at
-/// least. Appends what fell on each expert to `counts` and adds the rows that moved to `moved`, if given. Collective, and so is its backward pass. Throws as
-/// check_choices and check_split do.
+/// least. Appends what fell on each expert to `counts` and adds the rows that moved to `moved`, if given. Collective, and so
+/// is its backward pass. Throws as check_choices and check_split do.
 at::Tensor mixture(const at::Tensor& x_BSD, const Parameters& mine, const std::string& prefix, int k,
                    Weights weights, const RanksPtr& ranks, std::vector<at::Tensor>* counts = nullptr,
                    std::int64_t* moved = nullptr);
