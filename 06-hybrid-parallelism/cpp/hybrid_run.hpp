@@ -64,7 +64,7 @@ class RunModel {
             const std::vector<Run> runs = runs_of(p.size(), [&](std::size_t k) { return p.place(k); });
             const bool written = first_replica(p);
             const auto add = [&](const std::string& prefix, std::span<T> all) {
-                list.emplace_back(prefix + p.name, p.whole_shape(), runs, all.subspan(p.offset, p.size()),
+                list.emplace_back(prefix + p.name, p.whole_shape, runs, all.subspan(p.offset, p.size()),
                                   written);
             };
             add("", model_.weights());
