@@ -251,7 +251,7 @@ def refused(rt: Runtime, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("stage", "ZeRO has the stages 1, 2 and 3, not 4"),
+        ("stage", "ZeRO has the stages 1, 2 and 3, and 0 for none, not 4"),
         ("types", "0.bias is torch.float64 in a unit of torch.float32: give one type a unit"),
         ("frozen", "no parameter of the model requires a gradient"),
         ("no_sync", "stage 2 holds no whole gradients; it reduces those of each micro-batch"),
@@ -355,7 +355,7 @@ def awkward(rt: Runtime, stage: int) -> tuple[float, list[str]]:
     return largest, said
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *STAGES])
 def test_awkward_models_and_failed_passes(stage: int) -> None:
     found = spawn(awkward, 2, stage)
     for largest, said in found:

@@ -36,6 +36,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +47,6 @@ from torch.utils._pytree import tree_leaves
 
 from common import comm
 from common.comm import Group
-from common.comm.placement import placement
 from common.launch.runtime import Runtime
 from common.lesson.comparison import Lesson
 from common.lesson.job import Job, total
@@ -58,13 +58,13 @@ from dp_basic import broadcast_model
 from dp_costs import zero_start, zero_step
 from dp_memory import prove_with_memory
 from dp_training import DataParallelOptions, check
-from dp_unit import Unit
+from dp_unit import GroupOf, Unit, together
 
 Options = TypeVar("Options", bound=DataParallelOptions)
 
 
 class Zero:
-    """ZeRO of stage 1, 2 or 3 around a model, over one group.
+    """ZeRO of stage 1, 2 or 3 around a model; in stage 0 gradients are summed and nothing is sharded.
 
         zero = Zero(model, model.layers, group, stage)
         optimizer = AdamW(p for _, p in zero.named_parameters())     # the pieces that this rank owns
@@ -79,57 +79,49 @@ class Zero:
     each rank has a part of it. The weights to save are the pieces, not the model's state_dict; after writing into
     pieces by other means than an optimizer, call changed(). All ranks step together, run equally many backward
     passes from stage 2 on, and equally many forward passes in stage 3. Units hold the parameters that require
-    gradients when Zero is made. entries: the modules that are called instead of the model, such as a pipeline's
-    stages.
+    gradients when Zero is made.
+
+    group: the ranks that hold the model, which begin with the values of its first; or a function that returns
+    the ranks that hold a parameter, all with the same values. The gradient of a parameter that only this rank
+    holds is left alone. entries: the modules that are called instead of the model, such as a pipeline's stages.
+    Stage 0 does not ask whether any rank used a parameter: unused ones get gradients of zeros.
 
     Raises ValueError for other stages, for a model without parameters to train, for a unit of two dtypes;
-    RuntimeError in stage 1 when a second backward pass runs before finish(): accumulate inside no_sync().
+    RuntimeError in stages 0 and 1 when a parameter gets another gradient before finish(): accumulate inside
+    no_sync().
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Iterable[nn.Module],
-        group: Group,
+        group: Group | GroupOf,
         stage: int,
         entries: Sequence[nn.Module] = (),
     ) -> None:
-        if stage not in (1, 2, 3):
-            raise ValueError(f"ZeRO has the stages 1, 2 and 3, not {stage}")
-        broadcast_model(model, group)
-        self.group, self.stage = group, stage
-        layers = list(layers)
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO has the stages 1, 2 and 3, and 0 for none, not {stage}")
+        if isinstance(group, Group):
+            broadcast_model(model, group)
+            group = partial(lambda one, _: one, group)
+        self.stage, layers, entries = stage, list(layers), tuple(entries) or (model,)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("no parameter of the model requires a gradient; there is nothing to shard")
-        self.names = list(trained)
-        of_layers = [{id(p) for p in layer.parameters()} for layer in layers]
-        homes = {name: [i for i, ids in enumerate(of_layers) if id(p) in ids] for name, p in trained.items()}
-        outside = {id(p) for p in parameters_outside(model, {id(layer) for layer in layers})}
-        entries = tuple(entries) or (model,)
+        self.pieces = dict(trained)
         # units[i] is whole while one of modules[i] runs
         self.units, self.modules = [], []  # type: tuple[list[Unit], list[tuple[nn.Module, ...]]]
-        # parameters that several layers share, or that are also outside of them, join the outer unit, -1
-        home = {
-            name: at[0] if len(at) == 1 and id(trained[name]) not in outside else -1
-            for name, at in homes.items()
-        }
-        for i, module in enumerate([model, *layers], -1):
-            inside = {name: p for name, p in trained.items() if home[name] == i}
-            # a parameter that ranks outside of this group hold too (tied, replicated) must be split and summed
-            # there as here, so it shares no unit with parameters of another placement
-            alike: dict[tuple[object, ...], dict[str, nn.Parameter]] = {}
-            for name, p in inside.items():
-                alike.setdefault((hasattr(p, "tied"), *placement(p)), {})[name] = p
-            for parameters in alike.values():
-                self.units.append(Unit(parameters, group, stage))
-                self.modules.append(entries if i < 0 else (module,))
+        for i, parameters in together(trained, model, layers, group):
+            self.units.append(Unit(parameters, group(next(iter(parameters.values()))), stage))
+            self.modules.append(entries if i < 0 else (layers[i],))
+            self.pieces |= self.units[-1].pieces
         self.entries = weakref.WeakSet(entries)
         self.synchronising, self.in_backward, self.reduced = True, False, False
         self.gathered, self.task = -1, -1
         self.used: set[str] = set()
         # units still to reduce in this backward pass; units whose reduce-scatter is on its way
         self.queue, self.leaving = self.units[::-1], []  # type: tuple[list[Unit], list[Unit]]
+        self.outer = self.modules.count(entries)
         self._hook(entries)
 
     def _hook(self, entries: Sequence[nn.Module]) -> None:
@@ -153,13 +145,12 @@ class Zero:
         weakref.finalize(self, register_optimizer_step_post_hook(call("_stepped")).remove)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return (name, this rank's piece, flat) of every parameter; many pieces are empty."""
-        pieces = {name: piece for unit in self.units for name, piece in unit.pieces.items()}
-        return ((name, pieces[name]) for name in self.names)
+        """Return (name, this rank's piece) of every parameter; from stage 1 on pieces are flat, many are empty."""
+        return iter(self.pieces.items())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only, in stage 1: backward passes inside send nothing.
+        """Accumulate only, in stages 0 and 1: backward passes inside send nothing.
 
         Raises RuntimeError in later stages, which have no memory to accumulate whole gradients.
         """
@@ -206,23 +197,24 @@ class Zero:
         if self.in_backward and task != self.task:
             raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
         self.task = task
-        if self.reduced and self.stage == 1:
+        if self.stage < 2 and unit not in self.queue:
             raise RuntimeError(
                 "backward ran twice before finish(): put all micro-batches but the last in no_sync()"
             )
         self._fill(unit, name)
         if not self.synchronising:
             return
-        if not self.in_backward:
+        if not self.in_backward and task != -1:  # -1: a pipeline computes a weight gradient that it put off
             self.in_backward = True
             Variable._execution_engine.queue_callback(self._end_of_backward)
         unit.unready.discard(name)
-        # units are reduced in one order on all ranks, or messages of the same length would be mismatched
-        while self.queue and not self.queue[0].unready:
+        # units are reduced in one order on all ranks, or messages of the same length would be mismatched; the
+        # outer ones come last, with the embedding, to which another stage on this rank may add as a tied head
+        while len(self.queue) > self.outer and not self.queue[0].unready:
             self._reduce()
 
     def _fill(self, unit: Unit, name: str) -> None:
-        if unit.parameters[name].grad is not None:  # None yet where a pipeline defers weight gradients
+        if unit.parameters[name].grad is not None:
             unit.fill(name)
             self.used.add(name)
 
@@ -231,16 +223,20 @@ class Zero:
         unit.reduce()
         unit.release()
         self.leaving.append(unit)
-        if len(self.leaving) > 1:
+        if len(self.leaving) > 1 and self.stage > 1:
             self.leaving.pop(0).settle()  # so that whole gradients of two units exist, not of all
 
     def _end_of_backward(self) -> None:
-        while self.queue:  # parameters that this backward pass did not use
+        self.in_backward = False
+        if self.stage > 1:
+            self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        while self.queue:  # also with parameters that no backward pass used
             self._reduce()
-        self.queue = self.units[::-1]
+        self.queue, self.reduced = self.units[::-1], True
         for unit in self.units:
             unit.unready = set(unit.parameters)
-        self.in_backward, self.reduced = False, True
 
     def finish(self) -> None:
         """Wait for all sums; then every piece has its gradient, or None where no rank used the parameter.
@@ -249,31 +245,34 @@ class Zero:
         """
         if self.in_backward:
             raise RuntimeError("a backward pass ended with an error: its gradients are lost; make a new Zero")
-        if (
-            not self.reduced
-        ):  # every pass was in no_sync(), or a pipeline made weight gradients outside of one
-            for unit in self.units:
-                for name in unit.parameters.keys() - unit.filled:
-                    self._fill(unit, name)
-            self._end_of_backward()
+        if not self.reduced:
+            self._reduce_all()
         for unit in self.leaving:
             unit.settle()
-        used = self.units[0].mine.new_tensor([float(name in self.used) for name in self.names])
-        comm.all_reduce(used, self.group)
-        users = dict(zip(self.names, used.tolist(), strict=True))
+        users = self._used_by_any()
         for unit in self.units:
             assert unit.sum is not None
             for name, gradient in unit.cut(unit.sum).items():
-                unit.pieces[name].grad = gradient.detach() if users[name] else None
+                unit.pieces[name].grad = gradient.detach() if name in users else None
                 unit.parameters[name].grad = None
             unit.sum = None
             unit.filled.clear()
         self.leaving, self.reduced = [], False
         self.used.clear()
 
+    def _used_by_any(self) -> set[str]:
+        """Return the parameters that any rank of their group used: an all-reduce of a flag each."""
+        groups = {unit.group.axis: unit.group for unit in self.units if self.stage}
+        for axis, group in groups.items():
+            names = [name for unit in self.units if unit.group.axis == axis for name in unit.parameters]
+            flags = self.units[0].mine.new_tensor([float(name in self.used) for name in names])
+            comm.all_reduce(flags, group)
+            self.used |= {name for name, ranks in zip(names, flags.tolist(), strict=True) if ranks}
+        return self.used if self.stage else {*self.pieces}
+
     def changed(self) -> None:
         """Mark the gathered weights as stale, after the pieces of all ranks have changed."""
-        for unit in self.units:
+        for unit in self.units if self.stage else ():
             unit.wait()  # gathered ahead and not used: stale, too
             unit.here = False
 
@@ -281,14 +280,6 @@ class Zero:
         mine = {id(piece) for _, piece in self.named_parameters()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             self.changed()
-
-
-def parameters_outside(module: nn.Module, layers: set[int]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that `module` has outside of `layers`, a set of module ids."""
-    if id(module) not in layers:
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            yield from parameters_outside(child, layers)
 
 
 def recomputing() -> bool:
