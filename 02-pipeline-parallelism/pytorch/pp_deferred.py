@@ -5,13 +5,15 @@
 
 Autograd computes both halves at once. Here the backward of a product returns dx, and stores a function that
 computes dw later. That function keeps x and dy; the rest of the graph is freed after I. Norms, biases and
-embeddings stay in I, since they cost little. (Qi et al., arXiv:2401.10241, section 4.)
+embeddings stay in I, since they cost little. (Qi et al., arXiv:2401.10241, section 4.) As autograd does, it calls
+the weight's hooks once its gradient has grown: data parallelism sends gradients from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,7 +41,7 @@ class Deferred:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return F.linear(x, weight, bias). x [..., in], weight [out, in], bias [out]."""
-        y = cast(Tensor, _Product.apply(x, weight, self))
+        y = cast(Tensor, _Product.apply(x, _Product.anchor if weight.requires_grad else None, (weight, self)))
         return y if bias is None else y + bias
 
     def replace(self, module: nn.Module) -> None:
@@ -50,23 +52,25 @@ class Deferred:
 
 
 class _Product(torch.autograd.Function):
+    """x w^T, whose weight autograd does not see: a pass that puts dw off would call its hooks without a gradient."""
+
+    anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward where x needs no gradient
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: Deferred) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, product: tuple[Tensor, Deferred]) -> Tensor:
+        weight, ctx.deferred = product
         y = x @ weight.T
         ctx.save_for_backward(x.to(y.dtype))  # under autocast the product is in 16 bits
-        ctx.weight, ctx.deferred = weight, deferred  # if saved, checkpointing would return a copy
+        ctx.weight = weight  # if saved, checkpointing would return a copy
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None]:
         (x,), (dy,), weight = ctx.saved_tensors, grads, ctx.weight
         dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None
-        weight_gradient = lambda: dy.flatten(0, -2).T @ x.flatten(0, -2)  # noqa: E731
-        if ctx.deferred.waiting is None:
-            return dx, weight_gradient(), None
-        ctx.deferred.waiting.append(lambda: _add(weight, weight_gradient))
+        if weight.requires_grad:
+            work = partial(_add, weight, lambda: dy.flatten(0, -2).T @ x.flatten(0, -2))
+            work() if ctx.deferred.waiting is None else ctx.deferred.waiting.append(work)
         return dx, None, None
 
 
@@ -77,3 +81,5 @@ def _add(weight: Tensor, compute: Callable[[], Tensor]) -> None:
         weight.grad = gradient.to(weight.dtype)
     else:
         weight.grad += gradient
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        hook(weight)

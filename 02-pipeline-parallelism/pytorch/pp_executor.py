@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from common.comm import Group, Pending
 from common.comm.mesh import Mesh
 
 from pp_deferred import Deferred, Work
-from pp_schedule import COMPUTE, Instruction, Schedule, settled
+from pp_schedule import COMPUTE, Instruction, Schedule, completing, settled
 from pp_simulator import Event
 
 Part = tuple[Tensor, ...]  # tokens_BS, perhaps positions_S, targets_BS
@@ -59,14 +60,22 @@ class Executor:
         }
         self.instructions = schedule.lists[self.group.rank]
         self.settled = settled(schedule, self.group.rank)
+        self.completing = completing(schedule, self.group.rank)
         self.events: list[Event] = []
 
-    def run(self, parts: list[Part], scale: float, begin: Callable[[int], None]) -> Tensor:
+    def run(
+        self,
+        parts: list[Part],
+        scale: float,
+        begin: Callable[[int], None],
+        no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Tensor:
         """Run forward and backward of all micro-batches; return the sum of their losses, on every pp rank.
 
         parts: the tensors of each micro-batch. scale: factor of the losses in the backward pass. begin(m):
-        called before each computation of micro-batch m. Raises ValueError unless there are as many parts as
-        micro-batches.
+        called before each computation of micro-batch m. no_sync: context of computations that complete no
+        gradient; data parallelism sends gradients in the others. Raises ValueError unless there are as many parts
+        as micro-batches.
         """
         if len(parts) != self.schedule.micro_batches:
             raise ValueError(
@@ -84,7 +93,8 @@ class Executor:
         for i in self.instructions:
             if i.op in COMPUTE:
                 begin(i.micro)
-                self.compute(i)
+                with nullcontext() if i in self.completing else no_sync():
+                    self.compute(i)
             elif i.op[0] == "S":
                 self.send(i)
             else:

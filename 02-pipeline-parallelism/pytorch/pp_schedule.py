@@ -167,6 +167,12 @@ def settled(schedule: Schedule, rank: int) -> dict[Instruction, list[Instruction
     return shows
 
 
+def completing(schedule: Schedule, rank: int) -> set[Instruction]:
+    """Return the instructions that complete gradients of a rank: each stage's last B, or its last I and W."""
+    last = {(i.stage, i.op): i for i in schedule.lists[rank] if i.op in ("B", "I", "W")}
+    return set(last.values())
+
+
 def other_end(message: Instruction) -> Instruction:
     """Return the receive of a send, or the send of a receive."""
     op, step = OTHER_END[message.op]
