@@ -85,7 +85,7 @@ CAUGHT: Mapping[str, Found] = {
         "the norm counts replicas": ("once", "ep", "test_museum_hybrid.py"),
         "the norm misses experts": ("once", "ep", "test_museum_hybrid.py"),
         "each stage clips by its own norm": ("linear", "pp", "test_museum_hybrid.py"),
-        "routers taken for complete along tp": ("linear", "tp", "hybrid_model.py"),
+        "routers taken for complete along tp": ("mix", "tp", "moe.py"),
         "a tied head's gradient is not summed": ("step", "pp", "hybrid_training.py"),
         "right, a tied head": ("", "", ""),
     },

@@ -186,7 +186,7 @@ def test_bytes_are_those_of_python(results: tuple[dict[str, Any], Path], case: i
         world = Group("world", rank, len(ranks), tuple(range(len(ranks))))
         mesh = Drawn(world, **dict(zip(AXES, CASES[case][1], strict=True)))
         hybrid = Hybrid(o.model_config(), mesh, o, torch.device("cpu"), torch.float64)
-        formula = StepBytes(hybrid.model, hybrid.owner, mesh, o)
+        formula = StepBytes(hybrid.model, hybrid.zero, mesh, o)
         for exchange in formula.exchanges[:1]:  # the rows of all layers and micro-batches
             sent, received = rows_moved(hybrid, o)
             exchange.rows_sent, exchange.rows_received = [sent, 0], [received, 0]

@@ -424,7 +424,7 @@ def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
     """Return a step's bytes by formula and as sent, and the expert calls on record after two steps."""
     trainer = start(rt, o)
     hybrid = trainer.hybrid
-    formula = StepBytes(hybrid.model, hybrid.owner, hybrid.mesh, o, clip=4)
+    formula = StepBytes(hybrid.model, hybrid.zero, hybrid.mesh, o, clip=4)
     with Log(rt, o, 0) as trainer.log, Signals() as trainer.signals:
         trainer.meter = Meter(rt, o)
         trainer.train()

@@ -43,7 +43,7 @@ from ep_moe import expert_parallel
 from hybrid_experts import split
 from hybrid_initial import from_seed, materialise
 from hybrid_layout import HybridOptions
-from hybrid_model import between_stages, make_groups, ring_kernel
+from hybrid_model import between_stages, gradient_groups, make_groups, ring_kernel
 from hybrid_training import lesson
 from pp_pipeline import Pipeline
 from pp_schedules import make_schedule
@@ -65,9 +65,10 @@ def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
     pipe = Pipeline(model, mesh, schedule, checkpointing=o.checkpointing, shape=between)  # chapter 02: layers
     materialise(model, mesh, job.rt.device, from_seed(model, o.seed))  # values, of this rank's shards alone
     layers, stages = model.layers.children(), [*pipe.stages.values()]
-    zero = Zero(model, layers, mesh.group("dp"), o.zero, stages) if o.zero else None  # chapter 01
-    optimizer = job.optimizer(zero or model)  # SGD or AdamW: the runner's choice
-    parameters = [p for _, p in (zero or model).named_parameters()]
+    zero = Zero(model, layers, gradient_groups(mesh, o), o.zero, stages)  # chapter 01: sums, shards
+    optimizer = job.optimizer(zero)  # SGD or AdamW: the runner's choice
+    parameters = [p for _, p in zero.named_parameters()]
+    no_sync = zero.no_sync if o.zero < 2 else nullcontext  # ZeRO 2 and 3 sum after every micro-batch
     tokens = mesh.group(*TOKEN_AXES)  # the ranks that see different tokens
     cut = partial(split_sequence, group=mesh.group("sp"), order=ORDERS[o.attention])
     for batch in job.batches():  # samples of this rank's place along dp and ep
@@ -75,11 +76,11 @@ def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
             batch = batch.cut(cut)  # this rank's tokens of each sample
         count = batch.count_targets(tokens)  # of all ranks: an all-reduce of 8 bytes
         optimizer.zero_grad()
-        with zero.no_sync() if zero and zero.stage == 1 else nullcontext():  # ZeRO-1 sends in finish()
-            loss_sum = pipe.run(batch.parts, 1 / count, batch.begin)  # forward and backward, by the schedule
-        if zero:
-            zero.finish()  # shards along dp have their sums
-        sum_gradients(parameters, mesh)  # over the axes along which tokens are split and the weight is whole
+        with nullcontext() if o.overlap else no_sync():  # sums begin in the last micro-batch's backward pass
+            loss_sum = pipe.run(batch.parts, 1 / count, batch.begin, no_sync)  # the passes, by the schedule
+        zero.finish()  # wait for the sums
+        if o.zero:
+            sum_gradients(parameters, mesh)  # of shards along dp, over the other axes
         sum_tied_gradients(parameters)  # last, so that the holders of a tied head step with the same bits
         if o.clip:
             clip_gradients(parameters, mesh, o.clip)

@@ -23,7 +23,6 @@ from common.comm import Group, padded, sizes_of
 from common.comm.mesh import Mesh
 from common.comm.placement import TOKEN_AXES, gradient_axes
 from common.data.text import rank_slice
-from common.lesson.equality import Named
 from common.models.transformer import Layer, Transformer
 
 from dp_zero import Zero
@@ -43,14 +42,13 @@ def of_sum(group: Group, sent: int) -> Fraction:
 class StepBytes:
     """Byte formula for one rank, after the calls that split `model`.
 
-    owner: has the parameters that the optimizer updates: the model, or ZeRO's shards. clip: number of values
-    in the message of the gradient norm; 0 means no clipping.
+    zero: has the parameters that the optimizer updates. clip: number of values in the message of the gradient
+    norm; 0 means no clipping.
     """
 
-    def __init__(self, model: Transformer, owner: Named, mesh: Mesh, o: HybridOptions, clip: int = 0) -> None:
+    def __init__(self, model: Transformer, zero: Zero, mesh: Mesh, o: HybridOptions, clip: int = 0) -> None:
         self.mesh, self.layout, self.config, self.clip = mesh, o, model.config, clip
-        self.parameters = [p for _, p in owner.named_parameters()]
-        self.zero = owner if isinstance(owner, Zero) else None
+        self.zero, self.parameters = zero, [p for _, p in zero.named_parameters()]
         self.size = self.parameters[0].element_size()
         places = mesh.group("dp", "ep")
         lo, hi = rank_slice(o.batch, places.rank, places.size)
@@ -150,16 +148,14 @@ class StepBytes:
         for p in self.parameters:
             group = self.mesh.group(*gradient_axes(p))
             sent[group.axis] += of_sum(group, p.numel() * self.size)
-        if zero := self.zero:
-            group, M = self.mesh.group("dp"), len(self.samples)
-            whole = [group.size * unit.share for unit in zero.units]
-            # a layer's weights are freed after each use, the others after the backward pass
-            in_layers = [next(iter(unit.parameters)).startswith("layers.") for unit in zero.units]
-            outside = sum(w for w, inside in zip(whole, in_layers, strict=True) if not inside)
-            reduced = sum(whole) * (M if zero.stage > 1 else 1)
-            gathered = M * (2 * sum(whole) - outside) if zero.stage == 3 else sum(whole) * (not first)
-            sent[group.axis] += Fraction((group.size - 1) * (reduced + gathered) * self.size, group.size)
-            sent[group.axis] += of_sum(group, len(zero.names) * self.size)
+        stage, M = self.zero.stage, len(self.samples)
+        for unit in self.zero.units if stage else ():
+            # in stage 3 a layer's weights are freed after each use, the others after the backward pass
+            in_layer = next(iter(unit.parameters)).startswith("layers.")
+            gathered = M * (1 + in_layer) if stage == 3 else not first
+            times, group = (M if stage > 1 else 1) + gathered, unit.group
+            sent[group.axis] += Fraction((group.size - 1) * times * unit.share * self.size)
+            sent[group.axis] += of_sum(group, len(unit.parameters) * self.size)  # a flag each
         return sent
 
     def shared(self) -> Bytes:

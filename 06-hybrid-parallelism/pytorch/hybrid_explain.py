@@ -95,7 +95,7 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
     """Return a table of rank 0's groups in a step, with the gradient sums that follow from the placements."""
     mesh = hybrid.mesh
     talks: dict[tuple[str, ...], list[str]] = {(axis,): [what] for axis, what in WHAT.items()}
-    if not hybrid.zero:
+    if not hybrid.layout.zero:
         del talks["dp",]
     if not hybrid.exchanges:
         del talks["ep",]

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import comm
 from common.comm import ledger
@@ -54,6 +54,7 @@ from ep_moe import ExpertExchange
 from hybrid_bytes import StepBytes
 from hybrid_explain import title
 from hybrid_layout import HybridOptions, Layout
+from hybrid_model import Hybrid
 from hybrid_training import HybridJob, alone, make_hybrid, make_job, train
 from pp_schedules import make_schedule
 
@@ -87,7 +88,8 @@ def in_libtorch(
 class Named:
     """C++ tensors under their names, with a module's interface, placed as those of a model in Python."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], placed: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], beside: Hybrid) -> None:
+        placed, self.zero = dict(beside.named_parameters()), beside.zero
         for name, tensor in tensors.items():
             tensor.__dict__.update(placed[name].__dict__)
         self.named_parameters = tensors.items
@@ -106,8 +108,8 @@ def train_libtorch(job: Job[HybridOptions]) -> Iterator[Tensor]:
     plain = dict(make_model(o, job.rt.device).named_parameters())
     hybrid = in_libtorch(beside.config, o, job.mesh, plain, schedule_of(o, job.mesh))
     hybrid.take_messages()  # ZeRO's broadcast of the initial weights, which Python's ranks make alike
-    exchanges = StepBytes(beside.model, beside.owner, job.mesh, o).exchanges
-    optimizer = job.optimizer(Named(hybrid.parameters(), dict(beside.named_parameters())))
+    exchanges = StepBytes(beside.model, beside.zero, job.mesh, o).exchanges
+    optimizer = job.optimizer(Named(hybrid.parameters(), beside))
     for batch in job.batches():
         optimizer.zero_grad()
         loss = hybrid.step(*batch.whole())
@@ -123,8 +125,8 @@ def train_libtorch(job: Job[HybridOptions]) -> Iterator[Tensor]:
 class InMPI:
     """Copies of hybrid_mpi's weights and gradients, with a module's interface, placed as those of a model in Python."""
 
-    def __init__(self, model: Any, placed: Mapping[str, nn.Parameter]) -> None:
-        self.model, self.placed = model, placed
+    def __init__(self, model: Any, beside: Hybrid) -> None:
+        self.model, self.placed, self.zero = model, dict(beside.named_parameters()), beside.zero
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, weight with its gradient)."""
@@ -157,9 +159,8 @@ def train_mpi(job: Job[HybridOptions]) -> Iterator[Tensor]:
         experts_per_token=c.experts_per_token,
         router=c.router,
     )
-    placed = dict(beside.named_parameters())
-    exchanges = StepBytes(beside.model, beside.owner, mesh, o).exchanges
-    rates = job.optimizer(InMPI(model, placed)).defaults  # of torch's optimizer, which takes no step
+    exchanges = StepBytes(beside.model, beside.zero, mesh, o).exchanges
+    rates = job.optimizer(InMPI(model, beside)).defaults  # of torch's optimizer, which takes no step
     for batch in job.batches():
         loss = model.loss_and_gradients(*(x.numpy() for x in batch.whole()))
         note_rows(exchanges, model.rows_moved)

@@ -40,6 +40,8 @@ class Layout(Checked):
     """Megatron's sequence parallelism: between the regions each rank along tp holds a slice of the tokens."""
     zero: Literal[0, 1, 2, 3] = 0
     """Stage of ZeRO along dp: 1 shards optimizer states, 2 also gradients, 3 also weights."""
+    overlap: bool = True
+    """Sum gradients while the last micro-batch's backward pass runs; no: afterwards."""
     checkpointing: bool = False
     """Keep only the input of each layer, and recompute the layer in the backward pass."""
     precision: Literal["full", "bfloat16"] = "full"

@@ -5,7 +5,7 @@
     expert_parallel      whole experts over ep
     Pipeline             layers over pp
     materialise          each rank makes its own shards
-    Zero                 dp: weights, gradients, states
+    Zero                 sums of gradients, while the last backward pass runs; over dp also shards
 
     optimizer.zero_grad()
     loss = hybrid.step(tokens_BS, targets_BS)      forward, backward, sums over ranks
@@ -16,6 +16,10 @@ A parameter carries its placement on the mesh (common/comm/placement.py), and th
 follows from the placement: the gradient is summed over the axes along which tokens are split and the
 parameter is replicated; the parameter counts once in the norm. ZeRO's shards are placed along dp, so the same
 rule sums their gradients over the remaining axes.
+
+A unit of Zero, a layer's parameters of one placement, is sent when the last micro-batch's backward pass has
+completed it, in an order that is the same on all ranks, and in process groups of its own: the backward pass itself
+communicates meanwhile. The first stage's embedding and the last stage's head follow after it.
 
 Every mesh runs as a pipeline. Without pp it has one stage, whose schedule is forward and backward in turn.
 
@@ -32,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from common import comm
+from common.comm import Group
 from common.comm.mesh import AXES, Mesh
 from common.comm.placement import (
     TOKEN_AXES,
@@ -62,7 +67,7 @@ from tp_megatron import Region, tensor_parallel
 class Hybrid:
     """A Transformer on a mesh: this rank's part of it, and its training step.
 
-    owner: has the parameters that the optimizer updates: the model, or ZeRO's shards.
+    zero: has the parameters that the optimizer updates.
     whole(name, shape): values of the plain model's parameters; default: those of `seed`. Every rank of the
     mesh constructs this object with the same arguments. Raises UsageError before any rank waits if model,
     mesh and layout do not fit together.
@@ -101,14 +106,13 @@ class Hybrid:
         if layout.precision == "bfloat16":
             for stage in stages:
                 stage.forward = torch.autocast(device.type, torch.bfloat16)(stage.forward)  # type: ignore[method-assign]
-        self.zero = Zero(model, layers, mesh.group("dp"), layout.zero, stages) if layout.zero else None
-        self.owner = self.zero or model
+        self.zero = Zero(model, layers, gradient_groups(mesh, layout), layout.zero, stages)
         self.tokens, self.samples = mesh.group(*TOKEN_AXES), mesh.group("dp", "ep")
         self.dropouts = [m for m in model.modules() if isinstance(m, Dropout) and m.p > 0]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters of this rank's optimizer, under the names of the plain model."""
-        return self.owner.named_parameters()
+        return self.zero.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the same parameters without names."""
@@ -141,8 +145,11 @@ class Hybrid:
         count = batch.count_targets(self.tokens)
         for exchange in self.exchanges:
             exchange.forget()
-        with self.zero.no_sync() if self.zero and self.zero.stage == 1 else nullcontext():
-            loss = self.pipe.run(batch.parts, 1 / count, batch.begin)
+        no_sync = (
+            self.zero.no_sync if self.layout.zero < 2 else nullcontext
+        )  # ZeRO 2 sums after every micro-batch
+        with nullcontext() if self.layout.overlap else no_sync():
+            loss = self.pipe.run(batch.parts, 1 / count, batch.begin, no_sync)
         self.finish()
         comm.all_reduce(loss, self.tokens)
         return loss / count
@@ -153,9 +160,9 @@ class Hybrid:
         A tied head's comes last: its two holders must step with the same bits, and the rounding of a sum over
         many ranks depends on the gradient's position in the message.
         """
-        if self.zero:
-            self.zero.finish()
-        sum_gradients(self.parameters(), self.mesh)
+        self.zero.finish()
+        if self.layout.zero:
+            sum_gradients(self.parameters(), self.mesh)  # of shards along dp, over the other axes
         sum_tied_gradients(self.parameters())
 
     def clip(self, largest: float, also: Tensor | None = None) -> Tensor:
@@ -169,8 +176,16 @@ def make_groups(model: nn.Module, mesh: Mesh) -> None:
         mesh.group(*axes)
     for p in model.parameters():
         axes = gradient_axes(p)
-        mesh.group(*axes)
+        mesh.group(*axes, purpose="gradients")
         mesh.group(*(axis for axis in axes if axis != "dp"))  # of ZeRO's shards
+
+
+def gradient_groups(mesh: Mesh, layout: Layout) -> Callable[[Tensor], Group]:
+    """Return a function of a parameter: the ranks over which its gradient is summed, or with ZeRO those along dp.
+
+    Its process groups are not those of the forward and the backward pass, which communicate meanwhile.
+    """
+    return lambda p: mesh.group(*(("dp",) if layout.zero else gradient_axes(p)), purpose="gradients")
 
 
 def ring_kernel(device: torch.device) -> Kernel:

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import Literal
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 from common import comm
@@ -20,6 +21,7 @@ from common.comm.ledger import Ledger, Row
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
 from common.lesson.comparison import records, report
 from common.lesson.equality import (
     OPTIMIZERS,
@@ -37,8 +39,9 @@ from common.lesson.runner import DTYPES, console
 from common.lesson.training import make_model, shape_of, timed_adamw
 from common.models.transformer import Transformer
 
+from dp_zero import Zero
 from hybrid_bytes import Bytes, StepBytes
-from hybrid_explain import bytes_table, explain, title
+from hybrid_explain import bytes_table, explain, label, title
 from hybrid_layout import HybridOptions, TorchOptions, check_torch
 from hybrid_model import Hybrid
 
@@ -88,15 +91,18 @@ class HybridJob(Job[HybridOptions]):
 
     def formula(self) -> StepBytes:
         """Return the byte formula of the model that the training loop has made."""
-        assert self.owner is not None
-        return StepBytes(self.model, self.owner, self.mesh, self.options, self.options.clip > 0)
+        zero = getattr(self.owner, "zero", self.owner)  # of a Hybrid, or beside a model in another language
+        assert isinstance(zero, Zero)
+        return StepBytes(self.model, zero, self.mesh, self.options, self.options.clip > 0)
 
 
 def make_job(
     rt: Runtime, o: HybridOptions, mesh: Mesh, make: MakeOptimizer, steps: int | None = None
 ) -> HybridJob:
     """Return a run on the mesh, with the optimizer that `make` makes. steps: default: no limit."""
-    version = title(mesh) + (f", ZeRO-{o.zero}" if o.zero else "")
+    version = (
+        title(mesh) + (f", ZeRO-{o.zero}" if o.zero else "") + ("" if o.overlap else ", sums afterwards")
+    )
     return HybridJob(rt, o, version, shape_of(o), mesh, "dp", make, steps)
 
 
@@ -105,7 +111,7 @@ def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
     o = job.options
     hybrid = make_hybrid(job.rt, o, job.mesh)
     job.model = hybrid.model
-    optimizer = job.optimizer(hybrid.owner)
+    optimizer = job.optimizer(hybrid.zero)
     for batch in job.batches():
         optimizer.zero_grad()
         loss = hybrid.step(*batch.whole(), at=(batch.step, batch.first_samples[0]))
@@ -172,12 +178,13 @@ def lesson(rt: Runtime, o: HybridOptions, loop: Train) -> bool:
     mesh, out = o.mesh(rt), console(rt)
     if o.explain:
         hybrid = make_hybrid(rt, o, mesh)
-        formula = StepBytes(hybrid.model, hybrid.owner, mesh, o, o.clip > 0)
+        formula = StepBytes(hybrid.model, hybrid.zero, mesh, o, o.clip > 0)
         out.print(explain(hybrid, o.clip > 0), bytes_table(mesh, formula.all()))
         if not o.steps:
             return True
     if o.benchmark:
-        report(rt, o, benchmark(rt, o, mesh))
+        report(rt, o, found := benchmark(rt, o, mesh))
+        out.print(waits_table(mesh, found))
         return True
     if o.precision != "full":
         raise UsageError(
@@ -219,21 +226,38 @@ def beside_torch(rt: Runtime, o: TorchOptions, loop: Train) -> bool:
     return proof.holds
 
 
+def waits_table(mesh: Mesh, records: list[BenchmarkRecord]) -> Table:
+    """Return a table of the exposed communication: milliseconds per step that a rank is blocked along each axis."""
+    waits: dict[str, dict[str, float]] = {}
+    for r in records:
+        of = waits.setdefault(r.implementation, defaultdict(float))
+        for axis, seconds in (r.seconds_by_axis or {}).items():
+            of[label(axis, mesh)] += 1e3 * seconds
+    axes = sorted({axis for of in waits.values() for axis in of})
+    title = "exposed: ms of a step that a rank is blocked, the mean over the ranks"
+    table = make_table(title, ("version", *(f">{axis}" for axis in axes), ">all"))
+    for name, of in waits.items():
+        table.add_row(name, *(f"{ms:.1f}" for ms in (*(of[axis] for axis in axes), sum(of.values()))))
+    return table
+
+
 def benchmark(
     rt: Runtime, o: HybridOptions, mesh: Mesh, beside: Mapping[str, Train] | None = None
 ) -> list[BenchmarkRecord]:
     """Time whole steps of a Hybrid with AdamW: `o.steps` of them, after one to warm up.
 
-    beside: other training loops to time in turn with it, each of a whole model.
+    Without overlap, one with overlap takes turns with it. beside: other training loops to time in turn with it, each
+    of a whole model.
     """
-    ours, sent = make_job(rt, o, mesh, timed_adamw), list[Fraction]()
-    run = train(ours)
+    sent, cases = list[Fraction](), dict[str, Callable[[], object]]()
 
-    def step() -> None:
+    def step(job: HybridJob, run: Iterator[Tensor]) -> None:
         next(run)
-        sent.append(sum(ours.formula().all().values(), Fraction(0)))
+        sent.append(sum(job.formula().all().values(), Fraction(0)))
 
-    cases: dict[str, Callable[[], object]] = {ours.version: step}
+    for layout in {o.overlap: o, True: replace(o, overlap=True)}.values():
+        ours = make_job(rt, layout, mesh, timed_adamw)
+        cases[ours.version] = partial(step, ours, train(ours))
     for name, loop in (beside or {}).items():
         job = Job(rt, o, name, make_model(o, rt.device), mesh, "dp", timed_adamw)
         cases[name] = partial(next, loop(job))

@@ -39,7 +39,7 @@ from hybrid_trainer import Trainer, start
 
 WARM_UP = 2
 OF_MANY_RANKS = (
-    "pp dp ep sp tp schedule chunks attention sequence_parallel zero checkpointing precision explain "
+    "pp dp ep sp tp schedule chunks attention sequence_parallel zero overlap checkpointing precision explain "
 )
 OF_A_LONG_RUN = (
     "config init log_every evaluate_every evaluation generate prompt temperature "

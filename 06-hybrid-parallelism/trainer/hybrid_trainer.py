@@ -90,13 +90,12 @@ class Trainer:
             raise UsageError(
                 f"{where} is of step {step}, beyond --steps {self.o.steps}; give at least {step}, or {another}"
             )
-        if self.hybrid.zero:
-            self.hybrid.zero.changed()
+        self.hybrid.zero.changed()
         return step
 
     def entries(self) -> Any:
         """Return the entries of a checkpoint."""
-        return entries_of(self.hybrid.model, self.optimizer, self.hybrid.zero)
+        return entries_of(self.hybrid.model, self.optimizer, self.hybrid)
 
     def run(self) -> bool:
         """Run the remaining steps. Return True at the end or after a stop signal, False after a failure."""
@@ -257,7 +256,7 @@ def make(rt: Runtime, o: TrainOptions) -> Hybrid:
     whole = read_weights(o.init, config) if o.init else None
     hybrid = Hybrid(config, mesh, o, rt.device, DTYPES[o.dtype], o.seed, whole)
     if o.explain:
-        formula = StepBytes(hybrid.model, hybrid.owner, mesh, o, clip=4)  # the norm, and three flags
+        formula = StepBytes(hybrid.model, hybrid.zero, mesh, o, clip=4)  # the norm, and three flags
         console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
     return hybrid
 

@@ -52,7 +52,7 @@ class Mesh:
                 f"mesh {given} needs {needed} ranks, the world has {world.size}; {fits} would fit"
             )
         self.at = self.coordinates(world.rank)
-        self._groups: dict[tuple[str, ...], Group] = {AXES: world}
+        self._groups: dict[tuple[tuple[str, ...], str], Group] = {(AXES, ""): world}
         self._parts: dict[tuple[str, str, str], Group | None] = {}
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -60,11 +60,12 @@ class Mesh:
         place = np.unravel_index(rank, tuple(self.shape.values()))
         return dict(zip(AXES, map(int, place), strict=True))
 
-    def group(self, *axes: str) -> Group:
+    def group(self, *axes: str, purpose: str = "") -> Group:
         """Return the group of ranks that differ from this one along `axes` alone, in rank order.
 
         The first call for some axes makes a process group on every rank: all ranks must make these calls in
-        the same order. Axes of size 1 cost nothing. Raises UsageError for an unknown axis.
+        the same order. Axes of size 1 cost nothing. purpose: tells apart groups of the same ranks, whose messages
+        must not wait for one another's. Raises UsageError for an unknown axis.
         """
         if unknown := set(axes) - set(AXES):
             raise UsageError(f"axis {unknown.pop()!r} is unknown; the axes are {', '.join(AXES)}")
@@ -72,18 +73,17 @@ class Mesh:
         name = "world" if set(axes) == set(AXES) else "+".join(a for a in AXES if a in axes)
         if all(self.shape[a] == 1 or a in wanted for a in AXES):
             wanted = AXES
-        if wanted not in self._groups:
+        if (wanted, purpose) not in self._groups:
             made = self._make(wanted)
             assert made is not None
-            self._groups[wanted] = made
-        g = self._groups[wanted]
+            self._groups[wanted, purpose] = made
+        g = self._groups[wanted, purpose]
         return Group(name, g.rank, g.size, g.ranks, g.pg)
 
     def part(self, axis: str, places: Sequence[int], purpose: str = "") -> Group | None:
         """Return the group of the ranks at `places` along an axis; None on others.
 
-        All ranks must call it, in the same order. purpose: tells apart groups of the same ranks, whose
-        messages must not wait for one another's.
+        All ranks must call it, in the same order. purpose: as in `group`.
         """
         chosen = tuple(sorted(set(places)))
         key = (axis, str(chosen), purpose)
@@ -96,7 +96,7 @@ class Mesh:
         for group in (*self._groups.values(), *self._parts.values()):
             if group is not None and group.pg is not None and group.pg is not self.world.pg:
                 dist.destroy_process_group(group.pg)
-        self._groups, self._parts = {AXES: self.world}, {}
+        self._groups, self._parts = {(AXES, ""): self.world}, {}
 
     def _make(self, axes: tuple[str, ...], places: tuple[int, ...] | None = None) -> Group | None:
         """Make all groups along `axes`, and return this rank's; places: only these ranks of a single axis."""
