@@ -40,6 +40,11 @@ JOURNEYS: dict[str, list[tuple[str, Mesh]]] = {
         ("hybrid_libtorch", dict(pp=2, dp=2, zero=1)),
         ("hybrid_mpi", dict(ep=2, sp=2)),
     ],
+    "gpt2-moe-tiny": [
+        ("hybrid_mpi", dict(ep=2, tp=2)),
+        ("hybrid_libtorch", dict(ep=2)),
+        ("hybrid_mpi", dict(pp=2, dp=2)),
+    ],
     "mixtral-tiny": [
         ("hybrid_libtorch", dict(ep=2, tp=2)),
         ("python", dict(pp=2)),
