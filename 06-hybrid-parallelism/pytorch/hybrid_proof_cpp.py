@@ -50,9 +50,13 @@ def options(shape: Shape, model: str, turn: int, sharded: bool) -> RowOptions:
         batch=max(18, 2 * dp * ep),
         sequence=48,
         steps=2,
-        **dict(pp=pp, dp=dp, ep=ep, sp=sp, tp=tp),
-        schedule=schedules[turn % len(schedules)] if pp > 1 else "1f1b",  # type: ignore[arg-type]
-        attention=("zigzag", "ring")[turn % 2],  # type: ignore[arg-type]
+        pp=pp,
+        dp=dp,
+        ep=ep,
+        sp=sp,
+        tp=tp,
+        schedule=schedules[turn % len(schedules)] if pp > 1 else "1f1b",
+        attention=("zigzag", "ring")[turn % 2],
         sequence_parallel=sharded and tp > 1 and turn % 2 == 1,
         zero=int(sharded and dp > 1 and turn % 3 > 0),  # type: ignore[arg-type]
     )
