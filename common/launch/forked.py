@@ -88,6 +88,7 @@ def serve(listener: socket.socket) -> None:
             client, _ = listener.accept()
             pid = os.fork()
             if pid == 0:
+                os.setpgid(0, 0)  # here, too: what the script starts must be in its group, whoever runs first
                 for _, process, other in set(running.values()):
                     os.close(process)
                     other.close()
