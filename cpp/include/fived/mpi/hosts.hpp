@@ -86,11 +86,12 @@ inline Rounds combine(HostMemory& m, const Call& call, std::vector<Inputs> in, s
     const std::size_t mine = length_of(in[m.rank()]);
     std::size_t longest = 0;
     for (const Inputs& pieces : in) longest = std::max(longest, length_of(pieces));
+    const auto fill = into_slots(longest);
     return {call, rounds_of(longest, chunk),
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
                     between(in[r], i * chunk, (i + 1) * chunk, [&](auto part, std::size_t at) {
-                        copy_through_cache(m.slot(m.rank(), i) + r * chunk + at, part.data(), part.size());
+                        fill(m.slot(m.rank(), i) + r * chunk + at, part.data(), part.size());
                     });
             },
             [=, &m](std::size_t i) {
@@ -106,10 +107,11 @@ inline Rounds share(HostMemory& m, const Call& call, std::vector<Outputs> pieces
     const std::size_t chunk = HostMemory::slot_bytes;
     std::size_t longest = 0;
     for (const Outputs& some : pieces) longest = std::max(longest, length_of(some));
+    const auto fill = into_slots(longest);
     return {call, rounds_of(longest, chunk),
             [=, &m](std::size_t i) {
                 between(pieces[m.rank()], i * chunk, (i + 1) * chunk, [&](auto part, std::size_t at) {
-                    copy_through_cache(m.slot(m.rank(), i) + at, part.data(), part.size());
+                    fill(m.slot(m.rank(), i) + at, part.data(), part.size());
                 });
             },
             [=, &m](std::size_t i) {

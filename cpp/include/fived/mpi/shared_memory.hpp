@@ -213,6 +213,13 @@ class HostMemory {
 using Step = std::function<void(std::size_t round)>;
 using Rounds = HostMemory::RoundsOf<Step, Step>;
 
+/// How a rank fills its slots with a message of `bytes`. Its core has to ask for every line of the cache that another core
+/// has read, and waits longest where the two share no cache; stores past the cache ask for none. They take longer to
+/// arrive, which a message of several rounds does not wait for.
+inline auto into_slots(std::size_t bytes) {
+    return bytes > HostMemory::slot_bytes ? copy_past_cache : copy_through_cache;
+}
+
 /// Chunks of `bytes` when each round carries `chunk` of them; at least one, so that ranks meet.
 inline std::size_t rounds_of(std::size_t bytes, std::size_t chunk) {
     return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk);
@@ -297,10 +304,11 @@ inline Rounds all_reduce(HostMemory& m, const Call& call, std::byte* x, std::siz
 inline Rounds broadcast(HostMemory& m, const Call& call, std::byte* x, std::size_t bytes, int root) {
     const std::size_t chunk = HostMemory::slot_bytes;
     const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
+    const auto fill = into_slots(bytes);
     const auto copy = bytes > HostMemory::large ? copy_past_cache : copy_through_cache;
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
-                if (m.rank() == root) copy_through_cache(m.slot(root, i), x + i * chunk, length(i));
+                if (m.rank() == root) fill(m.slot(root, i), x + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
                 if (m.rank() != root) copy(x + i * chunk, m.slot(root, i), length(i));
@@ -312,15 +320,17 @@ inline Rounds all_gather(HostMemory& m, const Call& call, const std::byte* x, st
                          std::size_t bytes, int root = -1) {
     const std::size_t chunk = HostMemory::slot_bytes;
     const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
+    const auto fill = into_slots(bytes);
     const auto copy = bytes * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
     const bool wanted = root < 0 || root == m.rank();
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
-                if (root != m.rank()) copy_through_cache(m.slot(m.rank(), i), x + i * chunk, length(i));
+                if (root != m.rank()) fill(m.slot(m.rank(), i), x + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
                 for (int r = 0; wanted && r < m.size(); ++r)
-                    copy(out[r] + i * chunk, r == m.rank() ? x + i * chunk : m.slot(r, i), length(i));
+                    if (r != m.rank() || out[r] != x)
+                        copy(out[r] + i * chunk, r == m.rank() ? x + i * chunk : m.slot(r, i), length(i));
             }};
 }
 
@@ -328,12 +338,12 @@ inline Rounds all_gather(HostMemory& m, const Call& call, const std::byte* x, st
 inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const std::byte*> in,
                              std::byte* out, std::size_t bytes, std::size_t item, Reduce reduce) {
     const std::size_t chunk = chunk_of(HostMemory::slot_bytes / m.size(), item);
+    const auto fill = into_slots(bytes);
     const auto length = [=](std::size_t i) { return std::min(chunk, bytes - std::min(bytes, i * chunk)); };
     return {call, rounds_of(bytes, chunk),
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
-                    if (r != m.rank())
-                        copy_through_cache(m.slot(m.rank(), i) + r * chunk, in[r] + i * chunk, length(i));
+                    if (r != m.rank()) fill(m.slot(m.rank(), i) + r * chunk, in[r] + i * chunk, length(i));
             },
             [=, &m](std::size_t i) {
                 const std::byte* terms[max_local_ranks];
@@ -351,12 +361,13 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<std::span<
         const std::size_t begin = std::min(whole.size(), i * chunk);
         return whole.subspan(begin, std::min(chunk, whole.size() - begin));
     };
+    const auto fill = into_slots(longest);
     const auto copy = longest * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
     return {call, rounds_of(longest, chunk),
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
                     if (const auto piece = part(in[r], i); r != m.rank())
-                        copy_through_cache(m.slot(m.rank(), i) + r * chunk, piece.data(), piece.size());
+                        fill(m.slot(m.rank(), i) + r * chunk, piece.data(), piece.size());
             },
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r) {
