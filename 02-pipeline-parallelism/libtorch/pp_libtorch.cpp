@@ -168,8 +168,6 @@ Pipeline::Pipeline(const Gpt2Shape& shape, const Schedule& schedule, RanksPtr up
     if (schedule.stages() > shape.layers)
         throw std::invalid_argument(std::to_string(shape.layers) + " layers are too few for " +
                                     std::to_string(schedule.stages()) + " stages");
-    const bool splits =
-        std::ranges::any_of(schedule.lists[rank], [](const Instruction& i) { return i.op == Op::W; });
     const auto deferred = c10::make_intrusive<Deferred>();
     std::map<int, Executor::Stage> run;
     for (int s = 0; s <= last; ++s) {
@@ -179,10 +177,9 @@ Pipeline::Pipeline(const Gpt2Shape& shape, const Schedule& schedule, RanksPtr up
         Gpt2Part stage(shape, begin, end);
         stage->to(options.device(), options.dtype().toScalarType());
         if (s == last && s > 0 && stages_.contains(0)) stage->share(*stages_.at(0));
-        if (splits)
-            stage->use([deferred](const at::Tensor& x, const at::Tensor& weight) {
-                return deferred_product(x, weight, deferred);
-            });
+        stage->use([deferred](const at::Tensor& x, const at::Tensor& weight) {
+            return deferred_product(x, weight, deferred);
+        });
         run[s] = [stage](const at::Tensor& x) mutable { return stage(x); };
         stages_.emplace(s, stage);
     }

@@ -53,7 +53,7 @@ class Pipeline:
         if checkpointing:
             model.run_layer = partial(checkpoint, use_reentrant=False)
         self.stages = cut_model(model, schedule.owner, mesh, cuts)
-        if any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
+        if schedule.micro_batches > 1 or any(i.op == "W" for i in schedule.lists[mesh.at["pp"]]):
             deferred.replace(model)
         width = model.config.width
         parameter = next(iter(model.parameters()))

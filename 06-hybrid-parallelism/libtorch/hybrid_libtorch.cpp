@@ -17,10 +17,6 @@ Cut piece_along(Axis axis, int dim, std::int64_t length, const Mesh& mesh) {
     return {axis, dim, std::int64_t(mine.begin), std::int64_t(mine.length)};
 }
 
-bool has_instruction(const Schedule& schedule, int rank, Op op) {
-    return std::ranges::any_of(schedule.lists[rank], [&](const Instruction& i) { return i.op == op; });
-}
-
 /// Number of the layer in "layers.3.mlp...", or -1.
 int layer_of(const std::string& name) {
     return name.starts_with("layers.") ? std::stoi(name.substr(7)) : -1;
@@ -60,10 +56,7 @@ Hybrid::Hybrid(const Shape& shape, Mesh& mesh, const Layout& layout, at::ScalarT
     : shape_(shape),
       mesh_(mesh),
       layout_(layout),
-      transformer_(shape, ways(mesh, layout),
-                   has_instruction(layout.schedule, mesh.at(Axis::pp), Op::W)
-                       ? c10::make_intrusive<Deferred>()
-                       : DeferredPtr()) {
+      transformer_(shape, ways(mesh, layout), c10::make_intrusive<Deferred>()) {
     make_groups();
     fill(dtype, whole);
     if (layout_.zero && mesh_.size(Axis::dp) > 1) shard();
@@ -84,10 +77,9 @@ Hybrid::Hybrid(const Shape& shape, Mesh& mesh, const Layout& layout, at::ScalarT
         const Range part = transformer_.outside(tokens_Bs.size(1));
         return std::vector<std::int64_t>{tokens_Bs.size(0), std::int64_t(part.length), shape_.width};
     };
-    executor_ = std::make_unique<Executor>(
-        schedule, std::move(stages), loss, mesh_.along({Axis::pp}), mesh_.along({Axis::pp}, " down"), between,
-        at::TensorOptions(dtype),
-        transformer_.deferred() ? transformer_.deferred() : c10::make_intrusive<Deferred>());
+    executor_ = std::make_unique<Executor>(schedule, std::move(stages), loss, mesh_.along({Axis::pp}),
+                                           mesh_.along({Axis::pp}, " down"), between,
+                                           at::TensorOptions(dtype), transformer_.deferred());
 }
 
 /// All groups, in one order on all ranks, before the ranks hold different parameters.

@@ -49,7 +49,7 @@ struct Ways {
 
 class Transformer {
   public:
-    /// deferred: where gradients of weights may wait; null: nowhere. `mine` must hold what the layers read.
+    /// deferred: where gradients of weights may wait. `mine` must hold what the layers read.
     Transformer(const Shape& shape, Ways ways, DeferredPtr deferred)
         : shape_(shape), ways_(std::move(ways)), deferred_(std::move(deferred)) {}
 
