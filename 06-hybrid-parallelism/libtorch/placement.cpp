@@ -37,6 +37,8 @@ void all_reduce(const at::Tensor& x, Ranks& ranks) {
 }
 
 void sum_gradients(const std::vector<Placed>& parameters, Mesh& mesh) {
+    constexpr std::size_t alone =
+        64 << 10;  // bytes from which copying into a common message takes longer than a message
     const at::NoGradGuard no_grad;
     // Replicas share no message with pieces, whose sizes may differ from rank to rank: they stay equal to the bit.
     std::map<std::pair<Axes, Axes>, Tensors> together;
@@ -50,12 +52,18 @@ void sum_gradients(const std::vector<Placed>& parameters, Mesh& mesh) {
     for (const auto& [axes, gradients] : together) {
         const RanksPtr& ranks = mesh.along(axes.first);
         if (ranks->size() == 1) continue;
-        Tensors flat;
-        for (const at::Tensor& gradient : gradients) flat.push_back(gradient.flatten());
-        const at::Tensor all = at::cat(flat);
-        all_reduce(all, *ranks);
+        std::vector<Ranks::Pending> leaving;
+        Tensors small, flat;
+        for (const at::Tensor& gradient : gradients)
+            if (gradient.nbytes() >= alone && gradient.is_contiguous())
+                leaving.push_back(ranks->all_reduce(gradient));
+            else
+                small.push_back(gradient), flat.push_back(gradient.flatten());
+        const at::Tensor all = flat.empty() ? at::Tensor() : at::cat(flat);
+        if (all.defined()) leaving.push_back(ranks->all_reduce(all));
+        for (Ranks::Pending& pending : leaving) ranks->wait(pending);
         std::int64_t begin = 0;
-        for (at::Tensor gradient : gradients) {
+        for (at::Tensor gradient : small) {
             gradient.copy_(all.narrow(0, begin, gradient.numel()).view_as(gradient));
             begin += gradient.numel();
         }
