@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.comm.placement import TOKEN_AXES, clip_gradients, sum_gradients, sum_tied_gradients
+from common.comm.placement import TOKEN_AXES, clip_gradients, sum_tied_gradients
 from common.launch.runtime import Runtime
 from common.lesson.job import Job, total
 from common.lesson.runner import run
@@ -60,7 +60,7 @@ def train(job: Job[Options]) -> Iterator[Tensor]:
     pipe = Pipeline(model, mesh, schedule, checkpointing=o.checkpointing, shape=between)  # chapter 02: layers
     materialise(model, mesh, job.rt.device, from_seed(model, o.seed))  # values, of this rank's shards alone
     layers, stages = model.layers.children(), [*pipe.stages.values()]
-    zero = Zero(model, layers, gradient_groups(mesh, o), o.zero, stages)  # chapter 01: sums, shards
+    zero = Zero(model, layers, gradient_groups(mesh), o.zero, stages)  # chapter 01: sums, shards
     optimizer = job.optimizer(zero)  # SGD or AdamW: the runner's choice
     parameters = [p for _, p in zero.named_parameters()]
     no_sync = zero.no_sync if o.zero < 2 else nullcontext  # ZeRO 2 and 3 sum after every micro-batch
@@ -71,8 +71,6 @@ def train(job: Job[Options]) -> Iterator[Tensor]:
         with nullcontext() if o.overlap else no_sync():  # sums begin in the last micro-batch's backward pass
             loss_sum = pipe.run(batch.parts, 1 / count, batch.begin, no_sync)  # the passes, by the schedule
         zero.finish()  # wait for the sums
-        if o.zero:
-            sum_gradients(parameters, mesh)  # of shards along dp, over the other axes
         sum_tied_gradients(parameters)  # last, so that the holders of a tied head step with the same bits
         if o.clip:
             clip_gradients(parameters, mesh, o.clip)

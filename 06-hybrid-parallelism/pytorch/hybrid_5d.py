@@ -4,12 +4,14 @@
 
                  pp              dp           ep                 sp            tp
     tokens       pass all        split        split              split         the same
-    weights      of a stage      whole*       whole              whole         split (norms whole)
+    weights      of a stage      whole        whole              whole         split (norms whole)
     experts      of a stage      whole*       split              whole         split
     gradients    complete        sum          sum (experts: no)  sum           complete (routers, norms*: sum)
     messages     point to point  all-reduce   all-to-all         ring          all-reduce
 
-    * ZeRO splits them along dp; with Megatron's sequence parallelism norms see a slice of the tokens
+    * with Megatron's sequence parallelism norms see a slice of the tokens
+
+ZeRO splits a weight over all axes along which its gradient is a sum.
 
 The last rows are not written down anywhere in the code: each parameter carries its placement on the mesh, and
 a gradient is summed over exactly the axes along which tokens are split and its parameter is whole. A version
@@ -33,7 +35,7 @@ from functools import partial
 
 from torch import Tensor
 
-from common.comm.placement import TOKEN_AXES, clip_gradients, sum_gradients, sum_tied_gradients
+from common.comm.placement import TOKEN_AXES, clip_gradients, sum_tied_gradients
 from common.launch.runtime import Runtime
 from common.lesson.job import Job, total
 from common.lesson.runner import run
@@ -65,7 +67,7 @@ def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
     pipe = Pipeline(model, mesh, schedule, checkpointing=o.checkpointing, shape=between)  # chapter 02: layers
     materialise(model, mesh, job.rt.device, from_seed(model, o.seed))  # values, of this rank's shards alone
     layers, stages = model.layers.children(), [*pipe.stages.values()]
-    zero = Zero(model, layers, gradient_groups(mesh, o), o.zero, stages)  # chapter 01: sums, shards
+    zero = Zero(model, layers, gradient_groups(mesh), o.zero, stages)  # chapter 01: sums, shards
     optimizer = job.optimizer(zero)  # SGD or AdamW: the runner's choice
     parameters = [p for _, p in zero.named_parameters()]
     no_sync = zero.no_sync if o.zero < 2 else nullcontext  # ZeRO 2 and 3 sum after every micro-batch
@@ -79,8 +81,6 @@ def train(job: Job[HybridOptions]) -> Iterator[Tensor]:
         with nullcontext() if o.overlap else no_sync():  # sums begin in the last micro-batch's backward pass
             loss_sum = pipe.run(batch.parts, 1 / count, batch.begin, no_sync)  # the passes, by the schedule
         zero.finish()  # wait for the sums
-        if o.zero:
-            sum_gradients(parameters, mesh)  # of shards along dp, over the other axes
         sum_tied_gradients(parameters)  # last, so that the holders of a tied head step with the same bits
         if o.clip:
             clip_gradients(parameters, mesh, o.clip)

@@ -4,7 +4,8 @@
     sp          attention, as chapter 04 has it for each kind
     ep          rows to experts and back, forward and backward: 2 (s + r) D; 8 bytes for each expert elsewhere
     pp          |x| for every border between two ranks; the loss; a tied head's gradient
-    dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; ZeRO as in chapter 01
+    dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; ZeRO over the same
+                axes as in chapter 01
     world       the square of the gradient norm if gradients are clipped, and the flags summed with it, 8 bytes each
 
 |x| is the size of a micro-batch on this rank between layers: its samples, its tokens, D numbers each. The
@@ -143,7 +144,7 @@ class StepBytes:
         return {group.axis: sent}
 
     def gradients(self, first: bool) -> Bytes:
-        """Bytes of the gradient sums, by the axes of the rule, and of ZeRO's messages along dp."""
+        """Bytes of the gradient sums, by the axes of the rule, or of ZeRO's messages along them."""
         sent: Bytes = defaultdict(Fraction)
         for p in self.parameters:
             group = self.mesh.group(*gradient_axes(p))

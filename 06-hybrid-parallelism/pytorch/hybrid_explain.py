@@ -20,7 +20,6 @@ from hybrid_model import Hybrid
 right = partial(Column, justify="right")
 WHAT = {
     "pp": "activations on to the next stage, gradients back; the loss",
-    "dp": "ZeRO: gradients reduce-scattered, weights all-gathered",
     "ep": "rows to their experts and back",
     "sp": "keys and values, or heads for tokens",
     "tp": "activations into regions and out of them; the loss's three numbers a token",
@@ -43,7 +42,7 @@ def axes_table(mesh: Mesh) -> Table:
     table = Table("axis", right("ranks"), right("stride"), "splits", title=said, title_justify="left")
     splits = {
         "pp": "layers into stages",
-        "dp": "samples; with ZeRO states, gradients, weights",
+        "dp": "samples",
         "ep": "samples, and experts where there are some",
         "sp": "the tokens of each sample",
         "tp": "heads, matrices and the vocabulary",
@@ -95,8 +94,6 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
     """Return a table of rank 0's groups in a step, with the gradient sums that follow from the placements."""
     mesh = hybrid.mesh
     talks: dict[tuple[str, ...], list[str]] = {(axis,): [what] for axis, what in WHAT.items()}
-    if not hybrid.layout.zero:
-        del talks["dp",]
     if not hybrid.exchanges:
         del talks["ep",]
     if hybrid.config.tied:
@@ -105,11 +102,12 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
     if clip:
         talks[AXES] = ["the norm of the gradient"]
     summed: dict[tuple[str, ...], list[str]] = {}
-    for name, p in hybrid.named_parameters():
+    for name, p in hybrid.model.named_parameters():
         summed.setdefault(gradient_axes(p), []).append(name)
     for axes, names in summed.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        talks.setdefault(axes, []).append(f"gradients of {names[0]}{more}")
+        sharded = ", reduce-scattered, and their weights, all-gathered" if hybrid.layout.zero else ""
+        talks.setdefault(axes, []).append(f"gradients of {names[0]}{more}{sharded}")
     by_label: dict[str, tuple[tuple[str, ...], list[str]]] = {}
     for axes, what in talks.items():
         name = "world" if axes == AXES else "+".join(axes)

@@ -5,7 +5,7 @@
     expert_parallel      whole experts over ep
     Pipeline             layers over pp
     materialise          each rank makes its own shards
-    Zero                 sums of gradients, while the last backward pass runs; over dp also shards
+    Zero                 sums of gradients, while the last backward pass runs; shards over the same ranks
 
     optimizer.zero_grad()
     loss = hybrid.step(tokens_BS, targets_BS)      forward, backward, sums over ranks
@@ -14,8 +14,8 @@
 
 A parameter carries its placement on the mesh (common/comm/placement.py), and the work after the backward pass
 follows from the placement: the gradient is summed over the axes along which tokens are split and the
-parameter is replicated; the parameter counts once in the norm. ZeRO's shards are placed along dp, so the same
-rule sums their gradients over the remaining axes.
+parameter is replicated; the parameter counts once in the norm. The ranks along these axes hold copies of the
+parameter, so ZeRO shards it over them.
 
 A unit of Zero, a layer's parameters of one placement, is sent when the last micro-batch's backward pass has
 completed it, in an order that is the same on all ranks, and in process groups of its own: the backward pass itself
@@ -42,7 +42,6 @@ from common.comm.placement import (
     TOKEN_AXES,
     clip_gradients,
     gradient_axes,
-    sum_gradients,
     sum_tied_gradients,
 )
 from common.data.text import rank_slice
@@ -106,7 +105,7 @@ class Hybrid:
         if layout.precision == "bfloat16":
             for stage in stages:
                 stage.forward = torch.autocast(device.type, torch.bfloat16)(stage.forward)  # type: ignore[method-assign]
-        self.zero = Zero(model, layers, gradient_groups(mesh, layout), layout.zero, stages)
+        self.zero = Zero(model, layers, gradient_groups(mesh), layout.zero, stages)
         self.tokens, self.samples = mesh.group(*TOKEN_AXES), mesh.group("dp", "ep")
         self.dropouts = [m for m in model.modules() if isinstance(m, Dropout) and m.p > 0]
 
@@ -161,8 +160,6 @@ class Hybrid:
         many ranks depends on the gradient's position in the message.
         """
         self.zero.finish()
-        if self.layout.zero:
-            sum_gradients(self.parameters(), self.mesh)  # of shards along dp, over the other axes
         sum_tied_gradients(self.parameters())
 
     def clip(self, largest: float, also: Tensor | None = None) -> Tensor:
@@ -177,15 +174,16 @@ def make_groups(model: nn.Module, mesh: Mesh) -> None:
     for p in model.parameters():
         axes = gradient_axes(p)
         mesh.group(*axes, purpose="gradients")
-        mesh.group(*(axis for axis in axes if axis != "dp"))  # of ZeRO's shards
+        mesh.group(*axes)  # of what looks at ZeRO's shards from outside
 
 
-def gradient_groups(mesh: Mesh, layout: Layout) -> Callable[[Tensor], Group]:
-    """Return a function of a parameter: the ranks over which its gradient is summed, or with ZeRO those along dp.
+def gradient_groups(mesh: Mesh) -> Callable[[Tensor], Group]:
+    """Return a function of a parameter: the ranks that hold it and over which its gradient is summed.
 
-    Its process groups are not those of the forward and the backward pass, which communicate meanwhile.
+    ZeRO shards it over the same ranks: a dense parameter over dp, ep and sp, an expert over dp and sp. Its process
+    groups are not those of the forward and the backward pass, which communicate meanwhile.
     """
-    return lambda p: mesh.group(*(("dp",) if layout.zero else gradient_axes(p)), purpose="gradients")
+    return lambda p: mesh.group(*gradient_axes(p), purpose="gradients")
 
 
 def ring_kernel(device: torch.device) -> Kernel:

@@ -76,7 +76,7 @@ def options(shape: Shape, model: str, turn: int) -> RowOptions:
         schedule=schedules[turn % len(schedules)] if pp > 1 else "1f1b",  # type: ignore[arg-type]
         attention=attentions[turn % len(attentions)],
         sequence_parallel=tp > 1 and turn % 2 == 1,
-        zero=(turn // 3 % 2 if pp > 1 else turn // 3 % 4) if dp > 1 else 0,  # type: ignore[arg-type]
+        zero=(turn // 3 % 2 if pp > 1 else turn // 3 % 4) if dp * ep * sp > 1 else 0,  # type: ignore[arg-type]
         checkpointing=checkpointing,
         clip=0.5 * (turn // 2 % 2),
     )

@@ -122,7 +122,7 @@ def boxes(shape: Sequence[int], splits: dict[str, Split], mesh: Mesh) -> list[Bo
     """
     inner, origin, run = list(shape), [0] * len(shape), None
     for axis, split in splits.items():
-        at = mesh.at[axis]
+        at = mesh.rank_along(axis)
         if run is not None:
             raise ValueError(f"cut along {axis} after a run, which has no rows; let the run be the last cut")
         if isinstance(split, FlatShard):
@@ -156,7 +156,10 @@ def writes(entry: Entry, mesh: Mesh) -> bool:
     tied = getattr(entry.like, "tied", None)
     if tied is not None and tied.rank > 0:
         return False
-    split = {*entry.splits, "pp"}  # stages hold different parameters
+    split = {
+        "pp",
+        *(axis for axes in entry.splits for axis in axes.split("+")),
+    }  # stages hold different parameters
     return all(at == 0 for axis, at in mesh.at.items() if axis not in split)
 
 

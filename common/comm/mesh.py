@@ -80,6 +80,11 @@ class Mesh:
         g = self._groups[wanted, purpose]
         return Group(name, g.rank, g.size, g.ranks, g.pg)
 
+    def rank_along(self, axes: str) -> int:
+        """Return this rank's place in the group along `axes`, joined as in `Group.axis`: "dp", "dp+ep"."""
+        along = [axis for axis in AXES if axis in axes.split("+")]
+        return int(np.ravel_multi_index([self.at[a] for a in along], [self.shape[a] for a in along]))
+
     def part(self, axis: str, places: Sequence[int], purpose: str = "") -> Group | None:
         """Return the group of the ranks at `places` along an axis; None on others.
 

@@ -37,7 +37,8 @@ class Shard:
 class FlatShard:
     """Split of the flattened tensor: one run per rank, `sizes` numbers long, in the order of the ranks.
 
-    `shape` is that of the tensor before it was cut; a size may be 0.
+    `shape` is that of the tensor before it was cut; a size may be 0. The ranks may be those of several axes: such a
+    split is placed along their names, joined as in `Group.axis`, "dp+ep".
     """
 
     shape: torch.Size
@@ -52,8 +53,8 @@ def place(parameter: Tensor, axis: str, split: Split) -> None:
 
     Raises ValueError for an unknown axis.
     """
-    if axis not in (*AXES, "world"):
-        raise ValueError(f"axis {axis!r} is unknown; the axes are {', '.join(AXES)}")
+    if unknown := {*axis.split("+")} - {*AXES, "world"}:
+        raise ValueError(f"axis {unknown.pop()!r} is unknown; the axes are {', '.join(AXES)}")
     parameter.placement = {**placement(parameter), axis: split}  # type: ignore[attr-defined]
 
 
@@ -68,6 +69,11 @@ def placement(parameter: Tensor) -> dict[str, Split]:
             axis: Shard(kind.dim) for axis, kind in kinds if hasattr(kind, "dim")
         }  # also where cuts are nested
     return getattr(parameter, "placement", {})
+
+
+def split_axes(parameter: Tensor) -> set[str]:
+    """Return the axes along which `parameter` is split, one by one."""
+    return {axis for axes in placement(parameter) for axis in axes.split("+")}
 
 
 def local(x: Tensor) -> Tensor:
@@ -114,7 +120,7 @@ def whole_shape(parameter: Tensor, mesh: Mesh) -> torch.Size:
 def piece(whole: Tensor, parameter: Tensor, mesh: Mesh) -> Tensor:
     """Return this rank's piece of a whole tensor, a view, cut as `parameter`: inverse of `equality.whole`."""
     for axis, split in placement(parameter).items():
-        at = mesh.at[axis]
+        at = mesh.rank_along(axis)
         if isinstance(split, FlatShard):
             whole = whole.flatten().narrow(0, sum(split.sizes[:at]), split.sizes[at])
         else:
@@ -145,7 +151,7 @@ def sum_tied_gradients(parameters: Iterable[Tensor]) -> None:
 def gradient_axes(parameter: Tensor) -> tuple[str, ...]:
     """Return the axes over which the gradient of `parameter` is summed."""
     token_axes = (*TOKEN_AXES, *getattr(parameter, "token_axes", ()))
-    return tuple(axis for axis in AXES if axis in token_axes and axis not in placement(parameter))
+    return tuple(axis for axis in AXES if axis in token_axes and axis not in split_axes(parameter))
 
 
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
@@ -186,7 +192,7 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, also: Tensor | None 
             total = total.to(p.device)
             copies = p.tied.size if hasattr(p, "tied") else 1
             # a DTensor's gradient may have another placement than the parameter
-            lies = placement(p.grad if hasattr(p.grad, "device_mesh") else p)
+            lies = split_axes(p.grad if hasattr(p.grad, "device_mesh") else p)
             for axis in AXES:
                 if axis != "pp" and axis not in lies:
                     copies *= mesh.shape[axis]

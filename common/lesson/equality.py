@@ -99,7 +99,7 @@ def whole(x: Tensor, parameter: Tensor, mesh: Mesh | None) -> Tensor:
         for axis, split in reversed(placement(parameter).items()):
             assert mesh is not None
             if isinstance(split, FlatShard):
-                x = comm.all_gather(x, mesh.group(axis), 0, split.sizes).view(split.shape)
+                x = comm.all_gather(x, mesh.group(*axis.split("+")), 0, split.sizes).view(split.shape)
             else:
                 x = comm.all_gather(x, mesh.group(axis), split.dim, split.sizes)
     return x
@@ -292,7 +292,7 @@ def unequal_replicas(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> list[st
     """
     mine = {}
     for name, p in named:
-        piece = (name, *((axis, mesh.at[axis]) for axis in placement(p)))
+        piece = (name, *((axis, mesh.rank_along(axis)) for axis in placement(p)))
         mine[piece] = hashlib.sha256(p.detach().cpu().numpy().tobytes()).hexdigest()
     found: dict[tuple[object, ...], set[str]] = {}
     for of_rank in comm.everyones(mine, mesh.group(*AXES)):
