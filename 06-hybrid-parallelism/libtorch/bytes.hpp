@@ -5,7 +5,7 @@
 //     sp          3 (n-1) times keys and values of a layer
 //     ep          rows to experts and back, forward and backward: 2 (s + r) D; 8 bytes for each expert elsewhere
 //     pp          |x| for every border between two ranks; the loss; a tied head's gradient
-//     dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; ZeRO 2 (n-1)/n of its units
+//     dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; with ZeRO of units, padded
 //     world       the square of the gradient norm if gradients are clipped, 8 bytes
 //
 // |x| is the size of a micro-batch on this rank between layers: its samples, its tokens, D numbers each.
@@ -62,9 +62,11 @@ class StepBytes {
         add({Axis::tp}, share(s_.tp, 8 * kept() + 2 * ends_, samples_ * length * c_.width * size()));
         if (last_) add({Axis::tp}, share(s_.tp, 2, 3 * samples_ * tokens() * size()));
         if (c_.kv_heads % n)  // keys and values of all heads, used on several ranks
-            for (const Placed& p : hybrid_.parameters())
-                if (p.name.find("k_proj") != p.name.npos || p.name.find("v_proj") != p.name.npos)
-                    add({Axis::tp}, share(s_.tp, 2, s_.micro_batches * p.tensor.numel() * size()));
+            for (const auto& [name, sizes] : c_.parameters())
+                if ((name.find("k_proj") != name.npos || name.find("v_proj") != name.npos) &&
+                    layers_.contains(std::stoi(name.substr(7))))
+                    add({Axis::tp},
+                        share(s_.tp, 2, s_.micro_batches * c10::multiply_integers(sizes) * size()));
     }
     void attention() {
         const at::Tensor rows = shared_rows(c_, *mesh_.along({Axis::tp}));
@@ -95,10 +97,9 @@ class StepBytes {
             const Axes axes = p.placement.gradient_axes();
             add(axes, summed(axes, p.tensor.numel() * size()));
         }
-        const auto& units = hybrid_.units();
-        for (const std::int64_t unit : units) add({Axis::dp}, share(s_.dp, 2, unit * size()));
-        const auto flags = std::int64_t(hybrid_.parameters().size());
-        if (!units.empty()) add({Axis::dp}, share(s_.dp, 2, flags * size()));
+        for (const Hybrid::Unit& unit :
+             hybrid_.units())  // a reduce-scatter, an all-gather; a flag for each parameter
+            add(unit.axes, summed(unit.axes, (unit.length + unit.members) * size()));
     }
 
     const Hybrid& hybrid_;

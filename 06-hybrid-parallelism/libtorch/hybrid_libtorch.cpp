@@ -14,7 +14,7 @@ namespace {
 
 Cut piece_along(Axis axis, int dim, std::int64_t length, const Mesh& mesh) {
     const Range mine = range(std::size_t(length), mesh.size(axis), mesh.at(axis));
-    return {axis, dim, std::int64_t(mine.begin), std::int64_t(mine.length)};
+    return {{axis}, dim, std::int64_t(mine.begin), std::int64_t(mine.length)};
 }
 
 /// Number of the layer in "layers.3.mlp...", or -1.
@@ -47,7 +47,7 @@ Placement place(const std::string& name, at::IntArrayRef sizes, const Shape& sha
         const int n = mesh.size(Axis::ep), e = mesh.at(Axis::ep);
         std::int64_t begin = 0;
         for (int r = 0; r < e; ++r) begin += experts_of(sizes[0], n, r);
-        placement.cuts.push_back({Axis::ep, 0, begin, experts_of(sizes[0], n, e)});
+        placement.cuts.push_back({{Axis::ep}, 0, begin, experts_of(sizes[0], n, e)});
     }
     return placement;
 }
@@ -59,7 +59,7 @@ Hybrid::Hybrid(const Shape& shape, Mesh& mesh, const Layout& layout, at::ScalarT
       transformer_(shape, ways(mesh, layout), c10::make_intrusive<Deferred>()) {
     make_groups();
     fill(dtype, whole);
-    if (layout_.zero && mesh_.size(Axis::dp) > 1) shard();
+    if (layout_.zero) shard();
     const Schedule& schedule = layout_.schedule;
     std::map<int, Executor::Stage> stages;
     for (int s = 0; s < schedule.stages(); ++s)
@@ -87,12 +87,8 @@ void Hybrid::make_groups() const {
     for (const Axis axis : every_axis) mesh_.along({axis});
     for (const Axes& axes : {token_axes, Axes{Axis::dp, Axis::ep}, every_axis}) mesh_.along(axes);
     mesh_.along({Axis::pp}, " down");
-    for (const auto& [name, sizes] : shape_.parameters()) {
-        Axes axes = place(name, sizes, shape_, mesh_, layout_.sequence_parallel).gradient_axes();
-        mesh_.along(axes);
-        axes.erase(Axis::dp);
-        mesh_.along(axes);  // of ZeRO's pieces
-    }
+    for (const auto& [name, sizes] : shape_.parameters())
+        mesh_.along(place(name, sizes, shape_, mesh_, layout_.sequence_parallel).gradient_axes());
 }
 
 /// This rank's parameters: those of its stages, cut as placed. A tied head is the embedding, which the first stage and the last
@@ -122,35 +118,37 @@ void Hybrid::fill(at::ScalarType dtype, const Whole& whole) {
     }
 }
 
-/// ZeRO's units: a layer's parameters with the same cuts, or those outside of all layers. What other ranks hold too must be cut
-/// there as here, so it shares no unit with parameters of another placement.
+/// ZeRO's units: a layer's parameters with the same cuts and holders, or those outside of all layers. What other ranks hold too
+/// must be cut there as here, so it shares no unit with parameters of another placement.
 void Hybrid::shard() {
-    using Unit = std::tuple<int, bool, Axes>;
-    std::map<Unit, std::vector<std::size_t>> units;
+    using Key = std::tuple<int, bool, Axes, Axes>;
+    std::map<Key, std::vector<std::size_t>> units;
     for (std::size_t i = 0; i < placed_.size(); ++i) {
-        Axes cut;
-        for (const Cut& c : placed_[i].placement.cuts) cut.insert(c.axis);
-        units[{layer_of(placed_[i].name), bool(placed_[i].placement.tied), cut}].push_back(i);
+        const Placement& p = placed_[i].placement;
+        if (mesh_.along(p.gradient_axes())->size() > 1)
+            units[{layer_of(placed_[i].name), bool(p.tied), p.cut_along(), p.gradient_axes()}].push_back(i);
     }
     pieces_ = placed_;
-    const RanksPtr& dp = mesh_.along({Axis::dp});
-    for (const auto& [_, members] : units) {
+    for (const auto& [key, members] : units) {
+        const Axes& axes = std::get<3>(key);
+        const RanksPtr& holders = mesh_.along(axes);
         Tensors tensors;
         for (const std::size_t i : members) tensors.insert(tensors.begin(), placed_[i].tensor);
-        const auto& unit = zero_.emplace_back(std::make_unique<Zero1>(
-            tensors, mesh_.group({Axis::dp}), std::numeric_limits<std::size_t>::max()));
+        const auto& unit = zero_.emplace_back(
+            std::make_unique<Zero1>(tensors, mesh_.group(axes), std::numeric_limits<std::size_t>::max()));
         const Tensors pieces = unit->pieces();
         const auto sizes = unit->sizes();
         std::int64_t length = 0;
         for (std::size_t k = 0; k < members.size(); ++k) {
             Placed& piece = pieces_[members[members.size() - 1 - k]];
             std::int64_t begin = 0;
-            for (int r = 0; r < dp->rank(); ++r) begin += sizes[k][std::size_t(r)];
+            for (int r = 0; r < holders->rank(); ++r) begin += sizes[k][std::size_t(r)];
             piece.tensor = pieces[k];
-            piece.placement.cuts.push_back({Axis::dp, -1, begin, pieces[k].numel()});
+            piece.placement.cuts.push_back({axes, -1, begin, pieces[k].numel()});
             length += tensors[k].numel();
         }
-        unit_lengths_.push_back((length + dp->size() - 1) / dp->size() * dp->size());
+        const std::int64_t n = holders->size();
+        units_.push_back({axes, (length + n - 1) / n * n, std::int64_t(members.size())});
     }
 }
 
@@ -193,9 +191,9 @@ void Hybrid::stepped() {
 
 std::vector<Mesh::Sent> Hybrid::take_messages() {
     std::vector<Mesh::Sent> all = mesh_.take_messages();
-    for (const auto& unit : zero_)
-        for (Message& message : unit->take_messages())
-            all.push_back({words({Axis::dp}), mesh_.size(Axis::dp), std::move(message)});
+    for (std::size_t i = 0; i < zero_.size(); ++i)
+        for (Message& message : zero_[i]->take_messages())
+            all.push_back({words(units_[i].axes), mesh_.along(units_[i].axes)->size(), std::move(message)});
     return all;
 }
 

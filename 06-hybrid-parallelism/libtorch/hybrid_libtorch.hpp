@@ -33,7 +33,7 @@ struct Layout {
     Order order = Order::zigzag;
     Kernel kernel = Kernel::library;
     bool sequence_parallel = false;  ///< Megatron's, over tp
-    bool zero = false;               ///< ZeRO-1 over dp
+    bool zero = false;               ///< ZeRO-1, over all ranks that hold a parameter
 };
 
 /// Where a parameter of the plain model lies: the table of placement.hpp.
@@ -67,8 +67,12 @@ class Hybrid {
     const std::vector<at::Tensor>& counts() const { return transformer_.counts; }
     /// Rows of the last step that went to other ranks' experts or came from other ranks.
     std::int64_t rows_moved() const { return transformer_.moved; }
-    /// Numbers in each of ZeRO's units, padded.
-    std::vector<std::int64_t> units() const { return unit_lengths_; }
+    /// Parameters that ZeRO shards together, over the ranks along `axes`.
+    struct Unit {
+        Axes axes;
+        std::int64_t length, members;  ///< numbers, with the padding; parameters
+    };
+    const std::vector<Unit>& units() const { return units_; }
 
   private:
     void make_groups() const;
@@ -82,7 +86,7 @@ class Hybrid {
     Transformer transformer_;
     std::vector<Placed> placed_, pieces_;
     std::vector<std::unique_ptr<Zero1>> zero_;
-    std::vector<std::int64_t> unit_lengths_;
+    std::vector<Unit> units_;
     std::unique_ptr<Executor> executor_;
 };
 

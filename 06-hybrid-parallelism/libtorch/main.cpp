@@ -114,9 +114,8 @@ class Lesson : TrainingLesson<Settings, Trainer> {
              {Axes{Axis::pp}, Axes{Axis::dp}, Axes{Axis::ep}, Axes{Axis::sp}, Axes{Axis::tp}})
             names.push_back(words(axes));
         for (const auto& [name, sizes] : s_.shape().parameters()) {
-            Axes axes = place(name, sizes, s_.shape(), mesh_, s_.sequence_parallel).gradient_axes();
-            for (int i = 0; i < 2; ++i, axes.erase(Axis::dp))
-                if (std::ranges::count(names, words(axes)) == 0) names.push_back(words(axes));
+            const Axes axes = place(name, sizes, s_.shape(), mesh_, s_.sequence_parallel).gradient_axes();
+            if (std::ranges::count(names, words(axes)) == 0) names.push_back(words(axes));
         }
         for (const std::string& name : {words(token_axes), words(every_axis)})
             if (std::ranges::count(names, name) == 0) names.push_back(name);

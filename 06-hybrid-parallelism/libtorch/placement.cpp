@@ -2,18 +2,20 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 
 namespace fived {
 
-bool Placement::is_cut(Axis axis) const {
-    return std::ranges::any_of(cuts, [&](const Cut& cut) { return cut.axis == axis; });
+Axes Placement::cut_along() const {
+    Axes axes;
+    for (const Cut& cut : cuts) axes.insert(cut.axes.begin(), cut.axes.end());
+    return axes;
 }
 
 Axes Placement::gradient_axes() const {
     Axes axes;
-    for (const Axis axis : tokens)
-        if (!is_cut(axis)) axes.insert(axis);
+    std::ranges::set_difference(tokens, cut_along(), std::inserter(axes, axes.end()));
     return axes;
 }
 
@@ -26,8 +28,9 @@ at::Tensor Placement::piece(at::Tensor whole) const {
 
 int Placement::copies(const Mesh& mesh) const {
     int copies = tied ? tied->size() : 1;
+    const Axes cut = cut_along();
     for (const Axis axis : every_axis)
-        if (axis != Axis::pp && !is_cut(axis)) copies *= mesh.size(axis);
+        if (axis != Axis::pp && !cut.contains(axis)) copies *= mesh.size(axis);
     return copies;
 }
 
@@ -45,9 +48,7 @@ void sum_gradients(const std::vector<Placed>& parameters, Mesh& mesh) {
     for (const Placed& p : parameters) {
         at::Tensor& gradient = p.tensor.mutable_grad();
         if (!gradient.defined()) gradient = at::zeros_like(p.tensor);
-        Axes cut;
-        for (const Cut& c : p.placement.cuts) cut.insert(c.axis);
-        together[{p.placement.gradient_axes(), cut}].push_back(gradient);
+        together[{p.placement.gradient_axes(), p.placement.cut_along()}].push_back(gradient);
     }
     for (const auto& [axes, gradients] : together) {
         const RanksPtr& ranks = mesh.along(axes.first);

@@ -10,7 +10,7 @@
 //     norms, positions, biases     -                                  dp ep sp, with sequence parallelism tp
 //     router                       -                                  dp ep sp tp: each rank weights a partial result
 //     last bias of experts         ep                                 dp ep sp tp: each rank adds its share
-//     ZeRO's shards                also dp, of the flat tensor        as the parameter's
+//     ZeRO's shards                also all axes of the rule, of the flat tensor
 #pragma once
 
 #include <string>
@@ -21,9 +21,9 @@
 
 namespace fived {
 
-/// This rank holds `length` of dimension `dim` from `begin` on.
+/// This rank holds `length` of dimension `dim` from `begin` on; other ranks along `axes` hold the rest.
 struct Cut {
-    Axis axis;
+    Axes axes;
     int dim;  ///< -1: of the flattened tensor
     std::int64_t begin, length;
 };
@@ -33,7 +33,8 @@ struct Placement {
     Axes tokens = token_axes;  ///< along which each rank uses the parameter on other tokens
     RanksPtr tied{};           ///< who holds it together, though their axis splits the others; null: nobody
 
-    bool is_cut(Axis axis) const;
+    /// Along which it is cut, one by one.
+    Axes cut_along() const;
     /// The rule.
     Axes gradient_axes() const;
     /// This rank's piece of the whole; a view.

@@ -111,8 +111,9 @@ class RunModel {
     }
     /// Whether this rank is the first of those that hold the same numbers.
     bool first_replica(const Placed& p) const {
+        const Axes cut = p.placement.cut_along();
         for (const Axis axis : every_axis)
-            if (axis != Axis::pp && !p.placement.is_cut(axis) && mesh_.at(axis) > 0) return false;
+            if (axis != Axis::pp && !cut.contains(axis) && mesh_.at(axis) > 0) return false;
         return !p.placement.tied || p.placement.tied->rank() == 0;
     }
 

@@ -90,7 +90,8 @@ struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
         options.add("attention", attention, "order of the positions along sp");
         options.flag("sequence-parallel", sequence_parallel,
                      "Megatron's: between the regions each rank along tp has a slice of the tokens");
-        options.add("zero", zero, 0, "1 shards the optimizer's states along dp", 1);
+        options.add("zero", zero, 0, "1 shards the optimizer's states over all ranks that hold a parameter",
+                    1);
         add_run_to(options);
         return options;
     }

@@ -39,7 +39,7 @@ class Layout(Checked):
     sequence_parallel: bool = False
     """Megatron's sequence parallelism: between the regions each rank along tp holds a slice of the tokens."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Stage of ZeRO, over all ranks that hold a parameter: 1 shards AdamW's states, 2 also gradients, 3 also weights."""
+    """Stage of ZeRO, over all ranks that hold a parameter: 1 shards states, 2 also gradients, 3 also weights."""
     overlap: bool = True
     """Sum gradients while the last micro-batch's backward pass runs; no: afterwards."""
     checkpointing: bool = False
