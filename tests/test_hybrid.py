@@ -14,6 +14,7 @@ from beside_one_device import here
 from torch import nn
 from training_runs import on_one_device
 
+from common import comm
 from common.comm import Group
 from common.comm.mesh import Mesh
 from common.comm.placement import FlatShard, Shard, piece, place, whole_shape
@@ -69,7 +70,7 @@ ODD = [
     options(pp=2, ep=2, zero=1, micro_batches=3),
     options(ep=2, sp=2, attention="ring", zero=1, clip=0.3),
     options(dp=2, tp=2, model="odd-gpt2", zero=2, sequence=31, sequence_parallel=True),
-    options(sp=2, tp=2, attention="allgather", checkpointing=True),
+    options(sp=2, tp=2, attention="allgather", checkpointing=True, zero=3, sequence_parallel=True),
     options(pp=2, dp=2, model="odd-gpt2", zero=1, schedule="gpipe"),
 ]
 
@@ -190,6 +191,22 @@ def initial(rt: Runtime) -> list[bool]:
 
 def test_the_same_seed_gives_the_same_model_on_every_mesh() -> None:
     assert all(all(rank) for rank in spawn(initial, 4))
+
+
+def numbers_held(rt: Runtime) -> list[int]:
+    """Return, per mesh, the numbers that the optimizers of all ranks step on."""
+    held = []
+    for o in (options(dp=2, ep=2, zero=1), options(ep=2, sp=2, zero=3), options(dp=2, sp=2, zero=2)):
+        mesh = o.mesh(rt)
+        held.append(
+            sum(comm.everyones(sum(p.numel() for p in make_hybrid(rt, o, mesh).parameters()), mesh.world))
+        )
+    return held
+
+
+def test_zero_leaves_each_number_to_one_rank() -> None:
+    whole = sum(p.numel() for p in make_model(options(), torch.device("cpu")).parameters())
+    assert spawn(numbers_held, 4)[0] == 3 * [whole]
 
 
 def alone() -> Group:

@@ -104,10 +104,10 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
     summed: dict[tuple[str, ...], list[str]] = {}
     for name, p in hybrid.model.named_parameters():
         summed.setdefault(gradient_axes(p), []).append(name)
+    sent = "ZeRO: gradients and weights" if hybrid.layout.zero else "gradients"
     for axes, names in summed.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        sharded = ", reduce-scattered, and their weights, all-gathered" if hybrid.layout.zero else ""
-        talks.setdefault(axes, []).append(f"gradients of {names[0]}{more}{sharded}")
+        talks.setdefault(axes, []).append(f"{sent} of {names[0]}{more}")
     by_label: dict[str, tuple[tuple[str, ...], list[str]]] = {}
     for axes, what in talks.items():
         name = "world" if axes == AXES else "+".join(axes)
