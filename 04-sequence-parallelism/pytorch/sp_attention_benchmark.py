@@ -1,6 +1,7 @@
 """Benchmark of causal attention, forward and backward: each way to split it beside torch's on one rank.
 
     speed-up          seconds of one rank's scaled_dot_product_attention / the slowest rank's, median over the rounds
+    kernels           seconds inside the attention kernels, the maximum over ranks: no way to send can take less
     blocked           seconds in which a rank waits for messages, the maximum over ranks
     alone             seconds that the same messages take without any computation
     pairs, seconds    query-key pairs, and seconds not blocked: the maximum over ranks / the mean
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +33,47 @@ from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memor
 from common.lesson.runner import DTYPES, console, write_records
 from common.utils.visualizer import figure, share_bars, throughput_bars
 
+from sp_block import Block
 from sp_costs import Bytes
 from sp_split import ALONE, Order, places
 from sp_training import Attend, SequenceOptions
 
 ONE = "one rank, torch's"
 MESSAGES = ", messages alone"
-COLUMNS = ("", "ms", "spread", "speed-up", "blocked ms", "alone ms", "pairs", "seconds", "difference")
+COLUMNS = (
+    "",
+    "ms",
+    "spread",
+    "speed-up",
+    "kernels ms",
+    "blocked ms",
+    "alone ms",
+    "pairs",
+    "seconds",
+    "difference",
+)
+
+
+class Timed:
+    """Attention kernel that notes the seconds in its calls: `rounds`, one number for each `end`."""
+
+    def __init__(self, kernel: Block) -> None:
+        self.block = Block(self._timed(kernel.forward), self._timed(kernel.backward))
+        self.spent, self.rounds = 0.0, list[float]()
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: object) -> Any:
+            start = perf_counter()
+            made = call(*given)
+            self.spent += perf_counter() - start
+            return made
+
+        return timed
+
+    def end(self) -> None:
+        """End a round."""
+        self.rounds.append(self.spent)
+        self.spent = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +81,8 @@ class AttentionCase:
     """A way to split attention: the tokens among the ranks of `column`, and those of a rank among `row`.
 
     n_bytes: bytes that a rank sends, by formula. row: ranks that swap tokens for heads. messages(qkv): send the
-    same messages without computing. waits: the ledger has the seconds that a rank waits.
+    same messages without computing. kernel: the one that `attend` calls, if it is timed. waits: the ledger has the
+    seconds that a rank waits.
     """
 
     attend: Attend
@@ -54,6 +91,7 @@ class AttentionCase:
     order: Order = "contiguous"
     row: Group = ALONE
     messages: Callable[[list[Tensor]], None] | None = None
+    kernel: Timed | None = None
     language: str = "pytorch"
     waits: bool = True
 
@@ -62,8 +100,10 @@ class AttentionCase:
         return H // self.row.size * int((places(S, self.column, self.order) + 1).sum())
 
 
-def forward_and_backward(attend: Attend, qkv: list[Tensor], do: Tensor, busy: list[float]) -> list[Tensor]:
-    """Return [o, dq, dk, dv], and append to `busy` the seconds that this rank did not wait."""
+def forward_and_backward(
+    attend: Attend, qkv: list[Tensor], do: Tensor, busy: list[float], kernel: Timed | None = None
+) -> list[Tensor]:
+    """Return [o, dq, dk, dv], and append to `busy` the seconds that this rank did not wait. Ends the kernel's round."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
     with Ledger() as ledger:
         start = perf_counter()
@@ -72,6 +112,8 @@ def forward_and_backward(attend: Attend, qkv: list[Tensor], do: Tensor, busy: li
         if do.device.type != "cpu":
             torch.cuda.synchronize()
         busy.append(perf_counter() - start - ledger.seconds())
+    if kernel:
+        kernel.end()
     return [o.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
@@ -91,7 +133,7 @@ def compare_and_time(
     for name, case in cases.items():
         mine = places(S, case.column, case.order, case.row).to(rt.device)
         *qkv, do = (x[:, :, mine] for x in (*whole, d_whole))
-        calls[name] = partial(forward_and_backward, case.attend, qkv, do, busy[name])
+        calls[name] = partial(forward_and_backward, case.attend, qkv, do, busy[name], case.kernel)
         with if_asked(rt.world if case.waits else None):
             found = forward_and_backward(case.attend, qkv, do, [])
         of_rank = max(difference(a[:, :, mine], b) for a, b in zip(expected, found, strict=True))
@@ -117,7 +159,9 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: Mapping[str, Att
     records, speeds, shares = [], {}, {}
     for name, case in cases.items():
         m, alone = measured[name], measured.get(name + MESSAGES)
-        pairs, seconds = zip(*comm.everyones((case.pairs(S, H), busy[name]), rt.world), strict=True)
+        inside = median(case.kernel.rounds[-o.steps :]) if case.kernel else 0.0
+        of_ranks = comm.everyones((case.pairs(S, H), busy[name], inside), rt.world)
+        pairs, seconds, kernels = zip(*of_ranks, strict=True)
         speeds[name] = {n: S / m.median}
         shares[name] = {f"rank {rank}": float(x) for rank, x in enumerate(pairs)}
         table.add_row(
@@ -125,6 +169,7 @@ def attention_benchmark(rt: Runtime, o: SequenceOptions, cases: Mapping[str, Att
             f"{m.median * 1e3:.0f}",
             f"{m.spread:.0%}",
             f"{median(a / b for a, b in zip(one.seconds, m.seconds, strict=True)):.2f}",
+            f"{max(kernels) * 1e3:.1f}" if case.kernel else "-",
             f"{median(m.blocked) * 1e3:.1f}" if case.waits else "-",
             f"{alone.median * 1e3:.1f}" if alone else "-",
             f"{max(pairs) / mean(pairs):.2f}",

@@ -47,7 +47,7 @@ from common.lesson.job import Job, total
 from common.lesson.runner import run
 from common.models.transformer import cross_entropy_sum
 
-from sp_attention_benchmark import AttentionCase, attention_benchmark
+from sp_attention_benchmark import AttentionCase, Timed, attention_benchmark
 from sp_block import Block, Kernel, block, merge_
 from sp_costs import ring_bytes, step_bytes
 from sp_split import Order, longest_sequence, split_sequence
@@ -212,9 +212,10 @@ def main(rt: Runtime, o: SequenceOptions) -> bool:
         return prove(rt, o, LESSON)
     group, cases = sp_group(rt), {}
     for name in o.versions:
-        attend = partial(ring_attention, group=group, order=ORDERS[name], kernel=o.kernel)
+        kernel = Timed(block(o.kernel, rt.device))
+        attend = partial(ring_attention, group=group, order=ORDERS[name], kernel=kernel.block)
         alone = partial(messages, group=group)
-        cases[name] = AttentionCase(attend, ring_bytes, group, ORDERS[name], messages=alone)
+        cases[name] = AttentionCase(attend, ring_bytes, group, ORDERS[name], messages=alone, kernel=kernel)
     return attention_benchmark(rt, o, cases)
 
 
