@@ -118,9 +118,10 @@ class Found(Exception):
 
 
 def start(file: str, *arguments: str) -> None:
-    """Start a file in this process, on one rank."""
+    """Start a file in this process, on one rank; as when Python starts it, its folder is first on the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [file, *arguments])
+        patch.setattr(sys, "path", [str((ROOT / file).parent), *sys.path])
         runpy.run_path(str(ROOT / file), run_name="__main__")
 
 
