@@ -85,6 +85,11 @@ def balance_loss(routings: list[Routing], counts_E: Tensor) -> Tensor:
     return len(f_E) * (f_E * here_E).sum()
 
 
+def move_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> None:
+    """Raise the bias of each expert with less than the mean load, lower it where the load is higher; in place."""
+    bias_E += rate * (load_E.double().mean() - load_E).sign().to(bias_E)
+
+
 class Balance:
     """Balancing of the experts by the choices of the whole global batch.
 
@@ -127,10 +132,9 @@ class Balance:
         )
 
     def move_biases(self, loads_LE: Tensor) -> None:
-        """Raise the bias of each expert with less than the mean load, lower it where the load is higher."""
+        """Move the biases of all layers."""
         for moe, load_E in zip(mixtures(self.model), loads_LE, strict=True):
-            bias_E = cast(Tensor, moe.router.choice_bias)
-            bias_E += self.o.rate * (load_E.double().mean() - load_E).sign().to(bias_E)
+            move_bias(cast(Tensor, moe.router.choice_bias), load_E, self.o.rate)
 
 
 def balanced_steps(job: Job[BalanceOptions], balance: Balance) -> Iterator[Tensor]:

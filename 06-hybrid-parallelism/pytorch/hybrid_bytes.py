@@ -44,11 +44,20 @@ class StepBytes:
     """Byte formula for one rank, after the calls that split `model`.
 
     zero: has the parameters that the optimizer updates. clip: number of values in the message of the gradient
-    norm; 0 means no clipping.
+    norm; 0 means no clipping. balances: the load of the experts is counted.
     """
 
-    def __init__(self, model: Transformer, zero: Zero, mesh: Mesh, o: HybridOptions, clip: int = 0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        zero: Zero,
+        mesh: Mesh,
+        o: HybridOptions,
+        clip: int = 0,
+        balances: bool = False,
+    ) -> None:
         self.mesh, self.layout, self.config, self.clip = mesh, o, model.config, clip
+        self.balances = balances
         self.zero, self.parameters = zero, [p for _, p in zero.named_parameters()]
         self.size = self.parameters[0].element_size()
         places = mesh.group("dp", "ep")
@@ -71,7 +80,7 @@ class StepBytes:
         """
         total: Bytes = defaultdict(Fraction)
         parts = (self.tensor(), self.attention(), self.experts(), self.stages(), self.gradients(first))
-        for part in (*parts, self.shared()):
+        for part in (*parts, self.shared(), self.loads()):
             for name, sent in part.items():
                 total[name] += sent
         return {name: sent for name, sent in total.items() if sent}
@@ -163,3 +172,11 @@ class StepBytes:
         """Bytes of the number of targets (8) and of the loss; of the norm if gradients are clipped."""
         tokens, world = self.mesh.group(*TOKEN_AXES), self.mesh.group("pp", "dp", "ep", "sp", "tp")
         return {tokens.axis: of_sum(tokens, 8 + self.size), world.axis: of_sum(world, 8 * self.clip)}
+
+    def loads(self) -> Bytes:
+        """Bytes of the experts' loads: per layer and micro-batch two counts of 8 bytes for each, and three numbers."""
+        if not self.balances:
+            return {}
+        tokens, stages = self.mesh.group(*TOKEN_AXES), self.mesh.group("pp")
+        counts = len(self.samples) * len(self.layers) * 2 * self.config.experts
+        return {tokens.axis: of_sum(tokens, 8 * (counts + 3)), stages.axis: of_sum(stages, 8 * 3)}

@@ -98,7 +98,8 @@ def groups_table(hybrid: Hybrid, clip: bool = False) -> Table:
         del talks["ep",]
     if hybrid.config.tied:
         talks["pp",] = [WHAT["pp"] + "; the head's gradient, which is the embedding's"]
-    talks[TOKEN_AXES] = ["the loss and the number of targets"]
+    loads = "; the load of the experts" if hybrid.balance.o.balances else ""
+    talks[TOKEN_AXES] = ["the loss and the number of targets" + loads]
     if clip:
         talks[AXES] = ["the norm of the gradient"]
     summed: dict[tuple[str, ...], list[str]] = {}

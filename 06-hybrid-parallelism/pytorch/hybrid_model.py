@@ -52,6 +52,7 @@ from common.models.transformer import Transformer, TransformerConfig
 
 from dp_zero import Zero
 from ep_moe import ExpertExchange, expert_parallel
+from hybrid_balance import Balance, Balancing
 from hybrid_experts import split
 from hybrid_initial import Whole, from_seed, materialise
 from hybrid_layout import Layout, check_batch, check_layout
@@ -66,7 +67,7 @@ from tp_megatron import Region, tensor_parallel
 class Hybrid:
     """A Transformer on a mesh: this rank's part of it, and its training step.
 
-    zero: has the parameters that the optimizer updates.
+    zero: has the parameters that the optimizer updates. balance: the losses on the experts' load, and its `step`.
     whole(name, shape): values of the plain model's parameters; default: those of `seed`. Every rank of the
     mesh constructs this object with the same arguments. Raises UsageError before any rank waits if model,
     mesh and layout do not fit together.
@@ -81,6 +82,7 @@ class Hybrid:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         whole: Whole | None = None,
+        balancing: Balancing | None = None,
     ) -> None:
         if layout.precision == "bfloat16" and dtype == torch.float64:
             raise UsageError("--precision bfloat16 leaves float64 as it is; give --dtype float32 with it")
@@ -105,6 +107,7 @@ class Hybrid:
         if layout.precision == "bfloat16":
             for stage in stages:
                 stage.forward = torch.autocast(device.type, torch.bfloat16)(stage.forward)  # type: ignore[method-assign]
+        self.balance = Balance(model, mesh, balancing or Balancing())
         self.zero = Zero(model, layers, gradient_groups(mesh), layout.zero, stages)
         self.tokens, self.samples = mesh.group(*TOKEN_AXES), mesh.group("dp", "ep")
         self.dropouts = [m for m in model.modules() if isinstance(m, Dropout) and m.p > 0]
@@ -129,7 +132,7 @@ class Hybrid:
         return split_sequence(tokens_BS, targets_BS, group, order, longest_sequence(self.config))
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor, at: tuple[int, int] = (0, 0)) -> Tensor:
-        """Leave the gradients of the global batch; return its loss, the same on all ranks.
+        """Leave the gradients of the global batch; return its cross-entropy, the same on all ranks.
 
         tokens_BS, targets_BS: the samples of this rank's place along dp and ep, the same on all ranks along
         pp, sp and tp. Places may have different numbers of samples, at least one per micro-batch. at: the
@@ -144,12 +147,19 @@ class Hybrid:
         count = batch.count_targets(self.tokens)
         for exchange in self.exchanges:
             exchange.forget()
+        self.balance.start(count)
+
+        def begin(m: int) -> None:
+            batch.begin(m)
+            self.balance.begin(m)
+
         no_sync = (
             self.zero.no_sync if self.layout.zero < 2 else nullcontext
         )  # ZeRO 2 sums after every micro-batch
         with nullcontext() if self.layout.overlap else no_sync():
-            loss = self.pipe.run(batch.parts, 1 / count, batch.begin, no_sync)
+            loss = self.pipe.run(batch.parts, 1 / count, begin, no_sync)
         self.finish()
+        self.balance.finish()
         comm.all_reduce(loss, self.tokens)
         return loss / count
 

@@ -27,7 +27,10 @@ from hybrid_metrics import Meter
 from hybrid_options import TrainOptions
 
 # values of a record that go to TensorBoard
-SHOWN = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_mb", "validation_loss")
+SHOWN = (
+    *("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_mb", "validation_loss"),
+    *("balance_loss", "z_loss", "load"),
+)
 
 
 class Log:
@@ -80,6 +83,7 @@ class Log:
         else:
             self.say(
                 "  step     loss   gradient norm   learning rate   tokens/s    MFU   MB of the largest rank"
+                + ("   balance loss   z-loss   largest load / mean" if o.balances else "")
             )
         ranks, peak = self.rt.world_size, meter.peak
         self.record("run", self.begin, mesh=axes, ranks=ranks, unigram_entropy=entropy, peak=peak)
@@ -122,6 +126,11 @@ class Log:
         self.say(
             f"{step:6d}  {found['loss']:7.4f}   {found['gradient_norm']:13.4f}   {found['learning_rate']:13.2e}"
             f"   {found['tokens_per_second']:8,.0f}   {found['mfu']:4.0%}   {found['memory_mb']:,.0f}"
+            + (
+                f"   {found['balance_loss']:12.4f}   {found['z_loss']:6.4f}   {found['load']:19.2f}"
+                if "load" in found
+                else ""
+            )
         )
         self.record("step", step, **found)
 

@@ -26,6 +26,7 @@ from common.launch.command_line import Count, Size, Within, check_folder
 from common.models.huggingface import read_config
 from common.models.transformer import TransformerConfig
 
+from hybrid_balance import Balancing
 from hybrid_layout import HybridOptions
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -36,7 +37,7 @@ Factor = Annotated[float, Within(0, 1e30)]
 
 
 @dataclass
-class TrainOptions(HybridOptions, without=("benchmark", "scaling", "check")):
+class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "check")):
     """Options of a training run."""
 
     config: Path | None = None
@@ -117,6 +118,15 @@ class TrainOptions(HybridOptions, without=("benchmark", "scaling", "check")):
     def validate(self) -> None:
         """Check that the options do not contradict one another. Raises UsageError."""
         super().validate()
+        if self.balances and not self.model_config().experts:
+            raise UsageError(
+                f"--balance {self.balance} --z-coefficient {self.z_coefficient:g}: {self.init or self.model} has no "
+                f"experts to balance; mixtral-tiny has 8"
+            )
+        if self.balance == "bias" and self.export:
+            raise UsageError(
+                "--export: the format has no biases, which --balance bias trains; --save keeps them"
+            )
         if self.plot and not self.json:
             raise UsageError(f"--plot {self.plot} draws what is in the --json file; give that, too")
         if self.resume not in ("auto", "no") and not Path(self.resume).is_file():

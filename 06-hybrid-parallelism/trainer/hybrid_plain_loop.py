@@ -43,7 +43,8 @@ OF_MANY_RANKS = (
 )
 OF_A_LONG_RUN = (
     "config init log_every evaluate_every evaluation generate prompt temperature "
-    "checkpoints checkpoint_every keep asynchronous resume export tensorboard trace"
+    "checkpoints checkpoint_every keep asynchronous resume export tensorboard trace "
+    "balance balance_coefficient balance_rate z_coefficient"
 )
 
 

@@ -171,6 +171,7 @@ class Trainer:
         finite = not bad and math.isfinite(norm)
         if finite:
             self.optimizer.step()
+            self.hybrid.balance.step()
         elif o.nonfinite == "skip":
             self.log.say(f"step {self.step + 1} left out: loss {loss:g}, gradient norm {norm:g}")
         self.step += 1
@@ -183,6 +184,7 @@ class Trainer:
             "gradient_norm": norm,
             "learning_rate": learning_rate(self.step - 1, o),
             "finite": finite,
+            **self.hybrid.balance.numbers,
         }
 
     def give_up(self, found: dict[str, float]) -> bool:
@@ -254,9 +256,10 @@ def make(rt: Runtime, o: TrainOptions) -> Hybrid:
     if o.export:
         model_type(config)  # fails now, not at the end
     whole = read_weights(o.init, config) if o.init else None
-    hybrid = Hybrid(config, mesh, o, rt.device, DTYPES[o.dtype], o.seed, whole)
+    hybrid = Hybrid(config, mesh, o, rt.device, DTYPES[o.dtype], o.seed, whole, o)
     if o.explain:
-        formula = StepBytes(hybrid.model, hybrid.zero, mesh, o, clip=4)  # the norm, and three flags
+        # clip: the norm, and three flags
+        formula = StepBytes(hybrid.model, hybrid.zero, mesh, o, clip=4, balances=o.balances)
         console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
     return hybrid
 
