@@ -56,6 +56,8 @@ exercises::exercise_in_cpp[04/6]
 hybrid::rows_of_the_proof_table[12-15]
 hybrid::rows_of_the_proof_table[8-36]
 hybrid::torch_s_parts_compose_to_the_same
+hybrid_balance::equal_to_one_device[8]
+hybrid_balance::equal_to_one_device[more]
 hybrid_overlap::equal_to_sums_afterwards[8]
 hybrid_overlap::equal_to_sums_afterwards[more]
 hybrid_languages::eight_ranks_agree[gpt2]

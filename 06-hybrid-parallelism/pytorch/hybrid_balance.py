@@ -1,10 +1,10 @@
 """Load balance of the experts on a mesh: chapter 05's losses and biases, in a pipeline of micro-batches.
 
-    loss + sum over layers and micro-batches m of  (a E sum_e f_em sum_t s_te  +  z sum_t log(sum of exp)^2) / targets
+    loss + sum over layers and micro-batches m of  (a E sum_e f_em sum_t s_te  +  z sum_t log(sum of exp)^2) / T
 
     forward of m      counts of m's choices  ---- all-reduce over dp, ep, sp; nobody waits yet ---->   f_em
                       shares s_te, summed over this rank's tokens t
-    backward of m     gradient of that sum:  a E f_em / targets                                        waits for f_em
+    backward of m     gradient of that sum:  a E f_em / T                                              waits for f_em
 
 a: the coefficient of switch or gshard (ep_load_balance.py), z: that of the z-loss (ep_switch_router.py). f_em is the
 share of choices that fell on expert e in the micro-batches 0 to m of all ranks. The share of the whole batch is known
@@ -18,14 +18,14 @@ The loss enters where a layer's routing leaves the router: `AddLoss` returns the
 their gradient in the backward pass. So each stage adds what its own layers contribute, in any schedule. All ranks along
 tp route the same tokens, and the gradient of a router is summed over them: each adds 1/tp of the loss's.
 
-Cost: per layer and micro-batch an all-reduce of 2 E integers; per step one of 3 numbers over pp, and over the tokens.
+Cost: all-reduces of 2 E integers per layer and micro-batch, of T, and of 3 numbers over pp and over dp, ep and sp.
 
-B batch  S sequence  E experts  X = E + 1: a sum for each expert, and that of the z-loss
+B batch  S sequence  T tokens of the global batch  E experts  X = E + 1: a sum for each expert, and that of the z-loss
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -101,15 +101,17 @@ class Balance:
         self.layers = mixtures(model) if o.balances else []
         self.passes: list[list[Pass]] = [[] for _ in self.layers]
         self.coefficient = o.balance_coefficient if o.balance in ("switch", "gshard") else 0.0
-        self.targets, self.micro, self.numbers = 1, 0, dict[str, float]()
+        self.micro, self.numbers = 0, dict[str, float]()
         for moe, passes in zip(self.layers, self.passes, strict=True):
             moe.router.register_forward_hook(partial(self.observe, passes))
             if o.balance == "bias":
                 moe.router.choice_bias = torch.zeros_like(moe.router.weight[:, 0])
 
-    def start(self, targets: int) -> None:
-        """Begin a step, with the number of targets of the global batch."""
-        self.targets = targets
+    def start(self, parts: Sequence[tuple[Tensor, ...]]) -> None:
+        """Begin a step with these micro-batches; start to sum their tokens over the ranks."""
+        if self.o.balances:
+            self.T = torch.tensor(sum(tokens.numel() for tokens, *_ in parts), device=parts[0][0].device)
+            self.summed = comm.all_reduce(self.T, self.tokens, async_op=True)
         for passes in self.passes:
             passes.clear()
 
@@ -128,17 +130,17 @@ class Balance:
             counts_2E = torch.stack([load(chosen_BSK, E), load(chosen_BSK[..., 0], E)])
             pending = comm.all_reduce(counts_2E, self.tokens, async_op=True)
             passes.append(Pass(sums_X.detach(), counts_2E, pending))
-        gradient = partial(self.factors, passes, self.micro, self.targets * self.mesh.shape["tp"])
+        gradient = partial(self.factors, passes, self.micro, self.mesh.shape["tp"])
         return replace(routing, weights_BSK=AddLoss.apply(routing.weights_BSK, sums_X, gradient))
 
-    def factors(self, passes: list[Pass], m: int, divisor: int) -> Tensor:
-        """Return the factors of a layer's sums of micro-batch m in the loss, [X], divided by `divisor`."""
-        for one in passes[: m + 1]:
-            one.pending.wait()
+    def factors(self, passes: list[Pass], m: int, ranks: int = 1) -> Tensor:
+        """Return the factors of a layer's sums of micro-batch m in the loss, [X]; `ranks` share them."""
+        for pending in (self.summed, *(one.pending for one in passes[: m + 1])):
+            pending.wait()
         counts_2E = torch.stack([one.counts_2E for one in passes[: m + 1]]).sum(0)
         counts_E = counts_2E[1 if self.o.balance == "gshard" else 0].to(passes[m].sums_X)
         factors_E = self.coefficient * len(counts_E) * counts_E / counts_E.sum()
-        return torch.cat([factors_E, factors_E.new_tensor([self.o.z_coefficient])]) / divisor
+        return torch.cat([factors_E, factors_E.new_tensor([self.o.z_coefficient])]) / (self.T * ranks)
 
     def loads(self) -> list[Tensor]:
         """Return the choices of each expert in the whole batch, for each layer of this rank."""
@@ -151,7 +153,7 @@ class Balance:
         sums = self.passes[0][0].sums_X.new_zeros(3, dtype=torch.float64)
         for passes in self.passes:
             for m, one in enumerate(passes):
-                terms_X = self.factors(passes, m, self.targets) * one.sums_X
+                terms_X = self.factors(passes, m) * one.sums_X
                 sums[:2] += torch.stack([terms_X[:-1].sum(), terms_X[-1]])
         for load_E in self.loads():  # the same on all ranks of `tokens`
             sums[2] += load_E.max() / load_E.double().mean() / (self.config.layers * self.tokens.size)

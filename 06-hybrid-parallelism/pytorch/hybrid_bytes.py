@@ -174,9 +174,9 @@ class StepBytes:
         return {tokens.axis: of_sum(tokens, 8 + self.size), world.axis: of_sum(world, 8 * self.clip)}
 
     def loads(self) -> Bytes:
-        """Bytes of the experts' loads: per layer and micro-batch two counts of 8 bytes for each, and three numbers."""
+        """Bytes of the experts' loads: per layer and micro-batch two counts of 8 bytes for each, and some numbers."""
         if not self.balances:
             return {}
         tokens, stages = self.mesh.group(*TOKEN_AXES), self.mesh.group("pp")
         counts = len(self.samples) * len(self.layers) * 2 * self.config.experts
-        return {tokens.axis: of_sum(tokens, 8 * (counts + 3)), stages.axis: of_sum(stages, 8 * 3)}
+        return {tokens.axis: of_sum(tokens, 8 * (counts + 4)), stages.axis: of_sum(stages, 8 * 3)}

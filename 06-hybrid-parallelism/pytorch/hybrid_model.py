@@ -147,7 +147,7 @@ class Hybrid:
         count = batch.count_targets(self.tokens)
         for exchange in self.exchanges:
             exchange.forget()
-        self.balance.start(count)
+        self.balance.start(batch.parts)
 
         def begin(m: int) -> None:
             batch.begin(m)
