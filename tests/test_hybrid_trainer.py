@@ -91,7 +91,14 @@ def test_it_trains_as_the_equations_say() -> None:
 
 def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
     o = options(
-        model="nano-mixtral", evaluate_every=1, evaluation=3, generate=2, checkpoints=tmp_path / "runs"
+        model="nano-mixtral",
+        evaluate_every=1,
+        evaluation=3,
+        generate=2,
+        checkpoints=tmp_path / "runs",
+        balance="bias",
+        balance_rate=0.02,
+        z_coefficient=0.01,
     )
     alone = go(ALONE, replace(o, checkpoints=None))
     first = replace(o, dp=2, tp=2, zero=1, sequence_parallel=True)
