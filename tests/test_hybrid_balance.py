@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -35,7 +37,9 @@ from ep_training import load as count
 from hybrid_balance import Balance, Balancing
 from hybrid_bytes import StepBytes
 from hybrid_layout import HybridOptions, Layout
+from hybrid_log import records_of
 from hybrid_model import Hybrid
+from hybrid_trainer import start
 from hybrid_training import HybridJob
 
 SIZES: dict[str, Any] = dict(layers=4, width=12, heads=2, sequence=24, experts=5)
@@ -236,6 +240,21 @@ def test_the_loss_is_that_of_mixtral_in_transformers() -> None:
     found = in_memory(c, to_huggingface(c, cast(Any, gradients)))
     for name, p in hf.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-10)
+
+
+def test_the_log_has_the_losses_and_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = dict(model="nano-mixtral", steps=2, log_every=1, balance="switch", z_coefficient=0.5)
+    assert start(here(), train_options(json=tmp_path / "run.jsonl", **given)).run()
+    header, *lines = capsys.readouterr().out.splitlines()[-3:]
+    assert header.endswith("   balance loss   z-loss   largest load / mean")
+    steps = [record for record in records_of(tmp_path / "run.jsonl") if record["kind"] == "step"]
+    for line, found in zip(lines, steps, strict=True):
+        shown = [f"{found[key]:.4f}" for key in ("balance_loss", "z_loss")]
+        assert line.split()[-3:] == [*shown, f"{found['load']:.2f}"]
+        # 4 layers and 4 experts, whose scores are nearly even at first
+        assert found["balance_loss"] == pytest.approx(4 * 0.01, rel=0.1)
+        assert found["z_loss"] == pytest.approx(4 * 0.5 * math.log(4) ** 2, rel=0.1)
+        assert 1 < found["load"] <= 2
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:

@@ -431,7 +431,7 @@ def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
     """Return a step's bytes by formula and as sent, and the expert calls on record after two steps."""
     trainer = start(rt, o)
     hybrid = trainer.hybrid
-    formula = StepBytes(hybrid.model, hybrid.zero, hybrid.mesh, o, clip=4)
+    formula = StepBytes(hybrid.model, hybrid.zero, hybrid.mesh, o, clip=4, balances=o.balances)
     with Log(rt, o, 0) as trainer.log, Signals() as trainer.signals:
         trainer.meter = Meter(rt, o)
         trainer.train()
@@ -445,7 +445,8 @@ def in_messages(rt: Runtime, o: TrainOptions) -> tuple[Any, Any, list[int]]:
 
 
 def test_bytes_of_a_step_are_what_explain_says() -> None:
-    for formula, sent, remembered in spawn(in_messages, 4, options(model="nano-mixtral", dp=1, ep=2, tp=2)):
+    o = options(model="nano-mixtral", dp=1, ep=2, tp=2, balance="switch")
+    for formula, sent, remembered in spawn(in_messages, 4, o):
         assert formula == sent
         assert remembered == 4 * [2]  # a layer each; two micro-batches of the last step
 

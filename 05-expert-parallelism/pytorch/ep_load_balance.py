@@ -18,7 +18,8 @@ micro-batches is another loss, which requires every small part to be balanced (Q
 So counts are first summed over all ranks and micro-batches, and then each part of P gets its gradient. Tokens
 that a capacity will drop count like all others; otherwise the loss would not measure an overload. f is known
 only after the last micro-batch's forward pass: here all graphs are kept until then, so micro-batches save no
-memory. The alternatives are a forward pass for counting, or the counts of the step before.
+memory. The alternatives are a forward pass for counting, the counts of the step before, or those of the
+micro-batches so far (hybrid_balance.py in chapter 06).
 
 Cost: an all-reduce of 2 E integers per layer. The bias costs nothing else, and does not change the gradients.
 

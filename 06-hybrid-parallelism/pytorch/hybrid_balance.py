@@ -2,17 +2,17 @@
 
     loss + sum over layers and micro-batches m of  (a E sum_e f_em sum_t s_te  +  z sum_t log(sum of exp)^2) / T
 
-    forward of m      counts of m's choices  ---- all-reduce over dp, ep, sp; nobody waits yet ---->   f_em
-                      shares s_te, summed over this rank's tokens t
-    backward of m     gradient of that sum:  a E f_em / T                                              waits for f_em
+    forward of m      counts of m's choices  --- all-reduce over dp, ep and sp is posted --->  f_em
+                      scores s_te of this rank's tokens t, which sum to 1 per token, are summed
+    backward of m     waits for f_em;  gradient of the sum of s_te:  a E f_em / T
 
 a: the coefficient of switch or gshard (ep_load_balance.py), z: that of the z-loss (ep_switch_router.py). f_em is the
 share of choices that fell on expert e in the micro-batches 0 to m of all ranks. The share of the whole batch is known
 only after its last forward pass, and most schedules begin backward passes before. Megatron-LM's `global_aux_loss`
-(megatron/core/transformer/moe/router.py) has the same definition; Qiu et al., arXiv:2501.11873, call the sum a buffer.
-With one micro-batch this is the loss of chapter 05. Micro-batch m consists of the m-th part of each place's samples,
-so for equal micro-batches the loss does not depend on the mesh. Biases move once a step, by the counts of the whole
-batch, and z-losses add up: neither depends on the micro-batches.
+(megatron/core/transformer/moe/router.py) has this definition, too; Qiu et al., arXiv:2501.11873, call the sum a buffer.
+With one micro-batch this is the loss of chapter 05. Micro-batch m consists of the m-th part of the samples of each
+place along dp and ep: meshes with as many places and micro-batches have the same loss. Biases move once a
+step, by the counts of the whole batch, and z-losses add up: neither depends on the micro-batches.
 
 The loss enters where a layer's routing leaves the router: `AddLoss` returns the weights unchanged, and hands the sums
 their gradient in the backward pass. So each stage adds what its own layers contribute, in any schedule. All ranks along
