@@ -67,8 +67,9 @@ from tp_megatron import Region, tensor_parallel
 class Hybrid:
     """A Transformer on a mesh: this rank's part of it, and its training step.
 
-    zero: has the parameters that the optimizer updates. balance: the losses on the experts' load, and its `step`.
-    whole(name, shape): values of the plain model's parameters; default: those of `seed`. Every rank of the
+    zero: has the parameters that the optimizer updates. balance: balances the load of the experts; call its `step`
+    after the optimizer's. whole(name, shape): values of the plain model's parameters; default: those of `seed`.
+    balancing: options of `balance`; default: no balancing, and no `step` is needed. Every rank of the
     mesh constructs this object with the same arguments. Raises UsageError before any rank waits if model,
     mesh and layout do not fit together.
     """
