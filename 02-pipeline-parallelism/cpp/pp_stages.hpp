@@ -31,7 +31,7 @@ struct Kept {
 
 /// The first layer of a stage; of stage `stages`, the end.
 constexpr std::size_t first_layer(std::size_t layers, std::size_t stages, std::size_t stage) {
-    return cut(layers, stages, stage);
+    return shard_of(layers, stages, stage).begin;
 }
 
 /// The stages of one rank.

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "fived/math/partition.hpp"
+
 namespace fived {
 
 using torch::autograd::AutogradContext;
@@ -37,7 +39,7 @@ auto take(Map& map, const typename Map::key_type& key) {
 }  // namespace
 
 int first_layer(int layers, int stages, int stage) {
-    return layers / stages * stage + std::min(stage, layers % stages);
+    return int(shard_of(layers, stages, stage).begin);
 }
 
 std::map<Instruction, std::vector<Instruction>> settled(const Schedule& schedule, int rank) {

@@ -20,8 +20,7 @@ TensorParallelLayer<T>::TensorParallelLayer(const LayerShape& shape, std::uint64
                                     " columns of the MLP cannot be split over " + std::to_string(P) +
                                     " ranks; use at most " + std::to_string(std::min(H, F)));
     const std::size_t r = comm ? comm->rank() : 0;
-    heads_ = cut(H, P, r + 1) - cut(H, P, r), a_ = heads_ * shape.head_width(),
-    f_ = cut(F, P, r + 1) - cut(F, P, r);
+    heads_ = shard_of(H, P, r).length, a_ = heads_ * shape.head_width(), f_ = shard_of(F, P, r).length;
     add_parameter("attention_norm.weight", D, 1);
     add_parameter("attention_norm.bias", D, 1);
     // q, k and v lie one after the other: one product makes all three.
@@ -49,8 +48,8 @@ void TensorParallelLayer<T>::add_parameter(const std::string& name, std::size_t 
     const std::size_t offset =
         parameters_.empty() ? 0 : parameters_.back().offset + parameters_.back().size();
     Shard shard{{name, offset, rows, columns}, rows, columns};
-    const std::size_t by_heads = cut(shape_.heads, P, r) * shape_.head_width(),
-                      evenly = cut(shape_.mlp_width, P, r);
+    const std::size_t by_heads = shard_of(shape_.heads, P, r).begin * shape_.head_width(),
+                      evenly = shard_of(shape_.mlp_width, P, r).begin;
     switch (how) {
         case Cut::whole:
             break;

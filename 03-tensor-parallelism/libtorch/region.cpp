@@ -13,7 +13,7 @@ using torch::autograd::AutogradContext;
 
 /// Slice r of x_BSD, a view.
 at::Tensor slice(const at::Tensor& x_BSD, int r, int n) {
-    const Range mine = range(std::size_t(x_BSD.size(1)), n, r);
+    const Range mine = shard_of(std::size_t(x_BSD.size(1)), n, r);
     return x_BSD.narrow(1, std::int64_t(mine.begin), std::int64_t(mine.length));
 }
 

@@ -117,8 +117,8 @@ struct Rows : Function<Rows> {
 /// (where each token stands in this rank's piece, any place for another rank's tokens; is it this rank's).
 std::pair<at::Tensor, at::Tensor> inside(const at::Tensor& tokens, std::int64_t vocabulary,
                                          std::int64_t length, const Ranks& ranks) {
-    const std::int64_t begin = std::int64_t(cut(vocabulary, ranks.size(), ranks.rank()));
-    const std::int64_t end = std::int64_t(cut(vocabulary, ranks.size(), ranks.rank() + 1));
+    const Range held = shard_of(std::size_t(vocabulary), ranks.size(), ranks.rank());
+    const std::int64_t begin = std::int64_t(held.begin), end = std::int64_t(held.end());
     if (length != end - begin)
         throw std::invalid_argument("rank " + std::to_string(ranks.rank()) + " of " +
                                     std::to_string(ranks.size()) + " has " + std::to_string(length) +
@@ -165,9 +165,8 @@ int split_dimension(const std::string& name) {
 
 at::Tensor piece_of(const at::Tensor& whole, int dim, const Ranks& ranks) {
     if (dim < 0) return whole;
-    const std::size_t length = std::size_t(whole.size(dim)), n = std::size_t(ranks.size()),
-                      r = std::size_t(ranks.rank()), begin = cut(length, n, r);
-    return whole.narrow(dim, std::int64_t(begin), std::int64_t(cut(length, n, r + 1) - begin));
+    const Range mine = shard_of(std::size_t(whole.size(dim)), ranks.size(), ranks.rank());
+    return whole.narrow(dim, std::int64_t(mine.begin), std::int64_t(mine.length));
 }
 
 Parameters split(const Parameters& whole, const Ranks& ranks) {

@@ -24,9 +24,9 @@
 
 namespace fived {
 
-/// The experts of rank r of P: numbers differ by one at the most, the larger ones first.
+/// The experts of rank r of P.
 inline Range experts_of(std::size_t E, int P, int r) {
-    return {E / P * r + std::min<std::size_t>(r, E % P), E / P + (std::size_t(r) < E % P)};
+    return shard_of(E, P, r);
 }
 
 class Exchange {

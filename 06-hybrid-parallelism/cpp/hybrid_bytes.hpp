@@ -30,7 +30,7 @@ Bytes bytes_by_formula(const Hybrid<T>& model, std::int64_t tokens) {
     std::int64_t layers = 0, borders = 0;
     for (int s = 0; s < stages; ++s) {
         const bool here = schedule.owner[s] == me;
-        if (here) layers += std::int64_t(range(shape.layers, stages, s).length);
+        if (here) layers += std::int64_t(shard_of(shape.layers, stages, s).length);
         if (s > 0 && schedule.owner[s - 1] != schedule.owner[s])
             borders += here + (schedule.owner[s - 1] == me);
     }

@@ -25,7 +25,7 @@ class Embedding {
     Embedding(Parameters<T>& parameters, const ModelShape& shape, const Mesh& mesh, bool first)
         : parameters_(parameters),
           tp_(mesh.along(Axis::tp)),
-          v_(range(shape.vocabulary, tp_.size(), tp_.rank())),
+          v_(shard_of(shape.vocabulary, tp_.size(), tp_.rank())),
           tokens_(
               parameters.add("embed_tokens.weight", {shape.vocabulary, shape.width}, {{Axis::tp, 0, v_}})),
           positions_(first ? parameters.add("embed_positions.weight", {shape.longest, shape.width}) : 0) {}

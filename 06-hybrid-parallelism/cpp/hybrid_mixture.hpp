@@ -60,7 +60,7 @@ class Mixture {
           first_E_(shape.experts + 1) {
         const std::size_t D = shape.width, F = shape.mlp_width(), tp = mesh.size(Axis::tp);
         const Range experts = experts_of(E_, mesh.size(Axis::ep), mesh.at(Axis::ep));
-        const Range f = range(F, int(tp), mesh.at(Axis::tp));
+        const Range f = shard_of(F, tp, mesh.at(Axis::tp));
         const Cut mine{Axis::ep, 0, experts};
         const Axes terms = tp > 1 ? token_axes.with(Axis::tp) : token_axes;
         router_ = parameters.add(name + ".router.weight", {E_, D}, {}, terms);

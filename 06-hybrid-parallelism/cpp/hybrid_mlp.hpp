@@ -71,7 +71,7 @@ template <class T>
 FeedForward<T> whole_mlp(Parameters<T>& parameters, const std::string& name, const ModelShape& shape,
                          const Mesh& mesh, Work<T>& dhidden) {
     const std::size_t D = shape.width, F = shape.mlp_width();
-    const Cut rows{Axis::tp, 0, range(F, mesh.size(Axis::tp), mesh.at(Axis::tp))},
+    const Cut rows{Axis::tp, 0, shard_of(F, mesh.size(Axis::tp), mesh.at(Axis::tp))},
         columns{Axis::tp, 1, rows.part};
     const auto up = parameters.add(name + ".up_proj.weight", {F, D}, {rows});
     const auto up_bias = parameters.add(name + ".up_proj.bias", {F}, {rows});

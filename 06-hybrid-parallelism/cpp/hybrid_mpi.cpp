@@ -20,7 +20,7 @@ Hybrid<T>::Hybrid(const ModelShape& shape, const Mesh& mesh, Schedule schedule, 
     if (mine.front() || mine.back()) embedding_.emplace(parameters_, shape, mesh, mine.front());
     for (int s = 0; s < stages; ++s)
         if (mine[s])
-            stages_.try_emplace(s, parameters_, shape, mesh, workspace_, range(shape.layers, stages, s),
+            stages_.try_emplace(s, parameters_, shape, mesh, workspace_, shard_of(shape.layers, stages, s),
                                 embedding_ ? &*embedding_ : nullptr);
     const std::vector<int>& owner = this->schedule().owner;
     if (owner.front() != owner.back()) {

@@ -84,7 +84,7 @@ class StepBytes {
         if (s_.pp == 1) return;
         std::int64_t sides = -ends_;
         for (const int layer : layers_) sides += 2 * !layers_.contains(layer - 1);
-        const Range part = s_.sequence_parallel ? range(std::size_t(tokens()), s_.tp, mesh_.at(Axis::tp))
+        const Range part = s_.sequence_parallel ? shard_of(std::size_t(tokens()), s_.tp, mesh_.at(Axis::tp))
                                                 : Range{0, std::size_t(tokens())};
         const std::int64_t x = samples_ * std::int64_t(part.length) * c_.width * size();
         add({Axis::pp}, summed({Axis::pp}, size()) + sides * x * mesh_.ranks());

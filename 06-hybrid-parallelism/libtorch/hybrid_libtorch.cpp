@@ -13,7 +13,7 @@ namespace fived {
 namespace {
 
 Cut piece_along(Axis axis, int dim, std::int64_t length, const Mesh& mesh) {
-    const Range mine = range(std::size_t(length), mesh.size(axis), mesh.at(axis));
+    const Range mine = shard_of(std::size_t(length), mesh.size(axis), mesh.at(axis));
     return {{axis}, dim, std::int64_t(mine.begin), std::int64_t(mine.length)};
 }
 

@@ -95,7 +95,7 @@ void Transformer::use(std::int64_t sequence) {
 }
 
 Range Transformer::outside(std::int64_t s) const {
-    return ways_.sequence_parallel ? range(std::size_t(s), ways_.tp->size(), ways_.tp->rank())
+    return ways_.sequence_parallel ? shard_of(std::size_t(s), ways_.tp->size(), ways_.tp->rank())
                                    : Range{0, std::size_t(s)};
 }
 

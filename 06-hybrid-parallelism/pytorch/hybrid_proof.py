@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -127,13 +127,27 @@ def cells(row: Row) -> list[str]:
     ]
 
 
+def page(title: str, text: str, proved: Mapping[str, list[Row]]) -> Iterator[str]:
+    """Yield the lines of a page in Markdown: a table of rows under each heading."""
+    done = [row for rows in proved.values() for row in rows]
+    failing, largest = sum(not row.holds for row in done), max(row.largest for row in done)
+    yield f"# {title}"
+    yield ""
+    yield from textwrap.wrap(text, width=120, break_on_hyphens=False)
+    yield ""
+    yield f"`make proof` wrote this: {len(done)} rows, {failing} failing; largest difference {largest:.1e}."
+    for heading, rows in proved.items():
+        yield ""
+        yield f"## {heading}"
+        yield ""
+        yield f"| {' | '.join(HEADS)} |"
+        yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|--:|---|"
+        yield from (f"| {' | '.join(cells(row))} |" for row in rows)
+
+
 def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
     """Yield the lines of docs/proof.md."""
-    done = [row for rows in proved.values() for row in rows]
-    largest = max(row.largest for row in done)
-    yield "# The proof table"
-    yield ""
-    yield from textwrap.wrap(
+    text = (
         "Each row trains a model on a mesh and on one device, two steps with SGD and two with AdamW, in float64, and "
         "gives the largest relative difference of the loss, of any gradient, of the gradients' norm and of any weight. "
         "`ulps` is the largest difference of a tensor in units of how far it moves on one device when all weights "
@@ -143,20 +157,9 @@ def markdown(proved: dict[int, list[Row]]) -> Iterator[str]:
         "to the bit. What is booked is the formula "
         "of each call when it is made; [a test](../tests/test_wire.py) proves on a private network that the wire "
         "carries that, within 3 %. What the columns `pp` to `tp` mean: "
-        "[docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md).",
-        width=120,
-        break_on_hyphens=False,
+        "[docs/06-hybrid-parallelism.md](06-hybrid-parallelism.md)."
     )
-    yield ""
-    failing = sum(not row.holds for row in done)
-    yield f"`make proof` wrote this: {len(done)} rows, {failing} failing; largest difference {largest:.1e}."
-    for n, of_n in proved.items():
-        yield ""
-        yield f"## {n} ranks"
-        yield ""
-        yield f"| {' | '.join(HEADS)} |"
-        yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|--:|---|"
-        yield from (f"| {' | '.join(cells(row))} |" for row in of_n)
+    return page("The proof table", text, {f"{n} ranks": rows for n, rows in proved.items()})
 
 
 @dataclass

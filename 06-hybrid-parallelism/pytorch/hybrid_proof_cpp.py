@@ -1,6 +1,6 @@
 """The proof table of the product in C++: every mesh of 8 ranks, in hybrid_libtorch and hybrid_mpi, against one device.
 
-    mpirun -np 8 python hybrid_proof_cpp.py                                    all 140 rows: ten minutes on two cores
+    mpirun -np 8 python hybrid_proof_cpp.py                                    all 140 rows: three minutes on two cores
     mpirun -np 8 python hybrid_proof_cpp.py --every 9                          every ninth row
     mpirun -np 8 python hybrid_proof_cpp.py --write ../../docs/proof-cpp.md    the same into a file: make proof
 
@@ -11,7 +11,6 @@ and the bits of weights that several ranks hold.
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,43 +21,33 @@ from common.launch.command_line import Count
 from common.launch.runtime import Runtime
 from common.lesson import languages
 from common.lesson.runner import LessonOptions, run
-from common.models.configs import gpt2_moe, llama, mixtral
+from common.models.configs import gpt2_moe
 
+import hybrid_rows
 from hybrid_languages import LANGUAGES, LOOPS
-from hybrid_proof import HEADS, Row, cells, key, references
+from hybrid_proof import Row, cells, key, page, references
 from hybrid_rows import MODELS, RowOptions, Shape, ways
 from hybrid_training import prove_mesh
 
 RANKS = 8
-SHAPE = dict(layers=4, width=32, heads=8, sequence=48)
-ADDED = {  # widths that divide by 8: of uneven ones the ranks of Python and of C++ hold other shards
-    "proof-cpp-llama": llama(**SHAPE, kv_heads=2, mlp_width=48),
-    "proof-cpp-mixtral": mixtral(**SHAPE, kv_heads=4, mlp_width=16, experts=8),
-    "proof-cpp-moe": gpt2_moe(**SHAPE, experts=8),
-}
-MODELS |= ADDED | {f"{name}-deep": replace(shape, layers=8) for name, shape in ADDED.items()}
-PROGRAMS = {"hybrid_libtorch": ("cpp-llama", "cpp-mixtral"), "hybrid_mpi": ("gpt2", "cpp-moe")}
+MOE = gpt2_moe(layers=4, width=32, heads=8, sequence=48, experts=8)
+MODELS |= {"proof-gpt2-moe": MOE, "proof-gpt2-moe-deep": replace(MOE, layers=8)}
+PROGRAMS = {"hybrid_libtorch": ("llama", "moe"), "hybrid_mpi": ("gpt2", "gpt2-moe")}
 """The models that each program trains here."""
 
 
 def options(shape: Shape, model: str, turn: int, sharded: bool) -> RowOptions:
-    """Return the row's options; what the mesh allows takes turns. sharded: ZeRO-1 and sequence parallelism."""
-    pp, dp, ep, sp, tp = shape
-    schedules = ("1f1b", "zb-h1", "gpipe", *(("zb-v", "interleaved") if pp < 8 else ()))
-    return RowOptions(
-        model=f"proof-{model}-deep" if pp > 2 else f"proof-{model}",
-        batch=max(18, 2 * dp * ep),
-        sequence=48,
-        steps=2,
-        pp=pp,
-        dp=dp,
-        ep=ep,
-        sp=sp,
-        tp=tp,
-        schedule=schedules[turn % len(schedules)] if pp > 1 else "1f1b",
+    """Return the row's options: those of Python's row that C++ has. sharded: ZeRO-1 and sequence parallelism."""
+    o = hybrid_rows.options(shape, model, turn)
+    copies = shape[1] * shape[2] * shape[3]
+    return replace(
+        o,
+        model=o.model.replace("-dropout", ""),
         attention=("zigzag", "ring")[turn % 2],
-        sequence_parallel=sharded and tp > 1 and turn % 2 == 1,
-        zero=int(sharded and dp > 1 and turn % 3 > 0),  # type: ignore[arg-type]
+        sequence_parallel=sharded and o.sequence_parallel,
+        zero=int(sharded and copies > 1 and turn % 3 > 0),  # type: ignore[arg-type]
+        checkpointing=False,
+        clip=0.0,
     )
 
 
@@ -90,27 +79,12 @@ def prove(rt: Runtime, program: str, todo: list[RowOptions]) -> list[Row]:
 
 def markdown(proved: dict[str, list[Row]]) -> Iterator[str]:
     """Yield the lines of docs/proof-cpp.md."""
-    done = [row for rows in proved.values() for row in rows]
-    yield "# The proof table of the product in C++"
-    yield ""
-    yield from textwrap.wrap(
+    text = (
         "Each row trains a model in C++ on a mesh of 8 ranks, and the same model in Python on one device. The columns "
         "are those of [the proof table](proof.md). The bytes that C++ counted are compared, in each step and group, "
-        "with Python's formula for the same mesh.",
-        width=120,
-        break_on_hyphens=False,
+        "with Python's formula for the same mesh."
     )
-    yield ""
-    failing = sum(not row.holds for row in done)
-    largest = max(row.largest for row in done)
-    yield f"`make proof` wrote this: {len(done)} rows, {failing} failing; largest difference {largest:.1e}."
-    for program, rows in proved.items():
-        yield ""
-        yield f"## {program}"
-        yield ""
-        yield f"| {' | '.join(HEADS)} |"
-        yield "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|--:|---|"
-        yield from (f"| {' | '.join(cells(row))} |" for row in rows)
+    return page("The proof table of the product in C++", text, proved)
 
 
 @dataclass

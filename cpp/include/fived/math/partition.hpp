@@ -1,4 +1,5 @@
-// The one way in which samples, gradients and buffers are cut: pieces that differ by one element at most.
+// The two ways in which something is cut into pieces that differ by one element at most: samples, gradients and buffers by
+// `cut`, what a rank holds of a tensor, of layers or of experts by `shard_of`.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +22,13 @@ struct Range {
 inline Range range(std::size_t n, int pieces, int i) {
     const std::size_t begin = cut(n, pieces, i);
     return {begin, cut(n, pieces, i + 1) - begin};
+}
+
+/// Shard `i` of `n` rows, columns, layers or experts; the longer ones come first. `sizes_of` in Python cuts alike, as torch's
+/// own shards begin with the longest.
+constexpr Range shard_of(std::size_t n, std::size_t pieces, std::size_t i) {
+    const std::size_t longer = n % pieces;
+    return {n / pieces * i + (i < longer ? i : longer), n / pieces + (i < longer)};
 }
 
 /// Piece `i` of `pieces` of a buffer.
