@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from mpi.launch import mpirun, need_binary, need_module, refused_by, run_worker
 
 from common.benchmarks.measures import problem
-from common.data.text import rank_slice
+from common.comm import sizes_of
 from common.models.mlp import MLP
 
 from pp_schedule import COMPUTE, Instruction, Schedule, connect
@@ -119,7 +119,7 @@ def test_bytes_are_those_of_the_sides_on_which_a_stage_has_a_neighbour(results: 
         for rank, part in enumerate(parts):
             numbers = 0
             for stage, border in enumerate(itertools.pairwise(schedule.owner), 1):
-                width = SIZES[rank_slice(len(SIZES) - 1, stage, schedule.stages)[0]]
+                width = SIZES[sum(sizes_of(len(SIZES) - 1, schedule.stages)[:stage])]
                 numbers += width * (border[0] != border[1] and rank in border)
             assert part["bytes"] == [case["batch"] * numbers * size] * 2
 

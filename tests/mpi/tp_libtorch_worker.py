@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from mpi.said import said_by
 from torch import Tensor, nn
 
+from common.comm import sizes_of
 from common.models.configs import gpt2
 from common.models.transformer import Layer, cross_entropy_sum
 
@@ -35,8 +36,7 @@ def apart(a: Tensor, b: Tensor | None) -> float:
 def piece(whole: Tensor, dim: int, ranks: Any) -> Tensor:
     if dim < 0:
         return whole
-    begin, end = (whole.shape[dim] * r // ranks.size for r in (ranks.rank, ranks.rank + 1))
-    return whole.narrow(dim, begin, end - begin)
+    return whole.split(sizes_of(whole.shape[dim], ranks.size), dim)[ranks.rank]
 
 
 def sent(ranks: Any, numbers_: int) -> list[int]:
