@@ -58,6 +58,15 @@ def test_eight_ranks_agree(options: str) -> None:
     assert "the versions agree with one another within 1e-10" in done.stdout
 
 
+def test_three_ranks_agree_where_nothing_divides() -> None:
+    """Of a width of 48 or 13, a vocabulary of 256 and a sequence of 8 the first ranks hold more."""
+    for module in ("fived", "hybrid_libtorch", "hybrid_mpi"):
+        need_module(module)
+    done = mpirun(3, python(), ROOT / "tests/mpi/uneven_languages.py", *SMALL, "--tp", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the versions agree with one another within 1e-10") == 2
+
+
 def test_rows_of_the_proof_table(tmp_path: Path) -> None:
     """One mesh of eight for each program, with SGD and AdamW, and the page that is written."""
     lesson = LESSON.with_name("hybrid_proof_cpp.py")
