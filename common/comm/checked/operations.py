@@ -71,6 +71,9 @@ def along_axis(op: Operation, kinds: Sequence[Kind | None], holders: Collection[
     """
     if op.name == "embedding" and (w := kinds[1]) is not None and w.letter in "SR":
         return {-2: P, -1: w}.get(w.dim or 0, V) if w.letter == "S" else V
+    if op.name == "addmm_":  # a product, then a sum
+        term = along_axis(Operation("mm", op.operands[1:]), kinds[1:], holders)
+        return join("add_", [kinds[0], term], [*op.flows[:1], False])
     if is_share(op, kinds, holders) or is_packed(op, kinds):
         return None
     kind = join(op.name, kinds, op.flows)

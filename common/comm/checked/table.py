@@ -27,7 +27,8 @@ Changed = Mapping[str, Kind | None]  # None: several views of the memory were wr
 
 def kinds_of_parameter(p: Tensor, axes: Collection[str]) -> Kinds:
     """Return the types of a parameter, which follow from its placement."""
-    lies, sums, kinds = placement(p), gradient_axes(p), Kinds()
+    lies = {axis: split for along, split in placement(p).items() for axis in along.split("+")}
+    sums, kinds = gradient_axes(p), Kinds()
     for axis in axes:
         if axis in lies:
             split = lies[axis]
