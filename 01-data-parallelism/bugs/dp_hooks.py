@@ -1,6 +1,6 @@
 """Gradients are summed while the backward pass still runs: a hook starts each parameter's all-reduce.
 
-    hook of p:   p.grad is complete  ->  all-reduce of p.grad starts  ->  the step waits for all of them
+    hook of p:   p.grad is complete  ->  all-reduce of p.grad starts  ->  backward's end waits for all of them
 
 With micro-batches p.grad is complete after the last of them. D inputs.
 """
@@ -49,9 +49,8 @@ def train(run: Run) -> Iterator[Tensor]:
             loss = F.mse_loss(model(x_bD).squeeze(1), y_b, reduction="sum") / BATCH
             loss.backward()
             total += loss.detach()
-        for pending in started:
-            pending.wait()
-        started.clear()
+            while started:
+                started.pop().wait()
         optimizer.step()
         comm.all_reduce(total, group)
         yield total
