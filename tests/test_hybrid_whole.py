@@ -30,7 +30,8 @@ STATES = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "optimizer.step.")
 SIZES: dict[str, Any] = dict(
     batch=4, sequence=16, warm_up=10, learning_rate=1e-3
 )  # no step reaches the cosine
-TRAIN = ["--train", "--dtype", "float64", "--batch", "4", "--sequence", "16", "--log-every", "1"]
+SEED = str(TrainOptions().seed)
+TRAIN = f"--train --dtype float64 --batch 4 --sequence 16 --log-every 1 --seed {SEED}".split()
 Mesh = dict[str, int]
 # Each run goes on from the file of the one before, by one step.
 JOURNEYS: dict[str, list[tuple[str, Mesh]]] = {
