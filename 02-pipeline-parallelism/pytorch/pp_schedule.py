@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W", "SX", "RX", "SG", "RG"]
@@ -59,6 +60,11 @@ class Schedule:
     def stages(self) -> int:
         return len(self.owner)
 
+    @cached_property
+    def whole(self) -> frozenset[Instruction]:
+        """The backward passes that are not split."""
+        return frozenset(i for instructions in self.lists for i in instructions if i.op == "B")
+
     def mine(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, first to last."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
@@ -74,7 +80,7 @@ class Schedule:
             return Instruction("F", i.stage - 1, i.micro)
         if i.op in ("B", "I") and i.stage < self.stages - 1:
             whole = Instruction("B", i.stage + 1, i.micro)  # or I, where the backward pass is split
-            return whole if whole in self.lists[self.owner[whole.stage]] else whole._replace(op="I")
+            return whole if whole in self.whole else whole._replace(op="I")
         return None
 
     def needs(self, i: Instruction) -> Instruction | None:

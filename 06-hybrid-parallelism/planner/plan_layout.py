@@ -1,0 +1,109 @@
+"""A plan: the mesh, the micro-batch and the options of each axis; and the code that would run it.
+
+    Plan(pp=4, dp=2, tp=2, micro_batch=1, schedule="1f1b")
+
+The axes are this course's, outermost first: pp dp ep sp tp. Tokens are split over dp, ep and sp; for everything but the
+experts ep is one more axis of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+AXES = ("pp", "dp", "ep", "sp", "tp")
+Kept = Literal["all", "no scores", "inputs"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to train a model on pp * dp * ep * sp * tp ranks."""
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+    micro_batch: int = 1
+    """Samples that a rank processes at once."""
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """Stages of a rank."""
+    zero: int = 0
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism along tp."""
+    kept: Kept = "all"
+    """Activations that a forward pass keeps: all; all but the attention's scores, which are computed again; or the
+    inputs of layers alone, so that the backward pass begins with a second forward pass."""
+    expert_tp: int | None = None
+    """Ranks that an expert's matrices are split over; None means tp. MoE Parallel Folding (arXiv:2504.14960) takes 1:
+    then the experts lie on ep ranks along dp, sp and tp."""
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.ep * self.sp * self.tp
+
+    @property
+    def samples(self) -> int:
+        """Places that hold different samples."""
+        return self.dp * self.ep
+
+    def micro_batches(self, batch: int) -> int:
+        """Return the number of micro-batches of a step."""
+        return batch // (self.samples * self.micro_batch)
+
+    def stride(self, axis: str) -> int:
+        """Return the distance of neighbours along an axis: the product of the axes inside it."""
+        product = 1
+        for inner in AXES[AXES.index(axis) + 1 :]:
+            product *= getattr(self, inner)
+        return product
+
+    def words(self) -> Iterator[str]:
+        """Yield what differs from one rank, for a line of text."""
+        default = Plan()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != getattr(default, f.name) and f.name != "chunks":
+                yield f.name.replace("_", "-") if value is True else f"{f.name.replace('_', '-')}={value}"
+        if self.chunks > 1 and self.schedule == "interleaved":
+            yield f"chunks={self.chunks}"
+
+    def __str__(self) -> str:
+        return " ".join(self.words()) or "one rank"
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the program that trains does, as far as its time and memory depend on it."""
+
+    name: str
+    dtype: str = "bfloat16"
+    """Type of products, activations and messages."""
+    fused_attention: bool = True
+    """The scores of attention never leave the processor (Dao et al., arXiv:2205.14135)."""
+    adds_weight_gradients: bool = True
+    """The product of a weight gradient adds to the gradient; otherwise a second operation does."""
+    gradient_bytes: int = 4
+    """Bytes of a number of the gradients that are summed over dp."""
+    state_bytes: int = 12
+    """Bytes per parameter of AdamW's states and of the weights in 32 bits beside those in 16."""
+    overlaps_gradients: bool = True
+    """Sums along dp run while the last micro-batch's backward pass does."""
+    overlaps_messages: bool = True
+    """Messages along pp travel while ranks compute."""
+
+
+CODES = {
+    code.name: code
+    for code in (
+        Code("ours", overlaps_messages=True),
+        # Narayanan et al., "Efficient large-scale language model training", arXiv:2104.04473
+        Code("megatron-2021", "float16", False, False, 2, 16, False, False),
+        # Korthikanti et al., "Reducing activation recomputation", arXiv:2205.05198
+        Code("megatron-2022", "float16", False, True, 2, 16, False, False),
+        Code("megatron-core"),
+        Code("torchtitan", gradient_bytes=4, state_bytes=8),
+    )
+}

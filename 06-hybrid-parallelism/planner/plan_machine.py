@@ -1,0 +1,198 @@
+"""A machine as numbers: what a rank computes, holds and sends in a second. Read from a TOML file in machines/.
+
+    machine = read_machine("a100-80gb")           # or the path of a file that calibrate.py wrote
+    machine.product(4096, 12288, 4096, "bfloat16")      # seconds of a matrix product
+    machine.links.all_reduce(nbytes, Ring(8, inside=8)) # seconds of an all-reduce over eight ranks of one host
+
+A product takes its arithmetic at the rate that large ones sustain, the traffic of its three matrices, and a start;
+an operation that only moves memory takes its traffic. The host needs `launch` seconds for each operation: where that
+is more than the device needs, the host sets the pace.
+
+A collective among n ranks takes time for its messages and its bytes (Thakur et al., "Optimization of collective
+communication operations in MPICH", 2005). Inside a host both come from a curve measured for some numbers of ranks.
+Between hosts the ranks of one host share its network cards, and a small message goes through a tree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from common.errors import UsageError
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+FOLDER = Path(__file__).with_name("machines")
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks of a collective: how many, and how many of them are on one host."""
+
+    size: int
+    inside: int
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links of a host's ranks to one another, and to other hosts.
+
+    inside: number of ranks -> (latency of an all-reduce in s, bandwidth in B/s), by nccl-tests' bus bandwidth.
+    """
+
+    ranks_per_host: int
+    inside: Mapping[int, tuple[float, float]]
+    host_bandwidth: float
+    """B/s that a host sends to others, through all its network cards."""
+    efficiency: float
+    """Share of host_bandwidth that collectives reach."""
+    latency: float
+    """Seconds of a message between hosts."""
+
+    def curve(self, ranks: int) -> tuple[float, float]:
+        """Return latency and bandwidth of that many ranks of one host: those of the nearest measured number."""
+        return self.inside[min(self.inside, key=lambda n: (abs(n - ranks), n))]
+
+    def share(self, inside: int) -> float:
+        """Return the B/s that so many ranks of a host send to other hosts while all others send as well."""
+        return self.host_bandwidth * self.efficiency * inside / self.ranks_per_host
+
+    def all_reduce(self, nbytes: float, ring: Ring) -> float:
+        """Return the seconds to sum `nbytes` over all ranks."""
+        n = ring.size
+        if n == 1:
+            return 0.0
+        latency, bandwidth = self.curve(ring.inside)
+        if ring.inside < n:
+            latency, bandwidth = 2 * math.log2(n) * self.latency, min(self.share(ring.inside), bandwidth)
+        return latency + 2 * (n - 1) / n * nbytes / bandwidth
+
+    def gather(self, nbytes: float, ring: Ring) -> float:
+        """Return the seconds to all-gather or reduce-scatter `nbytes` in all: half of an all-reduce."""
+        return self.all_reduce(nbytes, ring) / 2
+
+    def all_to_all(self, nbytes: float, ring: Ring) -> float:
+        """Return the seconds in which each rank sends `nbytes`, an equal part to each rank, itself included."""
+        n = ring.size
+        if n == 1:
+            return 0.0
+        latency, bandwidth = self.curve(ring.inside)
+        near = latency / 2 + (ring.inside - 1) / n * nbytes / bandwidth
+        if ring.inside == n:
+            return near
+        return max(near, self.latency + (n - ring.inside) / n * nbytes / self.share(1))
+
+    def send(self, nbytes: float, far: bool) -> float:
+        """Return the seconds of a message to the next rank; far: on another host."""
+        if far:
+            return self.latency + nbytes / self.share(1)
+        latency, bandwidth = self.curve(2)
+        return latency / 2 + nbytes / bandwidth
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank of a machine does in a second, and its links."""
+
+    name: str
+    memory: float
+    """Bytes that a rank can hold."""
+    bandwidth: float
+    """B/s of that memory, by its data sheet."""
+    peak: Mapping[str, float]
+    """FLOP/s of products by type, by the data sheet."""
+    sustained_products: float
+    """Share of the peak that large products reach."""
+    sustained_memory: float
+    """Share of the bandwidth that operations reach."""
+    start: float
+    """Seconds of a product beyond its arithmetic and its traffic."""
+    launch: float
+    """Seconds of the host per operation, forward or backward."""
+    launch_collective: float
+    """Seconds of the host per collective."""
+    step: float
+    """Seconds of a step that depend on no size."""
+    links: Links = field(repr=False)
+    reserved: float = 0.0
+    """Bytes of `memory` that the driver, the libraries' buffers and fragments take."""
+    source: str = ""
+
+    def product(self, rows: float, columns: float, inner: float, dtype: str, count: float = 1) -> float:
+        """Return the seconds of `count` products [rows, inner] x [inner, columns] in one call."""
+        arithmetic = 2 * rows * columns * inner / (self.peak[dtype] * self.sustained_products)
+        numbers = rows * inner + inner * columns + rows * columns
+        return self.start + count * (arithmetic + self.moved(SIZES[dtype] * numbers))
+
+    def moved(self, nbytes: float) -> float:
+        """Return the seconds to read and write `nbytes` in all."""
+        return nbytes / (self.bandwidth * self.sustained_memory)
+
+
+def names() -> list[str]:
+    """Return the names of the machines that are shipped."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def read_machine(name: str) -> Machine:
+    """Return a shipped machine, by name, or one described in a file.
+
+    Raises UsageError if there is none, or where the file lacks a number or has one that is out of range.
+    """
+    file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not file.is_file():
+        raise UsageError(f"--machine {name}: choose one of {', '.join(names())}, or give a .toml file")
+    try:
+        told = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+    return Machine(name=str(told.pop("name", file.stem)), **_numbers(Machine, told, str(file)))
+
+
+def _numbers(kind: type, told: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of `kind` found in a table. Raises UsageError for one that is missing, unknown or negative."""
+    known = {f.name for f in fields(kind)} - {"name"}
+    for key in told:
+        if key not in known:
+            raise UsageError(
+                f"{where}: {key} is no number of a machine; these are: {', '.join(sorted(known))}"
+            )
+    found: dict[str, Any] = {}
+    for key in sorted(known):
+        value = told.get(key, {"reserved": 0.0, "source": ""}.get(key))
+        if value is None:
+            raise UsageError(f"{where} lacks {key}; machines/a100-80gb.toml shows all numbers")
+        if key == "links":
+            value = Links(**_numbers(Links, _table(value, key, where), f"{where}, [links]"))
+        elif key == "inside":
+            table = _table(value, key, where).items()
+            value = {int(n): (_number(lat, key, where), _number(b, key, where)) for n, (lat, b) in table}
+        elif key == "peak":
+            table = _table(value, key, where).items()
+            value = {dtype: _number(rate, f"peak.{dtype}", where) for dtype, rate in table}
+        elif key == "ranks_per_host":
+            value = int(_number(value, key, where))
+        elif key != "source":
+            value = _number(value, key, where, zero=key in ("reserved", "step", "launch_collective", "start"))
+        found[key] = value
+    return found
+
+
+def _table(value: object, key: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        raise UsageError(f"{where}: {key} is a table of numbers, as in machines/a100-80gb.toml")
+    return value
+
+
+def _number(value: object, key: str, where: str, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{where}: {key} is a number, not {value!r}")
+    if value < 0 or (value == 0 and not zero):
+        raise UsageError(f"{where}: {key} must be above 0, not {value}")
+    return float(value)
