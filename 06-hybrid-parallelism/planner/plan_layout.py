@@ -8,9 +8,14 @@ experts ep is one more axis of samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, TypeVar
+
+from common.comm import sizes_of
+
+T = TypeVar("T")
 
 AXES = ("pp", "dp", "ep", "sp", "tp")
 Kept = Literal["all", "no scores", "inputs"]
@@ -49,6 +54,16 @@ class Plan:
         """Places that hold different samples."""
         return self.dp * self.ep
 
+    @property
+    def experts_split(self) -> int:
+        """Ranks that an expert's matrices are split over."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def holders(self) -> tuple[int, int]:
+        """Ranks that hold the same parameters: dense ones, and those of experts."""
+        return self.dp * self.ep * self.sp, self.ranks // (self.pp * self.ep * self.experts_split)
+
     def micro_batches(self, batch: int) -> int:
         """Return the number of micro-batches of a step."""
         return batch // (self.samples * self.micro_batch)
@@ -74,6 +89,12 @@ class Plan:
         return " ".join(self.words()) or "one rank"
 
 
+def split(layers: Sequence[T], stages: int) -> list[Sequence[T]]:
+    """Return the layers of each stage, in equal parts up to one layer, the larger ones first."""
+    ends = [0, *itertools.accumulate(sizes_of(len(layers), stages))]
+    return [layers[a:b] for a, b in itertools.pairwise(ends)]
+
+
 @dataclass(frozen=True)
 class Code:
     """What the program that trains does, as far as its time and memory depend on it."""
@@ -93,6 +114,12 @@ class Code:
     """Sums along dp run while the last micro-batch's backward pass does."""
     overlaps_messages: bool = True
     """Messages along pp travel while ranks compute."""
+    fused_activation: bool = True
+    """An activation keeps its arguments alone, and computes the rest again."""
+    dropout: bool = False
+    """Dropout after attention, on its weights and after the MLP."""
+    logit_bytes: float = 6
+    """Bytes per logit while the loss is computed: in 16 and in 32 bits."""
 
 
 CODES = {

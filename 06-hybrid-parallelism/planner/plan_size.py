@@ -7,64 +7,73 @@ from dataclasses import dataclass
 from common.models.configs import TransformerConfig
 
 from plan_layout import Plan
+from plan_models import head_widths, layer_shapes, projections
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters of a layer without its experts, of a layer's experts, of the embedding and of the head."""
+    """Parameters of one layer or one end of the model: those of experts, and all others."""
 
-    layer: float
-    experts: float
-    embedding: float
-    head: float
+    dense: float
+    experts: float = 0.0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
 
 
-def norm(c: TransformerConfig) -> int:
-    """Return the parameters of one norm."""
+NONE = Parameters(0)
+
+
+def _norm(c: TransformerConfig) -> int:
     return c.width * (2 if c.norm == "layernorm" else 1)
 
 
-def matrices(c: TransformerConfig, width: int) -> int:
-    """Return the weights of one MLP of this inner width, without biases."""
-    return (3 if c.mlp == "swiglu" else 2) * c.width * width
+def _mlp(c: TransformerConfig, width: float) -> float:
+    """Return the parameters of an MLP with this part of its inner width."""
+    bias = width + c.width if c.bias else 0
+    return (3 if c.mlp == "swiglu" else 2) * c.width * width + bias
 
 
-def whole(c: TransformerConfig) -> Parameters:
-    """Return the parameters of the whole model."""
-    D, K = c.width, c.head_width
-    attention = 2 * D * c.heads * K + 2 * D * c.kv_heads * K
+def layer(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
+    """Return the parameters of a layer, or of a rank's part of it. Norms and biases count as split over tp."""
+    p = plan or Plan()
+    out = c.heads * head_widths(c)[1] * c.width
+    split = out + sum(w.inner * w.columns for w in projections(c) if w.split)
+    whole = sum(w.inner * w.columns for w in projections(c) if not w.split)
     if c.bias:
-        attention += D + (c.heads + 2 * c.kv_heads) * K
-    mlp_bias = c.mlp_width + D if c.bias else 0
-    layer, experts = attention + 2 * norm(c), 0
-    if c.experts:
-        layer += c.experts * D + matrices(c, c.shared_experts * c.mlp_width)
-        experts = c.experts * (matrices(c, c.mlp_width) + mlp_bias)
-    else:
-        layer += matrices(c, c.mlp_width) + mlp_bias
-    positions = c.sequence * D if c.positions == "learned" else 0
-    head = norm(c) + (0 if c.tied else c.vocabulary * D)
-    return Parameters(layer, experts, c.vocabulary * D + positions, head)
+        split += c.width + sum(w.columns for w in projections(c))
+    dense = whole + (split + 2 * _norm(c)) / p.tp
+    if not c.experts:
+        return Parameters(dense + _mlp(c, c.mlp_width) / p.tp)
+    dense += c.experts * c.width + _mlp(c, c.shared_experts * c.mlp_width) / p.tp * bool(c.shared_experts)
+    return Parameters(dense, c.experts * _mlp(c, c.mlp_width) / p.ep / p.experts_split)
 
 
-def of_rank(c: TransformerConfig, plan: Plan) -> Parameters:
-    """Return the parameters that a rank holds of each part of which it holds any; norms counted as split over tp."""
-    p, etp = whole(c), plan.tp if plan.expert_tp is None else plan.expert_tp
-    return Parameters(p.layer / plan.tp, p.experts / plan.ep / etp, p.embedding / plan.tp, p.head / plan.tp)
+def embedding(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
+    """Return the parameters of the embeddings, or of a rank's part of them."""
+    positions = c.sequence * c.width if c.positions == "learned" else 0
+    return Parameters((c.vocabulary * c.width + positions) / (plan or Plan()).tp)
+
+
+def head(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
+    """Return the parameters behind the last layer, or a rank's part: norm and head, if that is not the embedding."""
+    return Parameters((_norm(c) + (0 if c.tied else c.vocabulary * c.width)) / (plan or Plan()).tp)
 
 
 def total(c: TransformerConfig) -> float:
     """Return the parameters of the model."""
-    p = whole(c)
-    return c.layers * (p.layer + p.experts) + p.embedding + p.head
+    parts = sum((layer(shape) for shape in layer_shapes(c)), embedding(c) + head(c))
+    return parts.dense + parts.experts
 
 
 def flops_per_token(c: TransformerConfig, sequence: int) -> float:
     """Return a token's operations, forward and backward, as Transformer.flops_per_token counts them."""
-    D, K = c.width, c.head_width
-    active = 2 * D * c.heads * K + 2 * D * c.kv_heads * K
-    if c.experts:
-        active += c.experts * D + (c.experts_per_token + c.shared_experts) * matrices(c, c.mlp_width)
-    else:
-        active += matrices(c, c.mlp_width)
-    return 6 * (c.layers * active + c.vocabulary * D) + 12 * c.layers * sequence * D
+    keys, values = head_widths(c)
+    matrices = c.vocabulary * c.width
+    for shape in layer_shapes(c):
+        matrices += c.heads * values * c.width + sum(w.inner * w.columns for w in projections(c))
+        active = (shape.experts_per_token + shape.shared_experts) if shape.experts else 1
+        matrices += (
+            active * (3 if c.mlp == "swiglu" else 2) * c.width * shape.mlp_width + shape.experts * c.width
+        )
+    return 6 * matrices + 6 * c.layers * sequence * c.heads * (keys + values)

@@ -9,16 +9,16 @@ Then come the sums of gradients along dp, ep and sp, as far as no backward pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from common.comm import sizes_of
 from common.models.configs import TransformerConfig
 
-from plan_layout import Code, Plan
-from plan_machine import SIZES, Machine, Ring
-from plan_size import flops_per_token, of_rank
+import plan_size
+from plan_layout import Code, Plan, split
+from plan_machine import SIZES, Links, Machine, Ring
+from plan_models import layer_shapes
+from plan_size import Parameters, flops_per_token
 from plan_work import Operation, Product, Seconds, embedding, head, layer, seconds
 from pp_schedule import Instruction, Schedule
 from pp_schedules import KINDS
@@ -104,13 +104,14 @@ def predict(
 def stage_times(c: TransformerConfig, plan: Plan, code: Code, machine: Machine, sequence: int) -> list[Stage]:
     """Return the times of all stages, first to last."""
     count = plan.pp * plan.chunks
-    each = _stage(layer(c, plan, code, sequence), c, plan, code, machine)
-    ends = [_stage(work(c, plan, code, sequence), c, plan, code, machine) for work in (embedding, head)]
+    shapes = layer_shapes(c)
+    each = {shape: _stage(layer(shape, plan, code, sequence), plan, code, machine) for shape in set(shapes)}
+    ends = [_stage(work(c, plan, code, sequence), plan, code, machine) for work in (embedding, head)]
     tokens = plan.micro_batch * sequence / plan.sp
     nbytes = tokens * c.width * SIZES[code.dtype] / plan.tp
     stages = []
-    for number, layers in enumerate(sizes_of(c.layers, count)):
-        parts = [each] * layers + ends[:1] * (number == 0) + ends[1:] * (number == count - 1)
+    for number, chunk in enumerate(split(shapes, count)):
+        parts = [each[shape] for shape in chunk] + ends[:1] * (number == 0) + ends[1:] * (number == count - 1)
         send = 0.0
         if plan.pp > 1 and not code.overlaps_messages:
             send = machine.links.send(nbytes, _far(plan, number % plan.pp, machine.links.ranks_per_host))
@@ -131,7 +132,7 @@ def _far(plan: Plan, stage: int, ranks_per_host: int) -> bool:
     return here // ranks_per_host != there // ranks_per_host
 
 
-def _stage(work: list[Operation], c: TransformerConfig, plan: Plan, code: Code, machine: Machine) -> Stage:
+def _stage(work: list[Operation], plan: Plan, code: Code, machine: Machine) -> Stage:
     """Return the times of some operations as those of a stage."""
     forward = seconds(work, machine, plan, code)
     backward = seconds(work, machine, plan, code, backward=True)
@@ -181,51 +182,50 @@ def computations(kind: str, ranks: int, micro_batches: int, chunks: int) -> Sche
     return Schedule(kind, micro_batches, owner, lists)
 
 
+def largest(c: TransformerConfig, plan: Plan) -> Parameters:
+    """Return the parameters of the first stage's rank, which has the embedding and the longer share of the layers."""
+    shapes = layer_shapes(c)
+    here = sum(
+        (plan_size.layer(shape, plan) for shape in split(shapes, plan.pp)[0]), plan_size.embedding(c, plan)
+    )
+    return here + plan_size.head(c, plan) if plan.pp == 1 else here
+
+
 def gradient_time(
     c: TransformerConfig, plan: Plan, code: Code, machine: Machine, hides: float, micro_batches: int
 ) -> float:
-    """Return the exposed seconds of gradient sums and of ZeRO's gathers, on the rank with most parameters.
+    """Return the exposed seconds of gradient sums and of ZeRO's gathers.
 
     hides: seconds of the backward pass of one micro-batch, behind which sums may run.
     """
-    p, links, per_host = of_rank(c, plan), machine.links, machine.links.ranks_per_host
-    layers = -(-c.layers // plan.pp)
-    dense = layers * p.layer + p.embedding + (p.head if plan.pp == 1 else 0)
-    etp = plan.tp if plan.expert_tp is None else plan.expert_tp
-    over = Ring(plan.dp * plan.ep * plan.sp, max(1, min(plan.dp * plan.ep * plan.sp, per_host // plan.tp)))
-    of_experts = plan.ranks // (plan.pp * plan.ep * etp)
-    inside = max(1, min(of_experts, per_host // (plan.ep * etp)))
+    links, p = machine.links, largest(c, plan)
+    outer = plan.tp, plan.ep * plan.experts_split  # ranks that lie between two holders of the same parameters
     took = 0.0
-    for numbers, ring in ((dense, over), (layers * p.experts, Ring(of_experts, inside))):
-        if numbers and ring.size > 1:
-            took += _sums(numbers, ring, plan, code, links, micro_batches)
+    for numbers, size, stride in zip((p.dense, p.experts), plan.holders, outer, strict=True):
+        if numbers and size > 1:
+            ring = Ring(size, max(1, min(size, links.ranks_per_host // stride)))
+            took += sums(numbers, ring, plan, code, links, micro_batches)
     if code.overlaps_gradients and took:
-        took = max(took / layers, took - hides * (micro_batches if plan.zero == 3 else 1))
+        took = max(took * plan.pp / c.layers, took - hides * (micro_batches if plan.zero == 3 else 1))
     if c.tied and plan.pp > 1:
-        took += links.all_reduce(code.gradient_bytes * p.embedding, Ring(2, 1 + (plan.ranks <= per_host)))
+        embedding = code.gradient_bytes * plan_size.embedding(c, plan).dense
+        took += links.all_reduce(embedding, Ring(2, 1 + (plan.ranks <= links.ranks_per_host)))
     return took
 
 
-def _sums(numbers: float, ring: Ring, plan: Plan, code: Code, links: object, micro_batches: int) -> float:
-    gather: Callable[[float, Ring], float] = links.gather  # type: ignore[attr-defined]
-    reduce = gather(code.gradient_bytes * numbers, ring)
-    weights = gather(SIZES[code.dtype] * numbers, ring)
-    if plan.zero == 0:
-        return 2 * reduce
+def sums(numbers: float, ring: Ring, plan: Plan, code: Code, links: Links, micro_batches: int) -> float:
+    """Return the seconds to sum so many gradients, and to gather weights where ZeRO has split them."""
+    reduce = links.gather(code.gradient_bytes * numbers, ring)
+    gather = links.gather(SIZES[code.dtype] * numbers, ring)
     times = micro_batches if plan.zero > 1 else 1
-    gathers = 2 * micro_batches if plan.zero == 3 else 1
-    return times * reduce + gathers * weights
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro_batches}[plan.zero]
+    return (times + (plan.zero == 0)) * reduce + gathers * gather
 
 
 def optimizer_time(c: TransformerConfig, plan: Plan, machine: Machine) -> float:
     """Return the seconds in which the optimizer updates a rank's parameters, or its share of them."""
-    p, layers = of_rank(c, plan), -(-c.layers // plan.pp)
-    dense = layers * p.layer + p.embedding + (p.head if plan.pp == 1 else 0)
-    shared = plan.dp * plan.ep * plan.sp if plan.zero else 1
-    expert = plan.ranks // (plan.pp * plan.ep * (plan.tp if plan.expert_tp is None else plan.expert_tp))
-    return machine.moved(
-        OPTIMIZER_BYTES * (dense / shared + layers * p.experts / (expert if plan.zero else 1))
-    )
+    p, (dense, experts) = largest(c, plan), plan.holders if plan.zero else (1, 1)
+    return machine.moved(OPTIMIZER_BYTES * (p.dense / dense + p.experts / experts))
 
 
 def axis_times(

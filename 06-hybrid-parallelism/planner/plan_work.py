@@ -18,6 +18,7 @@ from common.models.configs import TransformerConfig
 
 from plan_layout import Code, Plan
 from plan_machine import SIZES, Links, Machine, Ring
+from plan_models import head_widths, projections
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,23 @@ def layer(c: TransformerConfig, plan: Plan, code: Code, sequence: int) -> list[O
 def attention(c: TransformerConfig, plan: Plan, code: Code, S: int) -> list[Operation]:
     """Return the operations of the norm, the attention and the residual sum."""
     e, tp, sp = SIZES[code.dtype], plan.tp, plan.sp
-    B, s, D, K = plan.micro_batch, S / sp, c.width, c.head_width
-    H, G = c.heads / tp, max(1.0, c.kv_heads / tp)
+    B, s, D, H = plan.micro_batch, S / sp, c.width, c.heads / tp
+    K, V = head_widths(c)
+    G = max(1.0, c.kv_heads / tp)
     tokens, between = B * s, B * s / (tp if plan.sequence_parallel else 1)
     out: list[Operation] = [Traffic(2 * between * D * e, 1.5), *_into_region(plan, tokens * D * e)]
-    out += [Product(tokens, (H + 2 * G) * K, D), Traffic(2 * tokens * (H + 2 * G) * K * e)]
+    out += [Product(tokens, w.columns / (tp if w.split else 1), w.inner) for w in projections(c)]
+    out.append(Traffic(2 * tokens * (H * K + G * (K + V)) * e))
     if sp > 1:
-        out.append(Collective("ring", "sp", 2 * tokens * G * K * e))
-    scores = [Product(s, S, K, B * H, False), Product(s, K, S, B * H, False)]
+        out.append(Collective("ring", "sp", tokens * G * (K + V) * e))
+    scores = [Product(s, S, K, B * H, False), Product(s, V, S, B * H, False)]
     if code.fused_attention:
         out += scores
     else:  # softmax with the mask; dropout of the weights with its own mask; the heads' results side by side
         table = B * H * s * S
         soft, dropped = Traffic(2 * table * e, 1.5), Traffic(2 * table * e + table)
-        out += [scores[0], soft, dropped, scores[1], Traffic(2 * tokens * H * K * e)]
-    out += [Product(tokens, D, H * K), *_out_of_region(plan, tokens * D * e), Traffic(3.5 * between * D * e)]
+        out += [scores[0], soft, dropped, scores[1], Traffic(2 * tokens * H * V * e)]
+    out += [Product(tokens, D, H * V), *_out_of_region(plan, tokens * D * e), Traffic(3.5 * between * D * e)]
     return out
 
 
@@ -103,7 +106,7 @@ def experts(c: TransformerConfig, plan: Plan, code: Code, S: int) -> list[Operat
     The load is even: each rank's experts process as many rows as its tokens have choices.
     """
     e, D, tp = SIZES[code.dtype], c.width, plan.tp
-    etp = tp if plan.expert_tp is None else plan.expert_tp
+    etp = plan.experts_split
     tokens = plan.micro_batch * S / plan.sp
     mine = tokens / (tp if plan.sequence_parallel else 1)  # tokens that this rank routes
     copies = c.experts_per_token * (c.capacity_factor or 1.0)

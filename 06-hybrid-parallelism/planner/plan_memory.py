@@ -1,0 +1,124 @@
+"""The memory of a rank: weights, gradients, states of the optimizer, and the activations that backward passes wait for.
+
+    memory(config, plan, code, batch=1024, sequence=4096)       -> Memory of the pipeline's fullest rank, bytes
+
+What a layer keeps is counted tensor by tensor, as autograd keeps them: the input of each product and norm, queries,
+keys, values and result of attention, the arguments of an activation (Korthikanti et al., arXiv:2205.05198, section 4,
+for GPT). The schedule says how many micro-batches a rank holds at once (`Kind.holds` in chapter 02).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.models.configs import TransformerConfig
+
+from plan_layout import Code, Plan, split
+from plan_machine import SIZES
+from plan_models import head_widths, layer_shapes, projections
+from plan_size import NONE, embedding, head, layer
+from pp_schedules import KINDS
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank at its fullest."""
+
+    weights: float
+    gradients: float
+    states: float
+    activations: float
+    buffers: float
+    """Logits and their gradient; a layer's weight gradients before they are added; weights that ZeRO-3 has gathered."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.states + self.activations + self.buffers
+
+
+def memory(c: TransformerConfig, plan: Plan, code: Code, batch: int, sequence: int) -> Memory:
+    """Return the memory of the rank of the pipeline that holds most."""
+    stages = (of_stage(c, plan, code, batch, sequence, rank) for rank in range(plan.pp))
+    return max(stages, key=lambda m: m.total)
+
+
+def of_stage(c: TransformerConfig, plan: Plan, code: Code, batch: int, S: int, rank: int) -> Memory:
+    """Return the memory of a rank of the pipeline."""
+    kind, e = KINDS[plan.schedule], SIZES[code.dtype]
+    owner = kind.owner(plan.pp, plan.chunks)
+    chunks = split(layer_shapes(c), len(owner))
+    stages = [i for i, of in enumerate(owner) if of == rank]
+    shapes = [shape for i in stages for shape in chunks[i]]
+    first, last = 0 in stages, len(owner) - 1 in stages
+    ends = [
+        (embedding(c, plan), first),
+        (head(c, plan), last),
+        (embedding(c, plan), last and c.tied and not first),
+    ]
+    held = sum((layer(shape, plan) for shape in shapes), NONE)
+    held = sum((part for part, here in ends if here), held)
+
+    in_flight = held_chunks(plan, plan.micro_batches(batch), rank) / len(stages)
+    tokens = plan.micro_batch * S / plan.sp
+    kept = in_flight * sum(layer_bytes(shape, plan, code, S) for shape in shapes)
+    if plan.kept == "inputs":  # while one layer is computed again it keeps everything
+        kept += max(layer_bytes(shape, plan, code, S, everything=True) for shape in shapes)
+    kept += first * 8 * tokens * in_flight  # token numbers
+    kept += last * 2 * tokens * c.width * e / (plan.tp if plan.sequence_parallel else 1)
+    logits = last * tokens * c.vocabulary / plan.tp * code.logit_bytes
+
+    whole = held.dense + held.experts
+    shards = held.dense / plan.holders[0] + held.experts / plan.holders[1]
+    one = max((layer(shape, plan) for shape in shapes), key=lambda p: p.dense + p.experts)
+    passing = e * (one.dense + (one.experts * plan.ep / c.experts if c.experts else 0))
+    return Memory(
+        e * (shards if plan.zero == 3 else whole),
+        code.gradient_bytes * (shards if plan.zero >= 2 else whole),
+        code.state_bytes * (shards if plan.zero >= 1 else whole),
+        kept,
+        logits + passing + (2 * e * (one.dense + one.experts) if plan.zero == 3 else 0),
+    )
+
+
+def held_chunks(plan: Plan, micro_batches: int, rank: int) -> float:
+    """Return how many micro-batches' chunks a rank holds at once."""
+    held = KINDS[plan.schedule].holds(rank, plan.pp, micro_batches, plan.chunks)
+    return micro_batches * plan.chunks if held is None else held
+
+
+def layer_bytes(c: TransformerConfig, plan: Plan, code: Code, S: int, everything: bool = False) -> float:
+    """Return the bytes that one layer keeps of one micro-batch; everything: whatever plan.kept says."""
+    e, tp = SIZES[code.dtype], plan.tp
+    tokens = plan.micro_batch * S / plan.sp
+    between = tokens / (tp if plan.sequence_parallel else 1)
+    if plan.kept == "inputs" and not everything:
+        return between * c.width * e
+    H, G, (K, V) = c.heads / tp, max(1.0, c.kv_heads / tp), head_widths(c)
+    numbers = 4 * between * c.width  # inputs of the norms, and what they return
+    numbers += tokens * (H * (K + V) + G * (K + V))  # queries, keys, values and the result
+    for w in projections(c):
+        numbers += (
+            tokens * 2 * w.columns if not w.split else 0
+        )  # latent vectors, before and behind their norm
+    other = 4 * tokens * H if code.fused_attention else 0.0  # logarithm of the sum of exponentials
+    if not code.fused_attention and (everything or plan.kept == "all"):
+        table = plan.micro_batch * H * (S / plan.sp) * S
+        numbers += table * (2 if code.dropout else 1)
+        other += table if code.dropout else 0
+    if code.dropout:
+        other += 2 * between * c.width  # masks
+    return numbers * e + other + mlp_bytes(c, plan, code, tokens, between)
+
+
+def mlp_bytes(c: TransformerConfig, plan: Plan, code: Code, tokens: float, between: float) -> float:
+    """Return the bytes that a layer's MLP or experts keep of one micro-batch, without the norm."""
+    e, inner = SIZES[code.dtype], 2 if c.mlp == "gelu" else 3 if code.fused_activation else 4
+    if not c.experts:
+        return tokens * inner * c.mlp_width / plan.tp * e
+    etp = plan.experts_split
+    copies = c.experts_per_token * (c.capacity_factor or 1.0)
+    rows = between * copies * (etp if plan.sequence_parallel else 1)
+    numbers = rows * (inner * c.mlp_width / etp + c.width)  # rows sent here, and inside the experts
+    numbers += between * copies * c.width  # results before they are weighted
+    numbers += tokens * inner * c.shared_experts * c.mlp_width / plan.tp
+    return numbers * e + 4 * between * c.experts
