@@ -70,7 +70,14 @@ def layer_shapes(c: TransformerConfig) -> list[TransformerConfig]:
 
 
 def deepseek(
-    layers: int, width: int, dense_width: int, expert_width: int, experts: int, per_token: int, shared: int, words: int
+    layers: int,
+    width: int,
+    dense_width: int,
+    expert_width: int,
+    experts: int,
+    per_token: int,
+    shared: int,
+    words: int,
 ) -> LatentConfig:
     """Return a DeepSeek model: 128 heads, one dense layer."""
     return LatentConfig(
