@@ -41,9 +41,9 @@ class Plan:
     kept: Kept = "all"
     """Activations that a forward pass keeps: all; all but the attention's scores, which are computed again; or the
     inputs of layers alone, so that the backward pass begins with a second forward pass."""
-    expert_tp: int | None = None
-    """Ranks that an expert's matrices are split over; None means tp. MoE Parallel Folding (arXiv:2504.14960) takes 1:
-    then the experts lie on ep ranks along dp, sp and tp."""
+    folded: int = 1
+    """Ranks that whole experts lie on, across tp, sp and dp: MoE Parallel Folding (arXiv:2504.14960). 1 means that
+    experts lie along ep, each split over tp."""
 
     @property
     def ranks(self) -> int:
@@ -55,14 +55,15 @@ class Plan:
         return self.dp * self.ep
 
     @property
-    def experts_split(self) -> int:
-        """Ranks that an expert's matrices are split over."""
-        return self.tp if self.expert_tp is None else self.expert_tp
+    def expert_ranks(self) -> tuple[int, int]:
+        """Ranks that the experts are distributed over, and ranks that each of them is split over."""
+        return (self.folded, 1) if self.folded > 1 else (self.ep, self.tp)
 
     @property
     def holders(self) -> tuple[int, int]:
         """Ranks that hold the same parameters: dense ones, and those of experts."""
-        return self.dp * self.ep * self.sp, self.ranks // (self.pp * self.ep * self.experts_split)
+        ways, parts = self.expert_ranks
+        return self.dp * self.ep * self.sp, self.ranks // (self.pp * ways * parts)
 
     def micro_batches(self, batch: int) -> int:
         """Return the number of micro-batches of a step."""

@@ -70,7 +70,7 @@ def of_stage(c: TransformerConfig, plan: Plan, code: Code, batch: int, S: int, r
     whole = held.dense + held.experts
     shards = held.dense / plan.holders[0] + held.experts / plan.holders[1]
     one = max((layer(shape, plan) for shape in shapes), key=lambda p: p.dense + p.experts)
-    passing = e * (one.dense + (one.experts * plan.ep / c.experts if c.experts else 0))
+    passing = e * (one.dense + (one.experts * plan.expert_ranks[0] / c.experts if c.experts else 0))
     return Memory(
         e * (shards if plan.zero == 3 else whole),
         code.gradient_bytes * (shards if plan.zero >= 2 else whole),
@@ -115,7 +115,7 @@ def mlp_bytes(c: TransformerConfig, plan: Plan, code: Code, tokens: float, betwe
     e, inner = SIZES[code.dtype], 2 if c.mlp == "gelu" else 3 if code.fused_activation else 4
     if not c.experts:
         return tokens * inner * c.mlp_width / plan.tp * e
-    etp = plan.experts_split
+    etp = plan.expert_ranks[1]
     copies = c.experts_per_token * (c.capacity_factor or 1.0)
     rows = between * copies * (etp if plan.sequence_parallel else 1)
     numbers = rows * (inner * c.mlp_width / etp + c.width)  # rows sent here, and inside the experts

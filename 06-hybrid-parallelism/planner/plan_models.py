@@ -66,7 +66,7 @@ def layer_shapes(c: TransformerConfig) -> list[TransformerConfig]:
     if not isinstance(c, LatentConfig) or not c.dense_layers:
         return [c] * c.layers
     dense = replace(c, experts=0, shared_experts=0, mlp_width=c.dense_width)
-    return [dense] * c.dense_layers + [c] * (c.layers - c.dense_layers)
+    return [*[dense] * c.dense_layers, *[c] * (c.layers - c.dense_layers)]
 
 
 def deepseek(

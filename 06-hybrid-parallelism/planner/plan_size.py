@@ -46,7 +46,8 @@ def layer(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
     if not c.experts:
         return Parameters(dense + _mlp(c, c.mlp_width) / p.tp)
     dense += c.experts * c.width + _mlp(c, c.shared_experts * c.mlp_width) / p.tp * bool(c.shared_experts)
-    return Parameters(dense, c.experts * _mlp(c, c.mlp_width) / p.ep / p.experts_split)
+    ways, parts = p.expert_ranks
+    return Parameters(dense, c.experts * _mlp(c, c.mlp_width) / ways / parts)
 
 
 def embedding(c: TransformerConfig, plan: Plan | None = None) -> Parameters:

@@ -199,7 +199,8 @@ def gradient_time(
     hides: seconds of the backward pass of one micro-batch, behind which sums may run.
     """
     links, p = machine.links, largest(c, plan)
-    outer = plan.tp, plan.ep * plan.experts_split  # ranks that lie between two holders of the same parameters
+    ways, parts = plan.expert_ranks
+    outer = plan.tp, ways * parts  # ranks that lie between two holders of the same parameters
     took = 0.0
     for numbers, size, stride in zip((p.dense, p.experts), plan.holders, outer, strict=True):
         if numbers and size > 1:

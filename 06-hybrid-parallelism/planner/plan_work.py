@@ -106,12 +106,12 @@ def experts(c: TransformerConfig, plan: Plan, code: Code, S: int) -> list[Operat
     The load is even: each rank's experts process as many rows as its tokens have choices.
     """
     e, D, tp = SIZES[code.dtype], c.width, plan.tp
-    etp = plan.experts_split
+    ways, etp = plan.expert_ranks
     tokens = plan.micro_batch * S / plan.sp
     mine = tokens / (tp if plan.sequence_parallel else 1)  # tokens that this rank routes
     copies = c.experts_per_token * (c.capacity_factor or 1.0)
     rows = mine * copies * (etp if plan.sequence_parallel else 1)  # that its experts process
-    local = max(1.0, c.experts / plan.ep)
+    local = max(1.0, c.experts / ways)
     out: list[Operation] = [Traffic(2 * mine * D * e, 1.5), Product(mine, c.experts, D)]
     out += [Traffic(2 * mine * copies * D * e), Collective("all_to_all", "ep", mine * copies * D * e)]
     gather = [Collective("gather", "tp", rows * D * e)] if etp > 1 else []
@@ -222,6 +222,6 @@ def seconds(
 def ring_of(plan: Plan, axis: str, links: Links) -> Ring:
     """Return the ranks along an axis, and how many of them share a host."""
     size, stride = getattr(plan, axis), plan.stride(axis)
-    if axis == "ep" and plan.expert_tp == 1:
-        stride = 1  # folded: experts lie on neighbouring ranks, whatever tp they belong to
+    if axis == "ep" and plan.folded > 1:
+        size, stride = plan.folded, 1
     return Ring(size, max(1, min(size, links.ranks_per_host // stride)))
