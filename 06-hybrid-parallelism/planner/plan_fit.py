@@ -38,7 +38,7 @@ class FitOptions(Checked):
 
 def fitted(rows: Sequence[Row]) -> Machine:
     """Return the machine of the rows with constants that fit them best."""
-    machine = rows[0].machine
+    machine = rows[0].job.machine
     first = [getattr(machine, name) for name in CONSTANTS] + [
         getattr(machine.links, name) for name in OF_LINKS
     ]
@@ -59,10 +59,8 @@ def with_constants(machine: Machine, numbers: Sequence[float]) -> Machine:
 
 
 def _difference(row: Row, numbers: Sequence[float]) -> float:
-    machine = with_constants(row.machine, numbers)
-    return math.log(
-        predict(row.config, row.plan, row.code, machine, row.batch, row.sequence).step / row.seconds
-    )
+    job = replace(row.job, machine=with_constants(row.job.machine, numbers))
+    return math.log(predict(job, row.plan).step / row.seconds)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """The memory of a rank: weights, gradients, states of the optimizer, and the activations that backward passes wait for.
 
-    memory(config, plan, code, batch=1024, sequence=4096)       -> Memory of the pipeline's fullest rank, bytes
+    memory(job, plan)       -> Memory of the pipeline's fullest rank, in bytes
 
 What a layer keeps is counted tensor by tensor, as autograd keeps them: the input of each product and norm, queries,
 keys, values and result of attention, the arguments of an activation (Korthikanti et al., arXiv:2205.05198, section 4,
@@ -9,13 +9,15 @@ for GPT). The schedule says how many micro-batches a rank holds at once (`Kind.h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from common.models.configs import TransformerConfig
 
+from plan_job import Job
 from plan_layout import Code, Plan, split
 from plan_machine import SIZES
-from plan_models import head_widths, layer_shapes, projections
+from plan_models import head_widths, projections
 from plan_size import NONE, embedding, head, layer
 from pp_schedules import KINDS
 
@@ -36,33 +38,32 @@ class Memory:
         return self.weights + self.gradients + self.states + self.activations + self.buffers
 
 
-def memory(c: TransformerConfig, plan: Plan, code: Code, batch: int, sequence: int) -> Memory:
-    """Return the memory of the rank of the pipeline that holds most."""
-    stages = (of_stage(c, plan, code, batch, sequence, rank) for rank in range(plan.pp))
-    return max(stages, key=lambda m: m.total)
+def memory(job: Job, plan: Plan) -> Memory:
+    """Return the memory of the rank of the pipeline that holds most: the first, one of the middle, or the last."""
+    ranks = sorted({0, plan.pp // 2, plan.pp - 1})
+    return max((of_rank(job, plan, rank) for rank in ranks), key=lambda m: m.total)
 
 
-def of_stage(c: TransformerConfig, plan: Plan, code: Code, batch: int, S: int, rank: int) -> Memory:
+def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     """Return the memory of a rank of the pipeline."""
-    kind, e = KINDS[plan.schedule], SIZES[code.dtype]
-    owner = kind.owner(plan.pp, plan.chunks)
-    chunks = split(layer_shapes(c), len(owner))
-    stages = [i for i, of in enumerate(owner) if of == rank]
-    shapes = [shape for i in stages for shape in chunks[i]]
+    c, code, e = job.config, job.code, job.number_bytes
+    owner = KINDS[plan.schedule].owner(plan.pp, plan.chunks)
+    chunks, stages = split(job.shapes, len(owner)), [i for i, of in enumerate(owner) if of == rank]
+    shapes = Counter(shape for i in stages for shape in chunks[i])
     first, last = 0 in stages, len(owner) - 1 in stages
-    ends = [
-        (embedding(c, plan), first),
+    held = NONE
+    for part, here in (
+        (embedding(c, plan), first or (last and c.tied)),
         (head(c, plan), last),
-        (embedding(c, plan), last and c.tied and not first),
-    ]
-    held = sum((layer(shape, plan) for shape in shapes), NONE)
-    held = sum((part for part, here in ends if here), held)
+        *((layer(shape, plan), count) for shape, count in shapes.items()),
+    ):
+        held += part.times(here)
 
-    in_flight = held_chunks(plan, plan.micro_batches(batch), rank) / len(stages)
-    tokens = plan.micro_batch * S / plan.sp
-    kept = in_flight * sum(layer_bytes(shape, plan, code, S) for shape in shapes)
+    in_flight = held_chunks(plan, plan.micro_batches(job.batch), rank) / len(stages)
+    tokens = plan.micro_batch * job.sequence / plan.sp
+    kept = in_flight * sum(n * layer_bytes(job, plan, shape) for shape, n in shapes.items())
     if plan.kept == "inputs":  # while one layer is computed again it keeps everything
-        kept += max(layer_bytes(shape, plan, code, S, everything=True) for shape in shapes)
+        kept += max(layer_bytes(job, replace(plan, kept="all"), shape) for shape in shapes)
     kept += first * 8 * tokens * in_flight  # token numbers
     kept += last * 2 * tokens * c.width * e / (plan.tp if plan.sequence_parallel else 1)
     logits = last * tokens * c.vocabulary / plan.tp * code.logit_bytes
@@ -71,12 +72,13 @@ def of_stage(c: TransformerConfig, plan: Plan, code: Code, batch: int, S: int, r
     shards = held.dense / plan.holders[0] + held.experts / plan.holders[1]
     one = max((layer(shape, plan) for shape in shapes), key=lambda p: p.dense + p.experts)
     passing = e * (one.dense + (one.experts * plan.expert_ranks[0] / c.experts if c.experts else 0))
+    gathered = 2 * e * (one.dense + one.experts) if plan.zero == 3 else 0
     return Memory(
         e * (shards if plan.zero == 3 else whole),
         code.gradient_bytes * (shards if plan.zero >= 2 else whole),
         code.state_bytes * (shards if plan.zero >= 1 else whole),
         kept,
-        logits + passing + (2 * e * (one.dense + one.experts) if plan.zero == 3 else 0),
+        logits + passing + gathered,
     )
 
 
@@ -86,12 +88,12 @@ def held_chunks(plan: Plan, micro_batches: int, rank: int) -> float:
     return micro_batches * plan.chunks if held is None else held
 
 
-def layer_bytes(c: TransformerConfig, plan: Plan, code: Code, S: int, everything: bool = False) -> float:
-    """Return the bytes that one layer keeps of one micro-batch; everything: whatever plan.kept says."""
-    e, tp = SIZES[code.dtype], plan.tp
+def layer_bytes(job: Job, plan: Plan, c: TransformerConfig) -> float:
+    """Return the bytes that a layer of shape `c` keeps of one micro-batch."""
+    code, e, tp, S = job.code, job.number_bytes, plan.tp, job.sequence
     tokens = plan.micro_batch * S / plan.sp
     between = tokens / (tp if plan.sequence_parallel else 1)
-    if plan.kept == "inputs" and not everything:
+    if plan.kept == "inputs":
         return between * c.width * e
     H, G, (K, V) = c.heads / tp, max(1.0, c.kv_heads / tp), head_widths(c)
     numbers = 4 * between * c.width  # inputs of the norms, and what they return
@@ -101,7 +103,7 @@ def layer_bytes(c: TransformerConfig, plan: Plan, code: Code, S: int, everything
             tokens * 2 * w.columns if not w.split else 0
         )  # latent vectors, before and behind their norm
     other = 4 * tokens * H if code.fused_attention else 0.0  # logarithm of the sum of exponentials
-    if not code.fused_attention and (everything or plan.kept == "all"):
+    if not code.fused_attention and plan.kept == "all":
         table = plan.micro_batch * H * (S / plan.sp) * S
         numbers += table * (2 if code.dropout else 1)
         other += table if code.dropout else 0

@@ -16,9 +16,9 @@ from pathlib import Path
 from common.errors import UsageError
 from common.models.configs import TransformerConfig
 
-from plan_layout import CODES, Code, Plan
-from plan_machine import Machine, read_machine
-from plan_size import flops_per_token
+from plan_job import Job
+from plan_layout import CODES, Plan
+from plan_machine import read_machine
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -33,28 +33,22 @@ class Row:
     dataset: str
     group: tuple[object, ...]
     """What a user asks for: model, GPUs and batch. Rows of a group differ in mesh and micro-batch."""
-    config: TransformerConfig
+    job: Job
     plan: Plan
-    code: Code
-    machine: Machine
-    batch: int
-    sequence: int
     seconds: float
 
     @property
     def flops(self) -> float:
         """Operations of a step per GPU, with those that are computed again."""
         again = 4 / 3 if self.plan.kept == "inputs" else 1.0
-        return (
-            again * flops_per_token(self.config, self.sequence) * self.batch * self.sequence / self.plan.ranks
-        )
+        return again * self.job.flops / self.plan.ranks
 
     @property
     def record(self) -> dict[str, object]:
         """The row for a file of records."""
-        c, p = self.config, self.plan
+        c, p = self.job.config, self.plan
         return {
-            **dict(set=self.dataset, gpus=p.ranks, batch=self.batch, hidden=c.width, layers=c.layers),
+            **dict(set=self.dataset, gpus=p.ranks, batch=self.job.batch, hidden=c.width, layers=c.layers),
             **dict(pp=p.pp, dp=p.dp, tp=p.tp, micro_batch=p.micro_batch, measured=self.seconds),
         }
 
@@ -100,28 +94,23 @@ def _paper(name: str) -> Iterator[Row]:
             sequence_parallel=bool(n["sequence_parallel"]),
             kept=x["kept"],  # type: ignore[arg-type]
         )
-        row = Row(
-            name, (x["model"], n["gpus"], n["batch"]), c, plan, code, machine, n["batch"], n["sequence"], 1.0
-        )
-        yield replace(row, seconds=_seconds(row, float(x["value"]), x["unit"]))
+        job = Job(c, code, machine, n["batch"], n["sequence"])
+        seconds = _seconds(job, plan, float(x["value"]), x["unit"])
+        yield Row(name, (x["model"], n["gpus"], n["batch"]), job, plan, seconds)
 
 
-def _seconds(row: Row, value: float, unit: str) -> float:
+def _seconds(job: Job, plan: Plan, value: float, unit: str) -> float:
     """Return the seconds of a step from what a paper prints."""
-    if unit == "s":
-        return value
-    model = flops_per_token(row.config, row.sequence) * row.batch * row.sequence / row.plan.ranks
-    c, s = row.config, row.sequence
+    c, tokens, model = job.config, job.batch * job.sequence / plan.ranks, job.flops / plan.ranks
     if unit == "hardware TFLOP/s":  # SC'21, equation 3
-        ends = 1 + s / (6 * c.width) + c.vocabulary / (16 * c.layers * c.width)
-        return 96 * row.batch * s * c.layers * c.width**2 * ends / row.plan.ranks / (value * 1e12)
-    if unit == "model TFLOP/s":
-        return model / (value * 1e12)
-    if unit == "MFU %":
-        return model / (value / 100 * row.machine.peak[row.code.dtype])
-    if unit == "tokens/s/GPU":
-        return row.batch * s / row.plan.ranks / value
-    raise ValueError(f"unit {unit!r} is unknown")
+        ends = 1 + job.sequence / (6 * c.width) + c.vocabulary / (16 * c.layers * c.width)
+        return 96 * tokens * c.layers * c.width**2 * ends / (value * 1e12)
+    return {
+        "s": value,
+        "model TFLOP/s": model / (value * 1e12),
+        "MFU %": model / (value / 100 * job.peak),
+        "tokens/s/GPU": tokens / value,
+    }[unit]
 
 
 VTRAIN_COLUMNS = {
@@ -167,7 +156,7 @@ def _vtrain_row(name: str, n: dict[str, int], seconds: float) -> Row:
     plan = Plan(n["pp"], n["dp"], tp=n["tp"], micro_batch=n["micro_batch"], kept="inputs")
     machine, code = read_machine("a100-80gb-vtrain"), CODES["megatron-2021"]
     group = (n["hidden"], n["layers"], n["gpus"], n["batch"])
-    return Row(name, group, c, plan, code, machine, n["batch"], n["sequence"], seconds)
+    return Row(name, group, Job(c, code, machine, n["batch"], n["sequence"]), plan, seconds)
 
 
 def calibrates(row: Row) -> bool:
@@ -176,5 +165,5 @@ def calibrates(row: Row) -> bool:
     if rule is None:
         return False
     if "global_batch" in rule:
-        return row.batch in rule["global_batch"]
-    return (row.config.width, row.config.layers) in {tuple(shape) for shape in rule["shapes"]}
+        return row.job.batch in rule["global_batch"]
+    return (row.job.config.width, row.job.config.layers) in {tuple(shape) for shape in rule["shapes"]}

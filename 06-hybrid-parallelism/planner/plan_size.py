@@ -20,6 +20,10 @@ class Parameters:
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(self.dense + other.dense, self.experts + other.experts)
 
+    def times(self, count: int) -> Parameters:
+        """Return the parameters of so many such parts."""
+        return Parameters(count * self.dense, count * self.experts)
+
 
 NONE = Parameters(0)
 
