@@ -107,6 +107,8 @@ class Code:
     """The scores of attention never leave the processor (Dao et al., arXiv:2205.14135)."""
     adds_weight_gradients: bool = True
     """The product of a weight gradient adds to the gradient; otherwise a second operation does."""
+    weight_bytes: int = 2
+    """Bytes of a weight as layers use it."""
     gradient_bytes: int = 4
     """Bytes of a number of the gradients that are summed over dp."""
     state_bytes: int = 12
@@ -126,11 +128,11 @@ class Code:
 CODES = {
     code.name: code
     for code in (
-        Code("ours", overlaps_messages=True),
+        Code("ours", weight_bytes=4, state_bytes=8, fused_activation=False),
         # Narayanan et al., "Efficient large-scale language model training", arXiv:2104.04473
-        Code("megatron-2021", "float16", False, False, 2, 16, False, False),
+        Code("megatron-2021", "float16", False, False, 2, 2, 16, False, False),
         # Korthikanti et al., "Reducing activation recomputation", arXiv:2205.05198
-        Code("megatron-2022", "float16", False, True, 2, 16, False, False),
+        Code("megatron-2022", "float16", False, True, 2, 2, 16, False, False),
         Code("megatron-core"),
         Code("torchtitan", gradient_bytes=4, state_bytes=8),
     )

@@ -72,9 +72,9 @@ def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     shards = held.dense / plan.holders[0] + held.experts / plan.holders[1]
     one = max((layer(shape, plan) for shape in shapes), key=lambda p: p.dense + p.experts)
     passing = e * (one.dense + (one.experts * plan.expert_ranks[0] / c.experts if c.experts else 0))
-    gathered = 2 * e * (one.dense + one.experts) if plan.zero == 3 else 0
+    gathered = 2 * code.weight_bytes * (one.dense + one.experts) if plan.zero == 3 else 0
     return Memory(
-        e * (shards if plan.zero == 3 else whole),
+        code.weight_bytes * (shards if plan.zero == 3 else whole),
         code.gradient_bytes * (shards if plan.zero >= 2 else whole),
         code.state_bytes * (shards if plan.zero >= 1 else whole),
         kept,

@@ -50,9 +50,13 @@ class Stage:
         return self.forward, self.inputs, self.weights, self.tp, self.sp, self.ep, self.pp
 
 
-@lru_cache(maxsize=100_000)
 def stages(job: Job, plan: Plan) -> tuple[Stage, ...]:
     """Return the times of all stages, first to last, messages along pp included where the code waits for them."""
+    return _stages(job, replace(plan, zero=0))
+
+
+@lru_cache(maxsize=100_000)
+def _stages(job: Job, plan: Plan) -> tuple[Stage, ...]:
     inside = replace(
         plan, pp=1, dp=1, schedule="1f1b", chunks=1, zero=0
     )  # all that a layer's time depends on

@@ -9,6 +9,8 @@ Then come the sums of gradients along dp, ep and sp, as far as no backward pass 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +27,6 @@ from pp_simulator import Timeline, simulate
 
 # read and written per parameter: its gradient, in 16 and in 32 bits; the norm; AdamW; weights in 32 and in 16 bits
 OPTIMIZER_BYTES = 50
-LONGEST = 3  # micro-batches per rank that are simulated; more repeat what they do
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,24 @@ def predict(job: Job, plan: Plan) -> Prediction:
 
 
 def bound(job: Job, plan: Plan) -> float:
-    """Return seconds that no schedule can beat: the busiest rank's computation, gradients, optimizer."""
-    parts = stages(job, plan)
-    busy = plan.micro_batches(job.batch) * max(s.total for s in of_ranks(plan, parts))
-    gradients = gradient_time(job, plan, min(s.backward for s in parts))
-    return busy + gradients + optimizer_time(job, plan) + job.machine.step
+    """Return seconds that a step takes at least.
+
+    A rank computes all micro-batches of its stages, after the first one has passed the stages before its own, and
+    before the last one has gone back through them.
+    """
+    M, parts, owner = (
+        plan.micro_batches(job.batch),
+        stages(job, plan),
+        KINDS[plan.schedule].owner(plan.pp, plan.chunks),
+    )
+    split_backward = plan.schedule.startswith("zb")
+    longest = around = 0.0
+    for rank, mine in enumerate(of_ranks(plan, parts)):
+        longest = max(longest, around + M * mine.total)
+        if owner[rank] == rank:  # stages 0 to pp - 1 lie on ranks in their order
+            around += parts[rank].forward + (parts[rank].inputs if split_backward else parts[rank].backward)
+    rest = gradient_time(job, plan, min(s.backward for s in parts)) + optimizer_time(job, plan)
+    return longest + rest + job.machine.step
 
 
 def of_ranks(plan: Plan, parts: tuple[Stage, ...]) -> list[Stage]:
@@ -83,15 +97,24 @@ def of_ranks(plan: Plan, parts: tuple[Stage, ...]) -> list[Stage]:
 def pipeline(plan: Plan, micro_batches: int, parts: tuple[Stage, ...]) -> float:
     """Return the seconds from the first forward pass to the last backward pass.
 
-    A schedule repeats itself once it has begun: beyond some micro-batches per rank each further one adds the same.
+    A schedule repeats itself once it has begun: where two lots of pp micro-batches have added the same time, each
+    further lot does, too. While they add less than the busiest rank computes, it still puts weights' gradients off.
     """
     if plan.pp == 1:
         return micro_batches * sum(s.total for s in parts)
-    few = LONGEST * plan.pp + micro_batches % plan.pp
-    if micro_batches <= few + plan.pp:
-        return float(timeline(plan, micro_batches, parts).length)
-    shorter, longer = (float(timeline(plan, count, parts).length) for count in (few, few + plan.pp))
-    return longer + (longer - shorter) * (micro_batches - few - plan.pp) / plan.pp
+    p, count, least = (
+        plan.pp,
+        micro_batches % plan.pp + plan.pp,
+        0.999 * max(s.total for s in of_ranks(plan, parts)),
+    )
+    lengths: list[float] = []
+    while count < micro_batches:
+        lengths.append(float(timeline(plan, count, parts).length))
+        added = [b - a for a, b in itertools.pairwise(lengths[-3:])]
+        if len(added) == 2 and math.isclose(*added, rel_tol=1e-6) and added[1] >= p * least:
+            return lengths[-1] + added[1] * (micro_batches - count) / p
+        count += p
+    return float(timeline(plan, micro_batches, parts).length)
 
 
 def timeline(plan: Plan, micro_batches: int, parts: tuple[Stage, ...]) -> Timeline:
@@ -156,7 +179,7 @@ def sums(job: Job, plan: Plan, numbers: float, ring: Ring) -> float:
     """Return the seconds to sum so many gradients, and to gather weights where ZeRO has split them."""
     M, links = plan.micro_batches(job.batch), job.machine.links
     reduce = links.gather(job.code.gradient_bytes * numbers, ring)
-    gather = links.gather(job.number_bytes * numbers, ring)
+    gather = links.gather(job.code.weight_bytes * numbers, ring)
     reduces = {0: 2, 1: 1, 2: M, 3: M}[plan.zero]
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * M}[plan.zero]
     return reduces * reduce + gathers * gather
