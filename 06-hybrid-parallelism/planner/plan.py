@@ -11,6 +11,7 @@ checkpointing. docs/planner.md says how times and memory are predicted, and how 
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,9 +25,8 @@ from common.launch.terminal import terminal
 from plan_job import Job
 from plan_layout import AXES, CODES, Plan
 from plan_machine import SIZES, read_machine
-from plan_memory import memory
 from plan_models import model
-from plan_search import GIB, Choice, Found, plans, refusal, search
+from plan_search import GIB, Choice, Found, refusal, search
 from plan_show import command, comparison, explanation, record, table
 
 DAY = 86400
@@ -98,26 +98,21 @@ def make_job(o: PlanOptions) -> Job:
     return Job(c, code, machine, o.batch, o.sequence)
 
 
-def reason(job: Job, ranks: int, asked: dict[str, object]) -> str | None:
-    """Return why no plan with these values can run, or None."""
+def reason(job: Job, ranks: int, asked: dict[str, object], found: Found) -> str:
+    """Return why no plan with these values can run, after a search that found none."""
+    if found.smallest:
+        needs, plan = found.smallest
+        room = job.machine.memory - job.machine.reserved
+        return f"memory: at least {needs / GIB:.1f} GiB a rank ({plan}), of {room / GIB:.1f} on {job.machine.name}"
     axes = {axis: int(str(asked[axis])) for axis in AXES if axis in asked}
-    product = 1
-    for n in axes.values():
-        product *= n
-    said = " x ".join(f"{axis}={n}" for axis, n in axes.items())
+    product = math.prod(axes.values())
     if ranks % product or ("dp" in axes and len(axes) == len(AXES) and product != ranks):
-        return f"{said}: {ranks} GPUs do not divide into them"
-    possible = list(plans(job, ranks, asked))
-    if not possible:
-        rest = {} if "dp" in axes else {"dp": ranks // product}
-        values = {"micro_batch": 1, **axes, **rest, **asked}
-        return refusal(job, Plan(**values)) or "no schedule, micro-batch and stage of ZeRO together allow it"  # type: ignore[arg-type]
-    room = job.machine.memory - job.machine.reserved
-    least = min(possible, key=lambda plan: memory(job, plan).total)
-    needs = memory(job, least).total
-    if needs > room:
-        return f"memory: at least {needs / GIB:.1f} GiB a rank ({least}), of {room / GIB:.1f} on {job.machine.name}"
-    return None
+        return (
+            f"{' x '.join(f'{axis}={n}' for axis, n in axes.items())}: {ranks} GPUs do not divide into them"
+        )
+    rest = {} if "dp" in axes else {"dp": ranks // product}
+    values = {"micro_batch": 1, **axes, **rest, **asked}
+    return refusal(job, Plan(**values)) or "no schedule, micro-batch and stage of ZeRO together allow it"  # type: ignore[arg-type]
 
 
 def show(o: PlanOptions, job: Job, found: Found, took: float) -> None:
@@ -142,23 +137,23 @@ def show(o: PlanOptions, job: Job, found: Found, took: float) -> None:
 def explain_why(o: PlanOptions, job: Job, best: Choice) -> None:
     """Print why plans with the values of --why cannot run, or what makes them slower."""
     asked = wanted(o.why, "why")
-    out = terminal()
-    if said := reason(job, o.gpus, asked):
-        out.print(f"{o.why} cannot run: {said}", soft_wrap=True)
-        return
-    other = search(job, o.gpus, asked, keep=1).best[0]
-    out.print(comparison(best, other))
+    found = search(job, o.gpus, asked, keep=1)
+    if found.best:
+        terminal().print(comparison(best, found.best[0]))
+    else:
+        terminal().print(f"{o.why} cannot run: {reason(job, o.gpus, asked, found)}", soft_wrap=True)
 
 
 def main() -> int:
     """Print the best plans."""
     o = parse(PlanOptions, __doc__)
     job, fixed, began = make_job(o), wanted(o.fix, "fix"), time.perf_counter()
-    if said := reason(job, o.gpus, fixed):
-        raise UsageError(f"no plan for {o.model} on {o.gpus} x {job.machine.name}: {said}")
     if o.plot and o.plot.suffix not in (".svg", ".png", ".pdf"):
         raise UsageError(f"--plot {o.plot}: give a file that ends in .svg, .png or .pdf")
     found = search(job, o.gpus, fixed, o.top)
+    if not found.best:
+        said = reason(job, o.gpus, fixed, found)
+        raise UsageError(f"no plan for {o.model} on {o.gpus} x {job.machine.name}: {said}")
     show(o, job, found, time.perf_counter() - began)
     if o.why:
         explain_why(o, job, found.best[0])

@@ -9,10 +9,10 @@ ep and sp together; they stand under dp.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from plan_job import Job
-from plan_layout import Plan, split
+from plan_layout import Plan
 from plan_size import embedding
 from plan_time import largest
 from plan_work import Collective, Operation, ring_of
@@ -27,7 +27,7 @@ def step_bytes(job: Job, plan: Plan) -> dict[str, float]:
     """Return the bytes by axis, of the rank of the first stage; of the last one for what it alone sends."""
     M, passes = plan.micro_batches(job.batch), 3 if plan.kept == "inputs" else 2
     total: dict[str, float] = defaultdict(float)
-    for shape, count in Counter(split(job.shapes, plan.pp)[0]).items():
+    for shape, count in zip(job.kinds, job.layers(plan.pp)[0], strict=True):
         for axis, sent in _sent(job, plan, layer_work(shape, plan, job.code, job.sequence), passes).items():
             total[axis] += M * count * sent
     end = embedding_work if plan.pp > 1 else lambda *args: [*embedding_work(*args), *head_work(*args)]

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from common.models.configs import TransformerConfig
 
-from plan_layout import Code
+from plan_layout import Code, split
 from plan_machine import SIZES, Machine
 from plan_models import layer_shapes
 from plan_size import flops_per_token
@@ -27,6 +27,22 @@ class Job:
     def shapes(self) -> tuple[TransformerConfig, ...]:
         """The shape of each layer, first to last."""
         return tuple(layer_shapes(self.config))
+
+    @cached_property
+    def kinds(self) -> tuple[TransformerConfig, ...]:
+        """The different shapes of layers."""
+        return tuple(dict.fromkeys(self.shapes))
+
+    def layers(self, stages: int) -> tuple[tuple[int, ...], ...]:
+        """Return, for each of so many stages, how many layers of each kind it has."""
+        if stages not in self._layers:
+            chunks = split(self.shapes, stages)
+            self._layers[stages] = tuple(tuple(map(chunk.count, self.kinds)) for chunk in chunks)
+        return self._layers[stages]
+
+    @cached_property
+    def _layers(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        return {}
 
     @cached_property
     def flops(self) -> float:

@@ -9,13 +9,12 @@ for GPT). The schedule says how many micro-batches a rank holds at once (`Kind.h
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from common.models.configs import TransformerConfig
 
 from plan_job import Job
-from plan_layout import Code, Plan, split
+from plan_layout import Code, Plan
 from plan_machine import SIZES
 from plan_models import head_widths, projections
 from plan_size import NONE, embedding, head, layer
@@ -48,29 +47,30 @@ def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     """Return the memory of a rank of the pipeline."""
     c, code, e = job.config, job.code, job.number_bytes
     owner = KINDS[plan.schedule].owner(plan.pp, plan.chunks)
-    chunks, stages = split(job.shapes, len(owner)), [i for i, of in enumerate(owner) if of == rank]
-    shapes = Counter(shape for i in stages for shape in chunks[i])
+    stages = [i for i, of in enumerate(owner) if of == rank]
+    counts = [sum(of_kind) for of_kind in zip(*(job.layers(len(owner))[i] for i in stages), strict=True)]
+    shapes = [(shape, n) for shape, n in zip(job.kinds, counts, strict=True) if n]
     first, last = 0 in stages, len(owner) - 1 in stages
     held = NONE
     for part, here in (
         (embedding(c, plan), first or (last and c.tied)),
         (head(c, plan), last),
-        *((layer(shape, plan), count) for shape, count in shapes.items()),
+        *((layer(shape, plan), count) for shape, count in shapes),
     ):
         held += part.times(here)
 
     in_flight = held_chunks(plan, plan.micro_batches(job.batch), rank) / len(stages)
     tokens = plan.micro_batch * job.sequence / plan.sp
-    kept = in_flight * sum(n * layer_bytes(job, plan, shape) for shape, n in shapes.items())
+    kept = in_flight * sum(n * layer_bytes(job, plan, shape) for shape, n in shapes)
     if plan.kept == "inputs":  # while one layer is computed again it keeps everything
-        kept += max(layer_bytes(job, replace(plan, kept="all"), shape) for shape in shapes)
+        kept += max(layer_bytes(job, replace(plan, kept="all"), shape) for shape, _ in shapes)
     kept += first * 8 * tokens * in_flight  # token numbers
     kept += last * 2 * tokens * c.width * e / (plan.tp if plan.sequence_parallel else 1)
     logits = last * tokens * c.vocabulary / plan.tp * code.logit_bytes
 
     whole = held.dense + held.experts
     shards = held.dense / plan.holders[0] + held.experts / plan.holders[1]
-    one = max((layer(shape, plan) for shape in shapes), key=lambda p: p.dense + p.experts)
+    one = max((layer(shape, plan) for shape, _ in shapes), key=lambda p: p.dense + p.experts)
     passing = e * (one.dense + (one.experts * plan.expert_ranks[0] / c.experts if c.experts else 0))
     gathered = 2 * code.weight_bytes * (one.dense + one.experts) if plan.zero == 3 else 0
     return Memory(

@@ -1,4 +1,4 @@
-"""The picture of plan.py: what plans spend their time on, their memory beside the machine's, the first one's schedule."""
+"""The picture of plan.py: plans' time by what takes it, their memory, and the first one's schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 16  # ranks and micro-batches of the timeline, at most
 def draw(job: Job, best: Sequence[Choice], path: Path) -> None:
     """Write the picture of the best plans."""
     height = 2.2 + 0.35 * len(best)
-    with figure(path, rows=3, width=9, height=2 * height + 3) as (times, sizes, schedule):
+    with figure(path, rows=3, width=12, height=2 * height + 3) as (times, sizes, schedule):
         bars(times, {str(choice.plan): parts(choice) for choice in best}, "seconds per step")
         held = {
             str(choice.plan): {f.name: getattr(choice.memory, f.name) / GIB for f in fields(Memory)}
@@ -32,7 +32,7 @@ def draw(job: Job, best: Sequence[Choice], path: Path) -> None:
         bars(sizes, held, "GiB of the fullest rank")
         room = (job.machine.memory - job.machine.reserved) / GIB
         sizes.axvline(room, color="black", linestyle="--", linewidth=1)
-        sizes.text(room, -0.7, f" {job.machine.name}", fontsize=8)
+        sizes.set_xlabel(f"GiB of the fullest rank; the line is {job.machine.name}")
         pipeline(job, best[0], schedule)
 
 
@@ -49,7 +49,7 @@ def bars(axes: Axes, rows: Mapping[str, Mapping[str, float]], label: str) -> Non
     axes.set_xlabel(label)
     for place, kind in enumerate(kinds):
         axes.barh(0, 0, color=colour(place), label=kind)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(kinds), fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=len(kinds), fontsize=8)
 
 
 def pipeline(job: Job, choice: Choice, axes: Axes) -> None:
@@ -59,7 +59,7 @@ def pipeline(job: Job, choice: Choice, axes: Axes) -> None:
     for event in simulated(plan, M, stages(job, plan)).events:
         if event.rank < len(rows):
             i = event.instruction
-            rows[f"rank {event.rank}"].append(
-                Interval(float(event.start), float(event.end), i.op, str(i.micro))
-            )
-    timeline(axes, rows, kinds=("F", "B", "I", "W"), title=f"{M} micro-batches of {plan}")
+            rows[f"rank {event.rank}"].append(Interval(float(event.start), float(event.end), i.op))
+    timeline(
+        axes, rows, kinds=("F", "B", "I", "W"), title=f"the schedule of the first plan with {M} micro-batches"
+    )

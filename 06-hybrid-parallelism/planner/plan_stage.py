@@ -5,14 +5,13 @@ stages(job, plan)       -> Stage of each chunk of layers, first to last, for one
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from common.models.configs import TransformerConfig
 
 from plan_job import Job
-from plan_layout import Plan, split
+from plan_layout import Plan
 from plan_work import Operation, Product, Seconds, embedding, head, layer, seconds
 
 
@@ -38,16 +37,17 @@ class Stage:
     def total(self) -> float:
         return self.forward + self.inputs + self.weights
 
-    def __add__(self, other: Stage) -> Stage:
-        return Stage(*(a + b for a, b in zip(self.numbers, other.numbers, strict=True)))
+    def __add__(self, o: Stage) -> Stage:
+        return Stage(
+            *(self.forward + o.forward, self.inputs + o.inputs, self.weights + o.weights),
+            *(self.tp + o.tp, self.sp + o.sp, self.ep + o.ep, self.pp + o.pp),
+        )
 
-    def times(self, count: int) -> Stage:
+    def times(self, n: int) -> Stage:
         """Return the times of so many such layers."""
-        return Stage(*(count * x for x in self.numbers))
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return self.forward, self.inputs, self.weights, self.tp, self.sp, self.ep, self.pp
+        return Stage(
+            n * self.forward, n * self.inputs, n * self.weights, n * self.tp, n * self.sp, n * self.ep
+        )
 
 
 def stages(job: Job, plan: Plan) -> tuple[Stage, ...]:
@@ -57,20 +57,23 @@ def stages(job: Job, plan: Plan) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=100_000)
 def _stages(job: Job, plan: Plan) -> tuple[Stage, ...]:
-    inside = replace(
-        plan, pp=1, dp=1, schedule="1f1b", chunks=1, zero=0
-    )  # all that a layer's time depends on
+    inside = replace(plan, pp=1, dp=1, schedule="1f1b", chunks=1)  # all that a layer's time depends on
     number = plan.pp * plan.chunks
+    each = [layer_times(job, inside, shape) for shape in job.kinds]
+    made: dict[tuple[int, ...], Stage] = {}
     out = []
-    for i, chunk in enumerate(split(job.shapes, number)):
-        stage = Stage()
-        for shape, count in Counter(chunk).items():
-            stage += layer_times(job, inside, shape).times(count)
-        if i == 0:
-            stage += end_times(job, inside, first=True)
-        if i == number - 1:
-            stage += end_times(job, inside, first=False)
-        out.append(stage + message_times(job, plan, i))
+    for i, counts in enumerate(job.layers(number)):
+        if counts not in made:
+            made[counts] = sum((one.times(n) for one, n in zip(each, counts, strict=True)), Stage())
+        stage = made[counts]
+        if i in (0, number - 1):
+            ends = [
+                end_times(job, inside, first) for first in (True, False) if i == (0 if first else number - 1)
+            ]
+            stage = sum(ends, stage)
+        if plan.pp > 1 and not job.code.overlaps_messages:
+            stage += message_times(job, plan, i)
+        out.append(stage)
     return tuple(out)
 
 
@@ -88,8 +91,6 @@ def end_times(job: Job, plan: Plan, first: bool) -> Stage:
 
 def message_times(job: Job, plan: Plan, stage: int) -> Stage:
     """Return the times in which a stage waits for its messages along pp."""
-    if plan.pp == 1 or job.code.overlaps_messages:
-        return Stage()
     tokens = plan.micro_batch * job.sequence / plan.sp
     per_host, stride = job.machine.links.ranks_per_host, plan.stride("pp")
     here, there = stage % plan.pp * stride, (stage + 1) % plan.pp * stride

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 import plan_size
 from plan_job import Job
-from plan_layout import Plan, split
+from plan_layout import Plan
 from plan_machine import Ring
 from plan_size import Parameters
 from plan_stage import Stage, stages
@@ -148,7 +147,7 @@ def computations(kind: str, ranks: int, micro_batches: int, chunks: int) -> Sche
 def largest(job: Job, plan: Plan) -> Parameters:
     """Return the parameters of the first stage's rank, which has the embedding and the longer share of the layers."""
     here = plan_size.embedding(job.config, plan)
-    for shape, count in Counter(split(job.shapes, plan.pp)[0]).items():
+    for shape, count in zip(job.kinds, job.layers(plan.pp)[0], strict=True):
         here += plan_size.layer(shape, plan).times(count)
     return here + plan_size.head(job.config, plan) if plan.pp == 1 else here
 
