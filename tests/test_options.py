@@ -49,7 +49,7 @@ TAKES_0 = (
 TAKES_10_9 = (
     "steps seed curve_steps interval repeats clip rate condition rows columns learning_rate warm_up final periods "
     "weight_decay temperature evaluate_every generate peak_tflops log_every evaluation checkpoint_every keep cores "
-    "scale sizes every bandwidth rank"
+    "scale sizes every bandwidth rank tokens"
 )
 TAKES_TEXT = "prompt"
 

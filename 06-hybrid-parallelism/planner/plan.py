@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from common.errors import UsageError
-from common.launch.command_line import Checked, Count, Within, parse
+from common.launch.command_line import Checked, Within, parse
 from common.launch.program import run_program
 from common.launch.terminal import terminal
 
@@ -39,21 +39,21 @@ class PlanOptions(Checked):
 
     model: str = "llama-7b"
     """Name of a model, of this course or a published one, or a config.json of Hugging Face."""
-    gpus: Count = 16
+    gpus: Annotated[int, Within(1, 2**17)] = 16
     """Ranks, one for each GPU."""
     machine: str = "h100"
     """Name of a machine, or a .toml file that calibrate.py wrote."""
-    batch: Count = 1024
+    batch: Annotated[int, Within(1, 2**20)] = 1024
     """Samples in the global batch."""
-    sequence: Count = 4096
+    sequence: Annotated[int, Within(1, 2**24)] = 4096
     """Tokens per sample."""
     code: Literal["ours", "megatron-core"] = "ours"
     """Program that trains: this course's trainer, or Megatron-Core."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of products and activations."""
-    tokens: Annotated[float, Within(0, 1e18)] = 0.0
-    """Tokens to train on; above 0, the days that they take are shown."""
-    top: Count = 10
+    tokens: Annotated[float, Within(1, 1e18)] | None = None
+    """Tokens to train on: shows the days that they take."""
+    top: Annotated[int, Within(1, 1000)] = 10
     """Plans to show."""
     fix: str = ""
     """Values that plans must have, such as "tp=8,pp=4,zero=1,schedule=1f1b"."""

@@ -172,7 +172,7 @@ def _numbers(kind: type, told: dict[str, Any], where: str) -> dict[str, Any]:
             value = Links(**_numbers(Links, _table(value, key, where), f"{where}, [links]"))
         elif key == "inside":
             table = _table(value, key, where).items()
-            value = {int(n): (_number(lat, key, where), _number(b, key, where)) for n, (lat, b) in table}
+            value = {_count(n, where): _pair(pair, f"inside.{n}", where) for n, pair in table}
         elif key == "peak":
             table = _table(value, key, where).items()
             value = {dtype: _number(rate, f"peak.{dtype}", where) for dtype, rate in table}
@@ -188,6 +188,18 @@ def _table(value: object, key: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         raise UsageError(f"{where}: {key} is a table of numbers, as in machines/a100-80gb.toml")
     return value
+
+
+def _count(text: str, where: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise UsageError(f"{where}: inside: {text} is no number of ranks, which is at least 2")
+    return int(text)
+
+
+def _pair(value: object, key: str, where: str) -> tuple[float, float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise UsageError(f"{where}: {key} is a latency in s and a bandwidth in B/s, such as [50e-6, 200e9]")
+    return _number(value[0], key, where), _number(value[1], key, where)
 
 
 def _number(value: object, key: str, where: str, zero: bool = False) -> float:

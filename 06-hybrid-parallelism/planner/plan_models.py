@@ -78,8 +78,9 @@ def deepseek(
     per_token: int,
     shared: int,
     words: int,
+    dense: int,
 ) -> LatentConfig:
-    """Return a DeepSeek model: 128 heads, one dense layer."""
+    """Return a DeepSeek model, which has 128 heads."""
     return LatentConfig(
         *(layers, width, 128, 128, expert_width, 4096, words),
         norm="rmsnorm",
@@ -90,7 +91,7 @@ def deepseek(
         experts=experts,
         experts_per_token=per_token,
         shared_experts=shared,
-        dense_layers=1,
+        dense_layers=dense,
         dense_width=dense_width,
     )
 
@@ -108,8 +109,8 @@ MODELS: dict[str, TransformerConfig] = {
     "mixtral-8x22b": mixtral(
         8, layers=56, width=6144, heads=48, kv_heads=8, mlp_width=16384, sequence=65536, vocabulary=32768
     ),
-    "deepseek-v2": deepseek(60, 5120, 12288, 1536, experts=160, per_token=6, shared=2, words=102400),
-    "deepseek-v3": deepseek(61, 7168, 18432, 2048, experts=256, per_token=8, shared=1, words=129280),
+    "deepseek-v2": deepseek(60, 5120, 12288, 1536, experts=160, per_token=6, shared=2, words=102400, dense=1),
+    "deepseek-v3": deepseek(61, 7168, 18432, 2048, experts=256, per_token=8, shared=1, words=129280, dense=3),
     **CONFIGS,
 }
 

@@ -67,8 +67,8 @@ def predict(job: Job, plan: Plan) -> Prediction:
 def bound(job: Job, plan: Plan) -> float:
     """Return seconds that a step takes at least.
 
-    A rank computes all micro-batches of its stages, after the first one has passed the stages before its own, and
-    before the last one has gone back through them.
+    A rank computes all micro-batches of its stages, after the first one has passed the stages before its own; and,
+    where backward passes are not split, before the last one has gone back through them.
     """
     M, parts, owner = (
         plan.micro_batches(job.batch),
@@ -80,7 +80,7 @@ def bound(job: Job, plan: Plan) -> float:
     for rank, mine in enumerate(of_ranks(plan, parts)):
         longest = max(longest, around + M * mine.total)
         if owner[rank] == rank:  # stages 0 to pp - 1 lie on ranks in their order
-            around += parts[rank].forward + (parts[rank].inputs if split_backward else parts[rank].backward)
+            around += parts[rank].forward + (0 if split_backward else parts[rank].backward)
     rest = gradient_time(job, plan, min(s.backward for s in parts)) + optimizer_time(job, plan)
     return longest + rest + job.machine.step
 
