@@ -119,6 +119,12 @@ class Code:
     """Messages along pp travel while ranks compute."""
     fused_activation: bool = True
     """An activation keeps its arguments alone, and computes the rest again."""
+    fused_norm: bool = True
+    """An RMSNorm keeps its input and its result; otherwise the normalised numbers as well."""
+    fused_rotary: bool = True
+    """Attention's result has its tokens outermost, as the next product reads it; otherwise a copy of it is kept."""
+    gathers_again: bool = True
+    """With sequence parallelism a region's whole input is gathered again for weight gradients; otherwise it is kept."""
     dropout: bool = False
     """Dropout after attention, on its weights and after the MLP."""
     logit_bytes: float = 6
@@ -128,7 +134,15 @@ class Code:
 CODES = {
     code.name: code
     for code in (
-        Code("ours", weight_bytes=4, state_bytes=8, fused_activation=False),
+        Code(
+            "ours",
+            weight_bytes=4,
+            state_bytes=8,
+            fused_activation=False,
+            fused_norm=False,
+            fused_rotary=False,
+            gathers_again=False,
+        ),
         # Narayanan et al., "Efficient large-scale language model training", arXiv:2104.04473
         Code("megatron-2021", "float16", False, False, 2, 2, 16, False, False),
         # Korthikanti et al., "Reducing activation recomputation", arXiv:2205.05198

@@ -97,7 +97,13 @@ def layer_bytes(job: Job, plan: Plan, c: TransformerConfig) -> float:
         return between * c.width * e
     H, G, (K, V) = c.heads / tp, max(1.0, c.kv_heads / tp), head_widths(c)
     numbers = 4 * between * c.width  # inputs of the norms, and what they return
+    if c.norm == "rmsnorm" and not code.fused_norm:
+        numbers += 2 * between * c.width
+    if not code.gathers_again:
+        numbers += 2 * (tokens - between) * c.width
     numbers += tokens * (H * (K + V) + G * (K + V))  # queries, keys, values and the result
+    if c.positions == "rotary" and not code.fused_rotary:
+        numbers += tokens * H * V
     for w in projections(c):
         numbers += (
             tokens * 2 * w.columns if not w.split else 0
