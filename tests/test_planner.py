@@ -257,8 +257,49 @@ def test_rows_of_a_checkout(tmp_path: Path) -> None:
 def test_shipped_machines_are_complete(name: str) -> None:
     machine = read_machine(name)
     assert machine.name == name
-    assert machine.source
-    assert search(job("llama-tiny", 16, machine), 4, {}).best
+    assert len(machine.source) > 20
+    assert "draft" not in machine.source
+    assert machine.reserved < machine.memory
+    small = job("llama-tiny", 16, machine)
+    dtype = (
+        "bfloat16" if "bfloat16" in machine.peak else "float16" if "float16" in machine.peak else "float32"
+    )
+    assert search(replace(small, code=replace(small.code, dtype=dtype)), 4, {}).best
+
+
+def test_newer_machines_are_faster() -> None:
+    def fastest(name: str, dtype: str) -> float:
+        code = replace(CODES["ours"], dtype=dtype)
+        found = search(Job(model("llama-7b"), code, read_machine(name), 256, 2048), 8, {}, keep=1)
+        return found.best[0].time.step
+
+    order = ["b200", "h200", "h100", "a100-80gb", "v100"]
+    in_float16 = [fastest(name, "float16") for name in order]
+    assert in_float16 == sorted(in_float16)
+    in_bfloat16 = [fastest(name, "bfloat16") for name in order[:-1]]
+    assert in_bfloat16 == in_float16[:-1]
+    # its memory is slower than that of an H100
+    assert in_bfloat16[2] < fastest("h100-96gb-500w", "bfloat16") < in_bfloat16[3]
+
+
+@pytest.mark.parametrize(
+    "name", ["a100-80gb", "a100-80gb-vtrain", "h100", "h100-96gb-500w", "h200", "b200", "v100"]
+)
+def test_numbers_of_gpus_have_their_sources(name: str) -> None:
+    """A comment beside each number that is not fitted, and beside the first of those that are."""
+    text = (PLANNER / "machines" / f"{name}.toml").read_text()
+    for key in (
+        "memory",
+        "reserved",
+        "bandwidth",
+        "sustained_products",
+        "host_bandwidth",
+        "efficiency",
+        "latency",
+    ):
+        assert re.search(rf"^{key} = \S+ +# .", text, re.MULTILINE), f"{key} has no source"
+    assert re.search(r"^# .*\n+inside = ", text, re.MULTILINE)
+    assert ("carried over from the A100" in text) != name.startswith("a100")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +333,7 @@ def test_a_wrong_machine_is_one_line(damage: tuple[str, str], said: str, tmp_pat
         (["--model", "llama-8b"], "--model llama-8b: choose one of gpt3-175b"),
         (["--model", "nowhere.json"], "cannot read nowhere.json: "),
         (["--dtype", "float16", "--machine", "PLAIN"], "--dtype float16: plain has a peak for bfloat16"),
+        (["--machine", "v100"], "--dtype bfloat16: v100 has a peak for float16, float32"),
         (["--model", "gpt2"], "--sequence 4096: gpt2 has 1024 learned positions"),
         (["--gpus", "7", "--fix", "tp=2"], "tp=2: 7 GPUs do not divide into them"),
         (["--fix", "tp=8,pp=4"], "pp=4 x tp=8: 16 GPUs do not divide into them"),
