@@ -132,6 +132,8 @@ class Mesh {
   public:
     /// Collective. Throws UsageError where the axes' product is not the number of ranks.
     Mesh(const Communicator& world, const MeshShape& shape) : shape_(shape) {
+        for (const int size : shape.sizes())
+            if (size < 1) throw UsageError("mesh " + shape.name() + " has an axis without ranks");
         if (shape.ranks() != world.size())
             throw UsageError("mesh " + shape.name() + " needs " + std::to_string(shape.ranks()) +
                              " ranks, the world has " + std::to_string(world.size()));

@@ -5,10 +5,22 @@
 
 namespace fived {
 
+namespace {
+
+/// Throws std::invalid_argument for sizes that nothing can be divided by.
+const ModelShape& above_zero(const ModelShape& shape) {
+    for (const std::size_t size : {shape.layers, shape.width, shape.heads, shape.vocabulary})
+        if (size < 1)
+            throw std::invalid_argument("a model needs layers, width, heads and words of at least 1");
+    return shape;
+}
+
+}  // namespace
+
 template <class T>
 Hybrid<T>::Hybrid(const ModelShape& shape, const Mesh& mesh, Schedule schedule, std::size_t sequence,
                   Order order, std::uint64_t seed)
-    : shape_(shape),
+    : shape_(above_zero(shape)),
       mesh_(mesh),
       chunks_(chunks(sequence, mesh.size(Axis::sp), mesh.at(Axis::sp), order)),
       sequence_(sequence),
@@ -78,6 +90,12 @@ void Hybrid<T>::cut_batch(MatrixView<const std::int64_t> tokens_BS,
         throw std::invalid_argument("the model takes samples of " + std::to_string(sequence_) +
                                     " tokens, at least one per micro-batch; given are " + std::to_string(B) +
                                     " of " + std::to_string(tokens_BS.columns) + " for " + std::to_string(M));
+    const auto known = [&](std::int64_t token) {
+        if (token < 0 || token >= std::int64_t(shape_.vocabulary))
+            throw std::invalid_argument("token " + std::to_string(token) + " is outside of a vocabulary of " +
+                                        std::to_string(shape_.vocabulary));
+        return token;
+    };
     micro_.assign(M, {});
     std::size_t largest = 0;
     for (std::size_t m = 0; m < M; ++m) {
@@ -87,8 +105,9 @@ void Hybrid<T>::cut_batch(MatrixView<const std::int64_t> tokens_BS,
         for (std::size_t b = begin; b < end; ++b)
             for (const Chunk& chunk : chunks_)
                 for (std::size_t i = chunk.begin; i < chunk.begin + chunk.length; ++i) {
-                    batch.tokens.push_back(tokens_BS(b, i));
-                    batch.targets.push_back(targets_BS(b, i));
+                    batch.tokens.push_back(known(tokens_BS(b, i)));
+                    const std::int64_t target = targets_BS(b, i);
+                    batch.targets.push_back(target == padding ? padding : known(target));
                     batch.positions.push_back(std::int64_t(i));
                 }
         largest = std::max(largest, batch.size());

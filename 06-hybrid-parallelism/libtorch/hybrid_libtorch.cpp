@@ -57,6 +57,9 @@ Hybrid::Hybrid(const Shape& shape, Mesh& mesh, const Layout& layout, at::ScalarT
       mesh_(mesh),
       layout_(layout),
       transformer_(shape, ways(mesh, layout), c10::make_intrusive<Deferred>()) {
+    if (shape.layers < layout.schedule.stages())
+        throw std::invalid_argument(std::to_string(shape.layers) + " layers are too few for " +
+                                    std::to_string(layout.schedule.stages()) + " stages");
     make_groups();
     fill(dtype, whole);
     if (layout_.zero) shard();
@@ -163,6 +166,9 @@ at::Tensor Hybrid::step(const at::Tensor& tokens_BS, const at::Tensor& targets_B
         const at::Tensor x_bS = x_BS.narrow(0, std::int64_t(begin), std::int64_t(cut(B, M, m + 1) - begin));
         return mesh_.size(Axis::sp) > 1 ? x_bS.index_select(1, transformer_.positions()) : x_bS;
     };
+    if (B < M)
+        throw std::invalid_argument(std::to_string(B) + " samples are too few for " + std::to_string(M) +
+                                    " micro-batches");
     std::vector<Part> parts;
     const at::Tensor count = at::zeros({1}, at::kLong);
     for (std::size_t m = 0; m < M; ++m) {

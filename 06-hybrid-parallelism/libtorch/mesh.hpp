@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -44,8 +45,14 @@ class Mesh {
     using Shape = std::array<int, 5>;
 
     /// rank: in the world, which has as many ranks as the product of `shape`. make(group): called on all ranks, in the same
-    /// order, for every group of at least 2 ranks.
-    Mesh(const Shape& shape, int rank, MakeGroup make) : shape_(shape), rank_(rank), make_(std::move(make)) {}
+    /// order, for every group of at least 2 ranks. Throws std::invalid_argument for a size below 1, and for a rank outside.
+    Mesh(const Shape& shape, int rank, MakeGroup make) : shape_(shape), rank_(rank), make_(std::move(make)) {
+        for (const int size : shape_)
+            if (size < 1) throw std::invalid_argument("a mesh has at least one rank along each axis");
+        if (rank < 0 || rank >= ranks())
+            throw std::invalid_argument("rank " + std::to_string(rank) + " is outside of a mesh of " +
+                                        std::to_string(ranks()) + " ranks");
+    }
 
     const Shape& shape() const { return shape_; }
     int size(Axis axis) const { return shape_[std::size_t(axis)]; }

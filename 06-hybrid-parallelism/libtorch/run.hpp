@@ -69,8 +69,13 @@ class RunModel {
         return list;
     }
     void restored() {
-        for (std::size_t i = 0; const Placed& p : hybrid_.parameters())
-            state(p).step(std::int64_t(steps_[i++]));
+        for (std::size_t i = 0; const Placed& p : hybrid_.parameters()) {
+            const float step = steps_[i++];
+            if (!(step >= 0) || !(step <= 0x1p24f))
+                throw UsageError(s_.resume + " has " + p.name + " after " + std::to_string(step) +
+                                 " steps of AdamW; 0 to 2^24 are possible");
+            state(p).step(std::int64_t(step));
+        }
         hybrid_.stepped();
     }
 

@@ -76,12 +76,12 @@ struct Settings : TrainingSettings, ScheduleSettings, RunSettings {
     }
     Options options() {
         Options options("All five strategies on LibTorch and MPI. Run it under mpirun.");
-        options.add("pp", pp, 1, "ranks along pp: stages of layers");
+        options.add("pp", pp, 1, "ranks along pp: stages of layers", 4096);
         options.add("dp", dp, 0,
-                    "ranks along dp: replicas of the model; 0: all ranks that the other axes leave");
-        options.add("ep", ep, 1, "ranks along ep: experts, and one more axis of samples");
-        options.add("sp", sp, 1, "ranks along sp: shards of the sequence");
-        options.add("tp", tp, 1, "ranks along tp: shards of each matrix");
+                    "ranks along dp: replicas of the model; 0: all ranks that the other axes leave", 4096);
+        options.add("ep", ep, 1, "ranks along ep: experts, and one more axis of samples", 4096);
+        options.add("sp", sp, 1, "ranks along sp: shards of the sequence", 4096);
+        options.add("tp", tp, 1, "ranks along tp: shards of each matrix", 4096);
         options.add("model", model, "what to train on bytes of text");
         options.add("sequence", sequence, 1, "tokens of a sample");
         add_to(options, "samples a step, of all ranks", "parts in which a rank works off its samples", "");

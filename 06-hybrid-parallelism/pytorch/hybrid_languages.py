@@ -230,6 +230,8 @@ def formula_of(job: HybridJob) -> Fraction:
 
 def check(o: LanguageOptions) -> None:
     """Raise UsageError for a version that does not exist or that lacks what is asked for."""
+    if not o.versions:
+        raise UsageError(f"--versions: choose at least one of {', '.join(LOOPS)}")
     if unknown := [name for name in o.versions if name not in LOOPS]:
         raise UsageError(f"--versions {unknown[0]}: choose from {', '.join(LOOPS)}")
     if o.attention not in ORDERS and set(o.versions) & set(LANGUAGES):

@@ -81,6 +81,8 @@ class NewFile {
     explicit NewFile(const std::string& name)
         : name_(name), partial_(name + ".partial"), file_(std::fopen(partial_.c_str(), "wb")) {
         check(file_ != nullptr);
+        if (std::filesystem::exists(name_) && !std::filesystem::is_regular_file(name_))
+            problem_ = name_ + " cannot be written: it is no file";
     }
     NewFile(const NewFile&) = delete;
     NewFile& operator=(const NewFile&) = delete;
