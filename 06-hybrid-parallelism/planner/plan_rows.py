@@ -36,6 +36,8 @@ class Row:
     job: Job
     plan: Plan
     seconds: float
+    gib: float | None = None
+    """Measured memory of a rank in GiB, where the source gives it."""
 
     @property
     def flops(self) -> float:
@@ -80,7 +82,7 @@ def _paper(name: str) -> Iterator[Row]:
     machine, code = read_machine(PAPERS[name][0]), CODES[PAPERS[name][1]]
     lines = (HERE / "published" / f"{name}.csv").read_text().splitlines()
     for x in csv.DictReader(line for line in lines if not line.startswith("#")):
-        n = {key: int(x[key]) for key in x if key not in ("model", "kept", "value", "unit")}
+        n = {key: int(x[key]) for key in x if key not in ("model", "kept", "value", "unit", "gib")}
         c = gpt(n["hidden"], n["layers"], n["heads"], n["vocabulary"], n["sequence"])
         if n["mlp_width"] != 4 * n["hidden"]:
             c = replace(c, norm="rmsnorm", positions="rotary", mlp="swiglu", bias=False, tied=False)
@@ -96,7 +98,8 @@ def _paper(name: str) -> Iterator[Row]:
         )
         job = Job(c, code, machine, n["batch"], n["sequence"])
         seconds = _seconds(job, plan, float(x["value"]), x["unit"])
-        yield Row(name, (x["model"], n["gpus"], n["batch"]), job, plan, seconds)
+        gib = float(x["gib"]) if x.get("gib") else None
+        yield Row(name, (x["model"], n["gpus"], n["batch"]), job, plan, seconds, gib)
 
 
 def _seconds(job: Job, plan: Plan, value: float, unit: str) -> float:

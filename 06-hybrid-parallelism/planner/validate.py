@@ -2,8 +2,11 @@
 
     python validate.py                                   # rows of papers, which the repository holds
     python validate.py --vtrain FOLDER --json rows.jsonl # and vTrain's, from a checkout that you have
+    python validate.py --simumax FOLDER --nanotron FILE  # and memory of others' runs
 
-For each set of rows it prints the mean absolute error (MAPE), the mean error (bias) and the largest one; within groups
+It compares seconds of a step, memory, bubbles of pipelines (plan_bubbles.py) and mixtures of experts (plan_moe.py).
+
+For each set of steps it prints the mean absolute error (MAPE), the mean error (bias) and the largest one; within groups
 that ask for the same model, GPUs and batch, how well plans are ranked (Spearman), and the regret: how much longer the
 plan takes that would be chosen than the fastest measured one. The null models are one constant share of the peak, and
 the same with the bubble of 1F1B; both are fitted to the very rows that they predict, which the planner's constants are
@@ -23,7 +26,10 @@ from common.launch.command_line import Checked, parse
 from common.launch.program import run_program
 from common.launch.terminal import make_table, terminal
 
+from plan_bubbles import bubble_tables, read_bubbles
+from plan_moe import moe_tables, read_moe
 from plan_rows import VTRAIN_URL, Row, calibrates, read_papers, read_vtrain
+from plan_rows_memory import SIMUMAX_URL, memory_error, memory_table, read_nanotron, read_simumax
 from plan_time import predict
 
 
@@ -33,6 +39,10 @@ class ValidateOptions(Checked):
 
     vtrain: Path | None = None
     """Checkout of https://github.com/VIA-Research/vTrain, a folder of its files, or one of them."""
+    simumax: Path | None = None
+    """Checkout of https://github.com/MooreThreads/SimuMax, or its table of B200 runs: measured memory."""
+    nanotron: Path | None = None
+    """CSV of nanotron's best configurations: measured memory."""
     json: Path | None = None
     """File to write a record per row to: set, gpus, batch, hidden, layers, pp, dp, tp, micro_batch, seconds."""
 
@@ -128,21 +138,41 @@ def lines(name: str, rows: Sequence[Row]) -> Iterable[tuple[str, ...]]:
         )
 
 
+def memory_sets(o: ValidateOptions, rows: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Return the rows with measured memory, by set."""
+    found = {name: [row for row in of_set if row.gib] for name, of_set in rows.items()}
+    found["simumax-b200"] = read_simumax(o.simumax) if o.simumax else []
+    found["nanotron"] = read_nanotron(o.nanotron) if o.nanotron else []
+    return {name: of_set for name, of_set in found.items() if of_set}
+
+
+def records(rows: dict[str, list[Row]], held: dict[str, list[Row]]) -> Iterable[dict[str, object]]:
+    """Yield the records for --json: of steps in seconds, then of memory in GiB."""
+    for row in (row for found in rows.values() for row in found):
+        yield row.record | {"predicted": predicted(row)}
+    for row in (row for found in held.values() for row in found):
+        gib = {"measured": row.gib, "predicted": (1 + memory_error(row)) * (row.gib or 0)}
+        yield row.record | {"set": f"{row.dataset}, memory"} | gib
+
+
 def main() -> int:
-    """Print the table of errors."""
+    """Print the tables of errors."""
     o = parse(ValidateOptions, __doc__)
     rows = sets(o)
+    held = memory_sets(o, rows)
     heads = ["set", ">rows", ">MAPE", ">bias", ">largest", ">rank correlation", ">regret"]
     table = make_table("predicted against measured seconds of a step", heads)
     for name, found in rows.items():
         for line in lines(name, found):
             table.add_row(*line)
-    terminal().print(table)
+    for made in (table, memory_table(held), *bubble_tables(read_bubbles()), *moe_tables(read_moe())):
+        terminal().print(made)
     if not o.vtrain:
         terminal().print(f"with --vtrain FOLDER also the rows of {VTRAIN_URL}", soft_wrap=True)
+    if not o.simumax:
+        terminal().print(f"with --simumax FOLDER also the memory of {SIMUMAX_URL}", soft_wrap=True)
     if o.json:
-        records = [row.record | {"predicted": predicted(row)} for found in rows.values() for row in found]
-        o.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+        o.json.write_text("".join(json.dumps(record) + "\n" for record in records(rows, held)))
     return 0
 
 
