@@ -8,7 +8,7 @@
 //     dp, with all axes that a parameter's gradient is summed over: 2 (n-1)/n of the gradients; with ZeRO of units, padded
 //     world       the square of the gradient norm if gradients are clipped, 8 bytes
 //
-// |x| is the size of a micro-batch on this rank between layers: its samples, its tokens, D numbers each.
+// |x| is the size of all micro-batches on this rank between layers: its samples, its tokens, D numbers each.
 #pragma once
 
 #include <map>
