@@ -4,18 +4,25 @@ rows = read_simumax(Path("SimuMax"))    # docs/b200/b200_release_v1.2_summary.md
 rows = read_nanotron(Path("best.csv"))  # best configurations of nanotron's benchmark, a CSV
 
     memory_error(row)   -> predicted over measured GiB, minus 1
+
+SimuMax's rows are bytes allocated by Megatron-Core, whose layers plan_memory.py counts. Nanotron keeps more than is
+counted here, and torchtitan's rows are bytes reserved, of layers that recompute every second product.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from rich.table import Table
+
 from common.errors import UsageError
+from common.launch.terminal import make_table
 from common.models.configs import TransformerConfig, llama
 
 from plan_job import Job
@@ -46,11 +53,25 @@ NANOTRON_SHAPES = {
     8.86: (32, 4096, 32, 14336),
     80.0: (80, 8192, 64, 28672),
 }
+# its MLP keeps the result of its activation; its loss has logits in 16 bits, in 32, and those less their maximum
+NANOTRON = replace(CODES["megatron-core"], name="nanotron", fused_activation=False, logit_bytes=10)
 
 
 def memory_error(row: Row) -> float:
     """Return the relative error of the predicted memory. The row has a measured one."""
     return memory(row.job, row.plan).total / GIB / (row.gib or 0) - 1
+
+
+def memory_table(rows: Mapping[str, Sequence[Row]]) -> Table:
+    """Return the table of errors by set."""
+    heads = ["set", ">rows", ">median |error|", ">bias", ">largest"]
+    made = make_table("predicted against measured memory of a rank", heads)
+    for name, found in rows.items():
+        errors = [memory_error(row) for row in found]
+        sizes = [abs(error) for error in errors]
+        cells = f"{statistics.median(sizes):.1%}", f"{statistics.mean(errors):+.1%}", f"{max(sizes):.1%}"
+        made.add_row(name, str(len(found)), *cells)
+    return made
 
 
 def read_simumax(place: Path) -> list[Row]:
@@ -67,11 +88,13 @@ def _simumax_row(x: dict[str, str]) -> Row:
     name = next(name for name in SIMUMAX_MODELS if x["case"].startswith(name))
     n = {key: int(value) for key, value in re.findall(r"_(l|tp|pp|dp|ep|cp|seq|mbc)(\d+)", x["case"])}
     sequence, ep, tp = n.get("seq", 4096), n.get("ep", 1), n["tp"]
+    if n["dp"] % ep:  # experts lie on ranks of other samples
+        raise ValueError
     c = replace(SIMUMAX_MODELS[name], layers=n["l"])
     plan = Plan(n["pp"], n["dp"] // ep, ep, n.get("cp", 1), tp, zero=1, sequence_parallel=tp > 1)
     # memory depends on no machine, and the planner ships none with B200: these rows compare memory alone
     job = Job(c, CODES["megatron-core"], read_machine("h100"), n["mbc"] * plan.samples, sequence)
-    return Row("simumax-b200", (x["case"],), job, plan, float(x["real_ms"]) / 1e3, float(x["real_alloc_GiB"]))
+    return Row("simumax-b200", (x["case"],), job, plan, float(x["real_ms"]) / 1e3, _gib(x["real_alloc_GiB"]))
 
 
 def read_nanotron(place: Path) -> list[Row]:
@@ -90,9 +113,16 @@ def _nanotron_row(x: dict[str, str]) -> Row:
     n = {key: int(x[key]) for key in ("dp", "tp", "pp", "mbs", "zero", "gbs_seqs")}
     plan = Plan(n["pp"], n["dp"], tp=n["tp"], micro_batch=n["mbs"], zero=n["zero"])
     plan = replace(plan, sequence_parallel=n["tp"] > 1)
-    job = Job(c, CODES["megatron-core"], read_machine("h100"), n["gbs_seqs"], 4096)
+    job = Job(c, NANOTRON, read_machine("h100"), n["gbs_seqs"], 4096)
     seconds = job.flops / plan.ranks / (float(x["mfu_pct"]) / 100 * job.peak)
-    return Row("nanotron", (x["params_b"], plan.ranks), job, plan, seconds, float(x["mem_GB"]))
+    return Row("nanotron", (x["params_b"], plan.ranks), job, plan, seconds, _gib(x["mem_GB"]))
+
+
+def _gib(text: str) -> float:
+    """Return a measured memory. Raises ValueError where it is not above 0."""
+    if not float(text) > 0:
+        raise ValueError
+    return float(text)
 
 
 def _file(place: Path, patterns: Sequence[str], wanted: str) -> Path:

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from common.launch.command_line import Checked, parse
 from common.launch.program import run_program
 from common.launch.terminal import make_table, terminal
@@ -31,7 +29,7 @@ from common.launch.terminal import make_table, terminal
 from plan_bubbles import bubble_tables, read_bubbles
 from plan_moe import moe_tables, read_moe
 from plan_rows import VTRAIN_URL, Row, calibrates, read_papers, read_vtrain
-from plan_rows_memory import SIMUMAX_URL, memory_error, read_nanotron, read_simumax
+from plan_rows_memory import SIMUMAX_URL, memory_error, memory_table, read_nanotron, read_simumax
 from plan_time import predict
 
 
@@ -146,18 +144,6 @@ def memory_sets(o: ValidateOptions, rows: dict[str, list[Row]]) -> dict[str, lis
     found["simumax-b200"] = read_simumax(o.simumax) if o.simumax else []
     found["nanotron"] = read_nanotron(o.nanotron) if o.nanotron else []
     return {name: of_set for name, of_set in found.items() if of_set}
-
-
-def memory_table(rows: dict[str, list[Row]]) -> Table:
-    """Return the table of errors of memory."""
-    heads = ["set", ">rows", ">median |error|", ">bias", ">largest"]
-    made = make_table("predicted against measured memory of a rank", heads)
-    for name, found in rows.items():
-        errors = [memory_error(row) for row in found]
-        sizes = [abs(error) for error in errors]
-        cells = f"{statistics.median(sizes):.1%}", f"{statistics.mean(errors):+.1%}", f"{max(sizes):.1%}"
-        made.add_row(name, str(len(found)), *cells)
-    return made
 
 
 def records(rows: dict[str, list[Row]], held: dict[str, list[Row]]) -> Iterable[dict[str, object]]:
