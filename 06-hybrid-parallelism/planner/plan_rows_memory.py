@@ -88,11 +88,13 @@ def _simumax_row(x: dict[str, str]) -> Row:
     name = next(name for name in SIMUMAX_MODELS if x["case"].startswith(name))
     n = {key: int(value) for key, value in re.findall(r"_(l|tp|pp|dp|ep|cp|seq|mbc)(\d+)", x["case"])}
     sequence, ep, tp = n.get("seq", 4096), n.get("ep", 1), n["tp"]
+    if n["dp"] % ep:  # experts lie on ranks of other samples
+        raise ValueError
     c = replace(SIMUMAX_MODELS[name], layers=n["l"])
     plan = Plan(n["pp"], n["dp"] // ep, ep, n.get("cp", 1), tp, zero=1, sequence_parallel=tp > 1)
     # memory depends on no machine, and the planner ships none with B200: these rows compare memory alone
     job = Job(c, CODES["megatron-core"], read_machine("h100"), n["mbc"] * plan.samples, sequence)
-    return Row("simumax-b200", (x["case"],), job, plan, float(x["real_ms"]) / 1e3, float(x["real_alloc_GiB"]))
+    return Row("simumax-b200", (x["case"],), job, plan, float(x["real_ms"]) / 1e3, _gib(x["real_alloc_GiB"]))
 
 
 def read_nanotron(place: Path) -> list[Row]:
@@ -113,7 +115,14 @@ def _nanotron_row(x: dict[str, str]) -> Row:
     plan = replace(plan, sequence_parallel=n["tp"] > 1)
     job = Job(c, NANOTRON, read_machine("h100"), n["gbs_seqs"], 4096)
     seconds = job.flops / plan.ranks / (float(x["mfu_pct"]) / 100 * job.peak)
-    return Row("nanotron", (x["params_b"], plan.ranks), job, plan, seconds, float(x["mem_GB"]))
+    return Row("nanotron", (x["params_b"], plan.ranks), job, plan, seconds, _gib(x["mem_GB"]))
+
+
+def _gib(text: str) -> float:
+    """Return a measured memory. Raises ValueError where it is not above 0."""
+    if not float(text) > 0:
+        raise ValueError
+    return float(text)
 
 
 def _file(place: Path, patterns: Sequence[str], wanted: str) -> Path:
