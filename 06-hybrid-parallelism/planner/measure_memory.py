@@ -63,6 +63,7 @@ def predicted(o: HybridOptions, plan: Plan) -> float:
 
 def main(rt: Runtime, o: HybridOptions) -> bool:
     """Print measured and predicted memory."""
+    o.validate()
     mesh = o.mesh(rt)
     plan = plan_of(o, mesh.shape)
     with LiveBytes() as live:
