@@ -22,6 +22,7 @@ SMALL = ("--batch", "4", "--sequence", "8", "--steps", "1", "--micro-batches", "
             ["--versions", "hybrid_rust"],
             "--versions hybrid_rust: choose from pytorch, hybrid_libtorch, hybrid_mpi",
         ),
+        (["--versions"], "--versions: choose at least one of pytorch, hybrid_libtorch, hybrid_mpi"),
         (
             ["--attention", "ulysses"],
             "--attention ulysses: C++ has zigzag and ring; or give --versions pytorch",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mpi.launch import mpirun, need_binary, on_gloo, refused_by
+from mpi.launch import mpirun, need_binary, need_module, on_gloo, refused_by
 from mpi.programs import proved, timed, trained
 
 from common.lesson.equality import OPTIMIZERS
@@ -83,6 +83,7 @@ def test_benchmark_writes_what_it_timed(tmp_path: Path) -> None:
             "or fewer micro-batches",
         ),
         (["--sequence", "65"], "--sequence 65 is too long for gpt2-tiny; at most 64"),
+        (["--pp", "65536", "--ep", "65536"], "--pp 65536: give a number from 1 to 4096"),
         (["--zero", "2"], "--zero 2: give a number from 0 to 1"),
         (
             ["--schedule", "dualpipe"],
@@ -108,3 +109,21 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 def test_meshes_that_do_not_fit(arguments: list[str], message: str) -> None:
     done = mpirun(3, need_binary("hybrid_libtorch"), *arguments)
     assert (done.returncode, done.stderr.count(f"hybrid_libtorch: {message}\n")) == (2, 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "message"),
+    [
+        ([0, 1, 1, 1, 1], 0, "a mesh has at least one rank along each axis"),
+        ([1, 2, 1, 1, 1], 2, "rank 2 is outside of a mesh of 2 ranks"),
+        ([1, 2, 1, 1, 1], -1, "rank -1 is outside of a mesh of 2 ranks"),
+    ],
+)
+def test_the_module_refuses_a_mesh(shape: list[int], rank: int, message: str) -> None:
+    need_module("hybrid_libtorch")
+    import torch  # noqa: F401  # loads the libraries of the module
+
+    import hybrid_libtorch
+
+    with pytest.raises(ValueError, match=message):
+        hybrid_libtorch.Mesh(shape, rank, lambda *_: None)

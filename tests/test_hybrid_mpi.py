@@ -205,6 +205,10 @@ def test_what_does_not_fit_is_refused(results: tuple[dict[str, Any], Path]) -> N
         "ValueError: order is spiral; it is contiguous or zigzag",
         "ValueError: of 2 experts a token cannot choose 3, or 1 ranks along ep each have one",
         "ValueError: router is sigmoid; it is renormalised or softmax",
+        "ValueError: mesh pp=-1 dp=-1 ep=1 sp=1 tp=1 has an axis without ranks",
+        "ValueError: a model needs layers, width, heads and words of at least 1",
+        "ValueError: token 999 is outside of a vocabulary of 256",
+        "ValueError: token -5 is outside of a vocabulary of 256",
         "ValueError: the model takes samples of 16 tokens, at least one per micro-batch; given are 1 of 15 for 1",
     ]
 

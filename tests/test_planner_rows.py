@@ -31,7 +31,7 @@ PIPELINES = read_bubbles()
     [("1F1B", -1e-4, 1e-4), ("ZB-H1", -1e-4, 1e-4), ("ZB-H2", -1e-4, 1e-4), ("1F1B-I", 0.0, 0.004)],
 )
 def test_bubbles_are_those_of_the_paper(name: str, low: float, high: float) -> None:
-    """Rates of the paper have four digits; in 1F1B-I its simulator counts fewer messages on the longest path."""
+    """Rates of the paper have four digits; in 1F1B-I they are lower than these, for a reason that was not found."""
     for row in PIPELINES:
         assert low <= bubble(row, name) - dict(row.rates)[name] <= high, row
 

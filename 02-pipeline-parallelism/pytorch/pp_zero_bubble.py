@@ -39,11 +39,14 @@ if TYPE_CHECKING:
     from pp_training import PipelineOptions
 
 
-def zb_h1(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """Yield the compute instructions of the rank with these stages, in order."""
+def zb_h1(stages: tuple[int, ...], ranks: int, micro_batches: int, times: int = 1) -> Iterator[Instruction]:
+    """Yield the compute instructions of the rank with these stages, in order.
+
+    times: multiple of zb-h1's forwards ahead, and of its deferral of W; 2 gives the paper's ZB-H2.
+    """
     (rank,) = stages  # one stage per rank, of the same number
-    ahead = min(ranks - 1 - rank, micro_batches)
-    late = ahead + min(rank, micro_batches)
+    ahead = min(times * (ranks - 1 - rank), micro_batches)
+    late = ahead + min(times * rank, micro_batches)
     for m in range(micro_batches + late):
         if m < micro_batches:
             yield Instruction("F", rank, m)

@@ -42,7 +42,7 @@ class PlanOptions(Checked):
     gpus: Annotated[int, Within(1, 2**17)] = 16
     """Ranks, one for each GPU."""
     machine: str = "h100"
-    """Name of a machine, or a .toml file that calibrate.py wrote."""
+    """Name of a machine, or a .toml file that describes yours."""
     batch: Annotated[int, Within(1, 2**20)] = 1024
     """Samples in the global batch."""
     sequence: Annotated[int, Within(1, 2**24)] = 4096

@@ -14,7 +14,7 @@ import csv
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from rich.table import Table
@@ -22,31 +22,17 @@ from rich.table import Table
 from common.launch.terminal import make_table
 
 from pp_kind import Kind
-from pp_schedule import Instruction, Schedule
+from pp_schedule import Schedule
 from pp_schedules import KINDS
 from pp_simulator import simulate
+from pp_zero_bubble import zb_h1
 
 FILE = Path(__file__).with_name("published") / "zero-bubble.csv"
 
 
-def zb_h2(stages: tuple[int, ...], ranks: int, micro_batches: int) -> Iterator[Instruction]:
-    """Yield the compute instructions of the rank with these stages: zb-h1 with twice the forwards ahead.
-
-    Rank r begins with 2 (p-1-r) forwards more than the last one, and defers W by 2 r micro-batches.
-    """
-    (rank,) = stages
-    ahead = min(2 * (ranks - 1 - rank), micro_batches)
-    late = ahead + min(2 * rank, micro_batches)
-    for m in range(micro_batches + late):
-        if m < micro_batches:
-            yield Instruction("F", rank, m)
-        if ahead <= m < micro_batches + ahead:
-            yield Instruction("I", rank, m - ahead)
-        if m >= late:
-            yield Instruction("W", rank, m - late)
-
-
-ZB_H2 = Kind("zb-h2", zb_h2, bubble=lambda p, M, v: None, holds=lambda r, p, M, v: min(M, 2 * p - 1))
+ZB_H2 = Kind(
+    "zb-h2", partial(zb_h1, times=2), bubble=lambda p, M, v: None, holds=lambda r, p, M, v: min(M, 2 * p - 1)
+)
 SIMULATED = {
     "1F1B": KINDS["1f1b"],
     "1F1B-I": KINDS["interleaved"],

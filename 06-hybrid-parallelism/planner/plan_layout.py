@@ -98,7 +98,7 @@ def split(layers: Sequence[T], stages: int) -> list[Sequence[T]]:
 
 @dataclass(frozen=True)
 class Code:
-    """What the program that trains does, as far as its time and memory depend on it."""
+    """Properties of the program that trains, on which its time and memory depend."""
 
     name: str
     dtype: str = "bfloat16"

@@ -1,6 +1,6 @@
 """A machine as numbers: what a rank computes, holds and sends in a second. Read from a TOML file in machines/.
 
-    machine = read_machine("a100-80gb")           # or the path of a file that calibrate.py wrote
+    machine = read_machine("a100-80gb")           # or the path of a file of your own
     machine.product(4096, 12288, 4096, "bfloat16")      # seconds of a matrix product
     machine.links.all_reduce(nbytes, Ring(8, inside=8)) # seconds of an all-reduce over eight ranks of one host
 
@@ -98,7 +98,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank of a machine does in a second, and its links."""
+    """Rates of one rank of a machine, and its links."""
 
     name: str
     memory: float

@@ -70,11 +70,8 @@ def bound(job: Job, plan: Plan) -> float:
     A rank computes all micro-batches of its stages, after the first one has passed the stages before its own; and,
     where backward passes are not split, before the last one has gone back through them.
     """
-    M, parts, owner = (
-        plan.micro_batches(job.batch),
-        stages(job, plan),
-        KINDS[plan.schedule].owner(plan.pp, plan.chunks),
-    )
+    M, parts = plan.micro_batches(job.batch), stages(job, plan)
+    owner = KINDS[plan.schedule].owner(plan.pp, plan.chunks)
     split_backward = plan.schedule.startswith("zb")
     longest = around = 0.0
     for rank, mine in enumerate(of_ranks(plan, parts)):
@@ -101,11 +98,8 @@ def pipeline(plan: Plan, micro_batches: int, parts: tuple[Stage, ...]) -> float:
     """
     if plan.pp == 1:
         return micro_batches * sum(s.total for s in parts)
-    p, count, least = (
-        plan.pp,
-        micro_batches % plan.pp + plan.pp,
-        0.999 * max(s.total for s in of_ranks(plan, parts)),
-    )
+    p, count = plan.pp, micro_batches % plan.pp + plan.pp
+    least = 0.999 * max(s.total for s in of_ranks(plan, parts))
     lengths: list[float] = []
     while count < micro_batches:
         lengths.append(float(timeline(plan, count, parts).length))

@@ -49,7 +49,7 @@ class ValidateOptions(Checked):
 
 @dataclass(frozen=True)
 class Score:
-    """How far predictions are from what was measured."""
+    """Errors of predictions, and how well they rank plans."""
 
     n: int
     mape: float

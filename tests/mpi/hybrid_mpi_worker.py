@@ -70,6 +70,10 @@ def refused(shape, sequence, lists):
         lambda: make((1, 1, 1, 1, 1), lists, sequence, "spiral"),
         lambda: make((1, 1, 1, 1, 1), lists, sequence, experts=2, experts_per_token=3),
         lambda: make((1, 1, 1, 1, 1), lists, sequence, experts=2, router="sigmoid"),
+        lambda: make((-1, -1, 1, 1, 1), lists, sequence),
+        lambda: hybrid_mpi.GPT2(*shape[:2], 0, *shape[3:], first(1), (1, 1, 1, 1, 1), lists, sequence),
+        lambda: make((1, 1, 1, 1, 1), lists, sequence).loss_and_gradients(small, small + 999),
+        lambda: make((1, 1, 1, 1, 1), lists, sequence).loss_and_gradients(small - 5, small),
         lambda: make((1, 1, 1, 1, 1), lists, sequence).loss_and_gradients(small[:, 1:], small[:, 1:]),
     ]
     return said_by(calls)
