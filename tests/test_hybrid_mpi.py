@@ -298,3 +298,12 @@ def test_a_mesh_that_does_not_fit_is_one_line_on_all_ranks(
     done = mpirun(ranks, need_binary("hybrid_mpi"), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("hybrid_mpi: ") == done.stderr.count(f"hybrid_mpi: {message}\n") == 1
+
+
+@pytest.mark.parametrize("name", ["hybrid_mpi", "hybrid_libtorch"])
+def test_a_folder_to_save_to_is_refused_before_training(name: str, tmp_path: Path) -> None:
+    done = mpirun(1, need_binary(name), "--train", "--steps", "1", "--log-every", "1", "--save", tmp_path)
+    assert done.returncode == 2
+    assert f"{name}: {tmp_path} cannot be written: it is no file" in done.stderr
+    assert "step     loss" not in done.stdout
+    assert not list(tmp_path.parent.glob("*.partial"))
