@@ -41,7 +41,10 @@ def plan_of(o: HybridOptions, shape: Mapping[str, int]) -> Plan:
     """Return the plan that a lesson's options describe."""
     places = shape["dp"] * shape["ep"]
     if o.batch % (places * o.micro_batches):
-        raise UsageError(f"--batch {o.batch} does not divide into {places * o.micro_batches} micro-batches")
+        raise UsageError(
+            f"--batch {o.batch} does not divide into {o.micro_batches} equal micro-batches on each of {places} places "
+            "along dp and ep"
+        )
     return Plan(
         **shape,
         micro_batch=o.batch // places // o.micro_batches,
