@@ -4,7 +4,7 @@
 //                 pp              dp           ep                           sp         tp
 //     tokens      pass all        split        split                        split      the same
 //     weights     of a stage      whole        whole, but of experts some   whole      split (norms whole)
-//     gradients   complete        sum          sum, of experts complete     sum        complete
+//     gradients   complete        sum          sum, of experts complete     sum        complete; of routers, sum
 //     messages    point to point  all-reduce   all-to-all, all-reduce       ring       all-reduce
 //
 //     hybrid_mesh.hpp        the axes as a Cartesian communicator    hybrid_parameters.hpp   who has which part; the one rule
