@@ -339,7 +339,10 @@ def test_a_wrong_machine_is_one_line(damage: tuple[str, str], said: str, tmp_pat
         (["--fix", "tp=8,pp=4"], "pp=4 x tp=8: 16 GPUs do not divide into them"),
         (["--fix", "tp"], "--fix tp: give name=value with one of chunks, dp"),
         (["--fix", "tp=two"], "--fix tp=two: tp is a whole number, at least 1"),
-        (["--fix", "pp=2,zero=3"], "zero=3: with pp above 1 each micro-batch gathers all weights again"),
+        (
+            ["--fix", "pp=2,zero=3"],
+            "zero=3: with pp above 1 each of 128 micro-batches gathers all weights again, 0.",
+        ),
         (["--fix", "ep=2"], "ep=2: the model has 0 experts"),
         (["--batch", "6", "--fix", "dp=16"], "a batch of 6 samples does not divide into 16 places"),
         (["--model", "llama2-70b", "--gpus", "8"], "memory: at least 129"),

@@ -19,7 +19,7 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,30 @@ class Machine:
     links: Links = field(repr=False)
     reserved: float = 0.0
     """Bytes of `memory` that the driver, the libraries' buffers and fragments take."""
+    sustained_attention: float | None = None
+    """Share of the peak that attention in one kernel reaches, all scores counted; default: as other products."""
+    at_once: float = math.inf
+    """Ranks of a host that compute at the full rate at once; others wait for a core. Default: all."""
     source: str = ""
 
-    def product(self, rows: float, columns: float, inner: float, dtype: str, count: float = 1) -> float:
-        """Return the seconds of `count` products [rows, inner] x [inner, columns] in one call."""
-        arithmetic = 2 * rows * columns * inner / (self.peak[dtype] * self.sustained_products)
+    @property
+    def hides(self) -> bool:
+        """True if messages travel while ranks compute: not where sending takes the same cores."""
+        return math.isinf(self.at_once)
+
+    def slowdown(self, ranks: int) -> float:
+        """Return how much longer everything takes while so many ranks, or all of a host, share its cores."""
+        return max(1.0, min(ranks, self.links.ranks_per_host) / self.at_once)
+
+    def product(
+        self, rows: float, columns: float, inner: float, dtype: str, count: float = 1, attention: bool = False
+    ) -> float:
+        """Return the seconds of `count` products [rows, inner] x [inner, columns] in one call.
+
+        attention: they are those of attention, in one kernel.
+        """
+        share = (attention and self.sustained_attention) or self.sustained_products
+        arithmetic = 2 * rows * columns * inner / (self.peak[dtype] * share)
         numbers = rows * inner + inner * columns + rows * columns
         return self.start + count * (arithmetic + self.moved(SIZES[dtype] * numbers))
 
@@ -157,15 +176,17 @@ def read_machine(name: str) -> Machine:
 
 def _numbers(kind: type, told: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of `kind` found in a table. Raises UsageError for one that is missing, unknown or negative."""
-    known = {f.name for f in fields(kind)} - {"name"}
+    known = {f.name: f.default for f in fields(kind) if f.name != "name"}
     for key in told:
         if key not in known:
             raise UsageError(
                 f"{where}: {key} is no number of a machine; these are: {', '.join(sorted(known))}"
             )
     found: dict[str, Any] = {}
-    for key in sorted(known):
-        value = told.get(key, {"reserved": 0.0, "source": ""}.get(key))
+    for key, default in known.items():
+        if key not in told and default is not MISSING:
+            continue
+        value = told.get(key)
         if value is None:
             raise UsageError(f"{where} lacks {key}; machines/a100-80gb.toml shows all numbers")
         if key == "links":
@@ -179,7 +200,9 @@ def _numbers(kind: type, told: dict[str, Any], where: str) -> dict[str, Any]:
         elif key == "ranks_per_host":
             value = int(_number(value, key, where))
         elif key != "source":
-            value = _number(value, key, where, zero=key in ("reserved", "step", "launch_collective", "start"))
+            value = _number(
+                value, key, where, zero=key in ("reserved", "step", "launch", "launch_collective", "start")
+            )
         found[key] = value
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from plan_job import Job
@@ -167,7 +167,11 @@ def refusal(job: Job, plan: Plan) -> str | None:
         )
     if plan.zero > 1 and plan.pp > 1:
         what = "reduces all gradients" if plan.zero == 2 else "gathers all weights"
-        return f"zero={plan.zero}: with pp above 1 each micro-batch {what} again; zero=1 splits the states"
+        many, once = (predict(job, replace(plan, zero=zero)).gradients for zero in (plan.zero, 1))
+        return (
+            f"zero={plan.zero}: with pp above 1 each of {plan.micro_batches(job.batch)} micro-batches {what} again, "
+            f"{many:.3g} s of a step; zero=1 splits the states and takes {once:.3g} s"
+        )
     needs, room = memory(job, plan).total, job.machine.memory - job.machine.reserved
     if needs > room:
         return f"memory: {needs / GIB:.1f} GiB a rank, of which {job.machine.name} has {room / GIB:.1f}"

@@ -4,6 +4,7 @@
 
 A pass of a stage takes what its operations take on the device, or what the host takes to launch them. The simulator of
 chapter 02 runs the schedule with these times, so that every schedule and every uneven stage is counted the same way.
+Where ranks share cores, as on a laptop, a step takes at least what all of them together ask of the cores.
 Then come the sums of gradients along dp, ep and sp, as far as no backward pass hides them, and the optimizer.
 """
 
@@ -54,14 +55,16 @@ class Prediction:
 def predict(job: Job, plan: Plan) -> Prediction:
     """Return the time of a step."""
     M, parts = plan.micro_batches(job.batch), stages(job, plan)
-    busiest = max(of_ranks(plan, parts), key=lambda s: s.total)
-    length = pipeline(plan, M, parts)
-    gradients = gradient_time(job, plan, min(s.backward for s in parts))
-    optimizer = optimizer_time(job, plan)
+    busiest, slowdown = max(of_ranks(plan, parts), key=lambda s: s.total), job.machine.slowdown(plan.ranks)
+    alone = M * busiest.total
+    length = max(pipeline(plan, M, parts), slowdown * M * _mean(plan, parts))
+    stretch = max(1.0, min(slowdown, length / alone))
+    gradients = slowdown * gradient_time(job, plan, min(s.backward for s in parts))
+    optimizer = slowdown * optimizer_time(job, plan)
     step = length + gradients + optimizer + job.machine.step
-    axes = {axis: M * getattr(busiest, axis) for axis in ("pp", "ep", "sp", "tp")}
+    axes = {axis: stretch * M * getattr(busiest, axis) for axis in ("pp", "ep", "sp", "tp")}
     mfu = job.flops / plan.ranks / step / job.peak
-    return Prediction(step, length, M * busiest.total, gradients, optimizer, axes, mfu)
+    return Prediction(step, length, stretch * alone, gradients, optimizer, axes, mfu)
 
 
 def bound(job: Job, plan: Plan) -> float:
@@ -78,8 +81,15 @@ def bound(job: Job, plan: Plan) -> float:
         longest = max(longest, around + M * mine.total)
         if owner[rank] == rank:  # stages 0 to pp - 1 lie on ranks in their order
             around += parts[rank].forward + (0 if split_backward else parts[rank].backward)
+    slowdown = job.machine.slowdown(plan.ranks)
+    longest = max(longest, slowdown * M * _mean(plan, parts))
     rest = gradient_time(job, plan, min(s.backward for s in parts)) + optimizer_time(job, plan)
-    return longest + rest + job.machine.step
+    return longest + slowdown * rest + job.machine.step
+
+
+def _mean(plan: Plan, parts: tuple[Stage, ...]) -> float:
+    """Return the seconds that a rank computes per micro-batch, on average: what they together ask of shared cores."""
+    return sum(s.total for s in parts) / plan.pp
 
 
 def of_ranks(plan: Plan, parts: tuple[Stage, ...]) -> list[Stage]:
@@ -159,7 +169,7 @@ def gradient_time(job: Job, plan: Plan, hides: float) -> float:
         if numbers and size > 1:
             ring = Ring(size, max(1, min(size, links.ranks_per_host // stride)))
             took += sums(job, plan, numbers, ring)
-    if job.code.overlaps_gradients and took:
+    if job.code.overlaps_gradients and job.machine.hides and took:
         passes = plan.micro_batches(job.batch) if plan.zero == 3 else 1
         took = max(took * plan.pp / c.layers, took - hides * passes)
     if c.tied and plan.pp > 1:

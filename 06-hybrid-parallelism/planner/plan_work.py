@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from common.models.configs import TransformerConfig
@@ -191,12 +192,16 @@ def seconds(
     for w in work:
         if isinstance(w, Product):
             m, n, k = w.rows, w.columns, w.inner
-            took = machine.product(m, n, k, code.dtype, w.count)
+            product = partial(
+                machine.product,
+                dtype=code.dtype,
+                count=w.count,
+                attention=code.fused_attention and not w.weights,
+            )
+            took = product(m, n, k)
             t["host"] += machine.launch
             if backward:
-                took = machine.product(m, k, n, code.dtype, w.count) + machine.product(
-                    k, n, m, code.dtype, w.count
-                )
+                took = product(m, k, n) + product(k, n, m)
                 t["host"] += machine.launch
                 if w.weights and not code.adds_weight_gradients:
                     t["traffic"] += machine.moved(3 * e * n * k * w.count)
@@ -215,7 +220,7 @@ def seconds(
             call = getattr(machine.links, w.kind)
             t[w.axis] += call(w.nbytes, ring_of(plan, w.axis, machine.links))
             t["host"] += machine.launch_collective
-    t["sp"] = max(0.0, t["sp"] - kernels)
+    t["sp"] = max(0.0, t["sp"] - kernels * machine.hides)
     return Seconds(**t)
 
 

@@ -44,6 +44,7 @@ from hybrid_bytes import Bytes, StepBytes
 from hybrid_explain import bytes_table, explain, label, title
 from hybrid_layout import HybridOptions, TorchOptions, check_torch
 from hybrid_model import Hybrid
+from plan_here import peak_table
 
 
 def make_hybrid(rt: Runtime, o: HybridOptions, mesh: Mesh) -> Hybrid:
@@ -179,7 +180,8 @@ def lesson(rt: Runtime, o: HybridOptions, loop: Train) -> bool:
     if o.explain:
         hybrid = make_hybrid(rt, o, mesh)
         formula = StepBytes(hybrid.model, hybrid.zero, mesh, o, o.clip > 0)
-        out.print(explain(hybrid, o.clip > 0), bytes_table(mesh, formula.all()))
+        peak = peak_table(o, o.model_config(), mesh.shape, o.dtype, o.batch, o.sequence)
+        out.print(explain(hybrid, o.clip > 0), peak, bytes_table(mesh, formula.all()))
         if not o.steps:
             return True
     if o.benchmark:

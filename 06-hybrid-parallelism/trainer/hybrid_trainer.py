@@ -44,6 +44,7 @@ from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
 from hybrid_signals import Signals
 from hybrid_whole import read_whole, save_whole
+from plan_here import peak_table
 
 
 class Trainer:
@@ -260,7 +261,8 @@ def make(rt: Runtime, o: TrainOptions) -> Hybrid:
     if o.explain:
         # clip: the norm, and three flags
         formula = StepBytes(hybrid.model, hybrid.zero, mesh, o, clip=4, balances=o.balances)
-        console(rt).print(explain(hybrid, clip=True), bytes_table(mesh, formula.all()))
+        peak = peak_table(o, config, mesh.shape, o.dtype, o.batch, o.sequence)
+        console(rt).print(explain(hybrid, clip=True), peak, bytes_table(mesh, formula.all()))
     return hybrid
 
 

@@ -1,0 +1,269 @@
+"""Measure the machine that this runs on, and write a machine file for plan.py.
+
+    python calibrate.py --nproc 4 --out my-machine.toml
+    torchrun --nproc_per_node=8 calibrate.py --peak 989e12 --host-bandwidth 400e9 --out my-h100.toml
+
+Start as many ranks as a host has GPUs; on processors, as many as you want to plan for. The ranks that wait use no core.
+
+    rank 0 alone       products of several shapes, attention, models of one layer, AdamW, a sum of large tensors
+    all ranks at once  a model of one layer: how many ranks the cores can serve
+    2, 4, ... ranks    all-reduce, all-gather and reduce-scatter of several sizes
+
+The planner predicts each of these times as a sum of arithmetic, attention, traffic and starts, each divided by a rate.
+The rates that fit all times best are written, and beside every measured time stands the one that they give.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import psutil
+import torch
+from scipy.optimize import lsq_linear
+
+from common import comm
+from common.benchmarks.primitives import PRIMITIVES
+from common.comm import Group
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.launch.command_line import Within, check_folder
+from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
+from common.lesson.measure import Measured, in_turn, spread
+from common.lesson.runner import LessonOptions, console, run
+
+from plan_calibration import Call, Rates, cases, features, fit
+from plan_layout import CODES, Code
+from plan_machine import SIZES
+from plan_search import divisors
+
+MIB = 2**20
+
+
+@dataclass
+class CalibrateOptions(LessonOptions, without=("steps", "seed", "data", "check", "plot", "json", "dtype")):
+    """Options: what to measure, and what no measurement on one host tells."""
+
+    timeout: Annotated[float, Within(1e-3, 1e6)] = 600.0
+    """Longest time that any wait may last, in seconds; the others wait while rank 0 measures."""
+    out: Path | None = None
+    """File to write; default: the text goes to the terminal."""
+    width: Annotated[int, Within(64, 2**15)] | None = None
+    """Width of the models that it times, a multiple of 64; default: 384 on a processor, 4096 on a GPU."""
+    tokens: Annotated[int, Within(256, 2**20)] = 2048
+    """Tokens of the largest micro-batch, a multiple of 256."""
+    repeats: Annotated[int, Within(5, 10**6)] = 7
+    """Samples of each time, of which it takes the median."""
+    sizes_mb: tuple[Annotated[float, Within(1e-3, 1e5)], ...] = (0.0625, 0.5, 4, 16)
+    """Sizes of collectives, in MiB."""
+    peak: Annotated[float, Within(1, 1e20)] | None = None
+    """FLOP/s by the data sheet; default: of the fastest product here."""
+    host_bandwidth: Annotated[float, Within(1, 1e15)] | None = None
+    """B/s of all network cards of a host; default: as fast as within the host."""
+    host_latency: Annotated[float, Within(1e-9, 1)] | None = None
+    """Seconds of a message between hosts; default: as within the host."""
+
+    def validate(self) -> None:
+        """Check sizes. Raises UsageError."""
+        for name, value, of in (("width", self.width or 64, 64), ("tokens", self.tokens, 256)):
+            if value % of:
+                raise UsageError(
+                    f"--{name} {value}: give a multiple of {of}, such as {max(1, value // of) * of}"
+                )
+        if not self.sizes_mb:
+            raise UsageError("--sizes-mb is empty; give sizes in MiB, such as 0.5 4 16")
+        if self.out:
+            check_folder("out", self.out, self.out.absolute().parent)
+
+
+def width(o: CalibrateOptions, rt: Runtime) -> int:
+    """Return the width of the models to time."""
+    return o.width or (384 if rt.device.type == "cpu" else 4096)
+
+
+def alone(o: CalibrateOptions, code: Code, rt: Runtime) -> tuple[Rates, Iterator[tuple[str, ...]]]:
+    """Time the cases on this rank. Return the rates, and the lines of the table."""
+    made, device = cases(width(o, rt), o.tokens, code, rt.device), rt.device.type
+    big = [
+        torch.zeros(64 * MIB // SIZES[code.dtype], dtype=getattr(torch, code.dtype), device=rt.device)
+        for _ in range(2)
+    ]
+    calls: dict[str, Call] = {case.name: case.call for case in made} | {
+        "sum": partial(torch.add, *big, out=big[1])
+    }
+    measured = in_turn(calls, o.repeats, Group.alone(), warm_up=2, device=device)
+    bandwidth = 3 * 64 * MIB / measured["sum"].median
+    table, took = [features(case, code) for case in made], [measured[case.name].median for case in made]
+    peak = o.peak or max(row[0] / t for row, t in zip(table, took, strict=True))
+    rates, predicted = fit(table, took, peak, bandwidth)
+
+    def lines() -> Iterator[tuple[str, ...]]:
+        for case, t, p in zip(made, took, predicted, strict=True):
+            yield (
+                case.name,
+                f"{1e3 * t:.2f}",
+                f"{spread(measured[case.name].seconds):.0%}",
+                f"{1e3 * p:.2f}",
+                f"{p / t - 1:+.0%}",
+            )
+
+    return rates, lines()
+
+
+def at_once(o: CalibrateOptions, code: Code, rt: Runtime) -> float:
+    """Return how many ranks' work the host does while all of them compute."""
+    step = cases(width(o, rt), o.tokens, code, rt.device)[-3]  # GPT-2 with 256 tokens per sample
+    ratios = []
+    for _ in range(o.repeats):
+        times = []
+        for busy in (rt.rank == 0, True):
+            comm.barrier(rt.world)
+            began = time.perf_counter()
+            if busy:
+                step.call()
+            times.append(time.perf_counter() - began)
+            comm.barrier(rt.world)
+        everyone = comm.everyones(times, rt.world)
+        ratios.append(everyone[0][0] / statistics.mean(t[1] for t in everyone))
+    return rt.world_size * statistics.median(ratios)
+
+
+def curve(o: CalibrateOptions, rt: Runtime, n: int, slowdown: float) -> tuple[float, float]:
+    """Return latency and bus bandwidth of an all-reduce in groups of n ranks, all groups at once.
+
+    The other collectives take half of that, as in a ring. slowdown: how much longer everything takes because ranks
+    share cores; the planner multiplies by it again.
+    """
+    group = Mesh(rt.world, dp=rt.world_size // n, tp=n, timeout=rt.timeout).group("tp")
+    rows, took = [], []
+    for size in o.sizes_mb:
+        numbers = max(1, int(size * MIB) // 4 // n) * n
+        buffer = torch.zeros(numbers, device=rt.device)
+        ring = [p for p in PRIMITIVES if p.name in ("all-reduce", "all-gather", "reduce-scatter")]
+        calls: dict[str, Call] = {
+            p.name: partial(p.run, buffer[: numbers // n if p.gathers else numbers], group) for p in ring
+        }
+        measured: dict[str, Measured] = in_turn(calls, o.repeats, group, device=rt.device.type)
+        for p in ring:
+            rows.append((p.passes / 2, float(p.bus_factor(n)) * numbers * 4))
+            took.append(measured[p.name].median / slowdown)
+    relative = np.array(rows) / np.array(took)[:, None]
+    found = lsq_linear(relative * [1e-5, 1e-10], np.ones(len(took)), (1e-6, np.inf)).x
+    return float(found[0] * 1e-5), float(1e10 / found[1])
+
+
+def launches(device: torch.device, group: Group) -> tuple[float, float]:
+    """Return the host's seconds for an operation and for a collective: 0 on a processor, which computes them itself."""
+    if device.type == "cpu":
+        return 0.0, 0.0
+    x, times = torch.zeros(1, device=device), []
+    for call in (partial(x.add_, 1), partial(comm.all_reduce, x, group)):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(200):
+            call()
+        times.append((time.perf_counter() - began) / 200)
+        torch.cuda.synchronize()
+    return times[0], times[1]
+
+
+def memory(device: torch.device, ranks: int) -> tuple[float, float]:
+    """Return the bytes of a rank, and those that no tensor can have."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().total / ranks, float(psutil.Process().memory_info().rss)
+    free, whole = torch.cuda.mem_get_info()
+    return float(whole), float(whole - free)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What all measurements together found; seconds, bytes."""
+
+    rates: Rates
+    memory: tuple[float, float]
+    launches: tuple[float, float]
+    at_once: float
+    curves: Mapping[int, tuple[float, float]]
+
+
+def text(o: CalibrateOptions, rt: Runtime, code: Code, found: Found) -> str:
+    """Return the machine file."""
+    rates, curves = found.rates, found.curves
+    latency, bandwidth = curves[max(curves)]
+    numbers = {
+        "memory": found.memory[0],
+        "reserved": found.memory[1],
+        "bandwidth": rates.bandwidth,
+        "sustained_products": rates.products,
+        "sustained_attention": rates.attention,
+        "sustained_memory": rates.memory,
+        "start": rates.start,
+        "launch": found.launches[0],
+        "launch_collective": found.launches[1],
+        "step": 0.0,
+    }
+    if math.isfinite(found.at_once):
+        numbers["at_once"] = found.at_once
+    links = {
+        "host_bandwidth": o.host_bandwidth or bandwidth,
+        "efficiency": 1.0,
+        "latency": o.host_latency or latency / 2,
+    }
+    inside = ", ".join(f"{n} = [{a:.4g}, {b:.4g}]" for n, (a, b) in sorted(curves.items()))
+    name = o.out.stem if o.out else "this-machine"
+    return "\n".join(
+        [
+            f"# Measured by calibrate.py on {rt.local_world_size} ranks of a host. Units: bytes, seconds, B/s, FLOP/s.",
+            f'name = "{name}"',
+            f'source = "calibrate.py, torch {torch.__version__}, {rt.backend}"',
+            *(f"{key} = {value:.5g}" for key, value in numbers.items()),
+            "",
+            "[peak]",
+            f"{code.dtype} = {rates.peak:.5g}",
+            "",
+            "[links]  # between hosts: what the options of calibrate.py said, or as within this host",
+            f"ranks_per_host = {rt.local_world_size}",
+            *(f"{key} = {value:.5g}" for key, value in links.items()),
+            f"inside = {{ {inside} }}",
+            "",
+        ]
+    )
+
+
+def main(rt: Runtime, o: CalibrateOptions) -> bool:
+    """Measure, print what the rates give for each measured time, and write the file."""
+    o.validate()
+    if rt.world_size < 2 or rt.world_size != rt.local_world_size:
+        raise UsageError(
+            f"{rt.world_size} ranks: start at least 2, all of them on one host; --nproc 4 starts four"
+        )
+    code = CODES["ours"] if rt.device.type != "cpu" else replace(CODES["ours"], dtype="float32")
+    out, held, rates = console(rt), memory(rt.device, rt.local_world_size), None
+    if rt.rank == 0:
+        rates, lines = alone(o, code, rt)
+        heads = ["rank 0 alone", ">ms", ">spread", ">by the rates", ">difference"]
+        out.print(make_table("measured, and by the rates that fit best", heads, lines))
+    comm.barrier(rt.world)
+    busy = at_once(o, code, rt) if rt.device.type == "cpu" else math.inf
+    sizes = [n for n in divisors(rt.world_size) if n > 1]
+    curves = {n: curve(o, rt, n, max(1.0, rt.world_size / busy)) for n in sizes}
+    host = launches(rt.device, rt.world)
+    if rates:
+        made = text(o, rt, code, Found(rates, held, host, busy, curves))
+        out.print(made, soft_wrap=True, markup=False)
+        if o.out:
+            o.out.write_text(made)
+            out.print(f"wrote {o.out}: python plan.py --machine {o.out}")
+    return True
+
+
+if __name__ == "__main__":
+    run(main, CalibrateOptions)
