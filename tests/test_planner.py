@@ -341,7 +341,7 @@ def test_a_wrong_machine_is_one_line(damage: tuple[str, str], said: str, tmp_pat
         (["--fix", "tp=two"], "--fix tp=two: tp is a whole number, at least 1"),
         (
             ["--fix", "pp=2,zero=3"],
-            "zero=3: with pp above 1 each of 128 micro-batches gathers all weights again, 0.",
+            "zero=3: with pp above 1 each of 128 micro-batches gathers all weights again, 12.4 s of messages",
         ),
         (["--fix", "ep=2"], "ep=2: the model has 0 experts"),
         (["--batch", "6", "--fix", "dp=16"], "a batch of 6 samples does not divide into 16 places"),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure_meshes import MESHES, lines, sentence
 from mpi.launch import ROOT, run
 
 from common.models.configs import llama
 
-from measure_meshes import MESHES, lines, sentence
 from plan_calibration import cases, features, fit
 from plan_job import Job
 from plan_layout import CODES, Plan
@@ -173,7 +173,7 @@ def test_the_order_of_meshes() -> None:
 def test_memory_of_ten_meshes_of_two_models(tmp_path: Path) -> None:
     """Weights, gradients, states and activations, as tensors are counted, within 5 %."""
     file = tmp_path / "rows.jsonl"
-    small = ["--steps", "0", "--batch", "12", "--sequence", "256", "--every", "2"]
+    small = ["--steps", "0", "--batch", "24", "--sequence", "64", "--every", "2"]
     command = [sys.executable, str(PLANNER / "measure_meshes.py"), *small, "--json", str(file)]
     done = run([*command, "--models", "llama-10m", "gpt2-10m"], timeout=500)
     assert done.returncode == 0, done.stderr

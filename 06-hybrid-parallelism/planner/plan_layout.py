@@ -127,6 +127,8 @@ class Code:
     """With sequence parallelism a region's whole input is gathered again for weight gradients; otherwise it is kept."""
     dropout: bool = False
     """Dropout after attention, on its weights and after the MLP."""
+    keeps_gradients: bool = True
+    """Gradients have their memory all the time; otherwise from a step's first backward pass on."""
     logit_bytes: float = 6
     """Bytes per logit while the loss is computed: in 16 and in 32 bits."""
 
@@ -142,6 +144,7 @@ CODES = {
             fused_norm=False,
             fused_rotary=False,
             gathers_again=False,
+            keeps_gradients=False,
         ),
         # Narayanan et al., "Efficient large-scale language model training", arXiv:2104.04473
         Code("megatron-2021", "float16", False, False, 2, 2, 16, False, False),

@@ -72,10 +72,13 @@ def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     shards = held.dense / plan.holders[0] + held.experts / plan.holders[1]
     one = max((layer(shape, plan) for shape, _ in shapes), key=lambda p: p.dense + p.experts)
     passing = e * (one.dense + (one.experts * plan.expert_ranks[0] / c.experts if c.experts else 0))
+    gradients = code.gradient_bytes * (shards if plan.zero >= 2 else whole)
+    if not code.keeps_gradients and in_flight == plan.micro_batches(job.batch):
+        kept -= min(gradients, kept / in_flight)  # the first backward pass frees what its gradients take
     gathered = 2 * code.weight_bytes * (one.dense + one.experts) if plan.zero == 3 else 0
     return Memory(
         code.weight_bytes * (shards if plan.zero == 3 else whole),
-        code.gradient_bytes * (shards if plan.zero >= 2 else whole),
+        gradients,
         code.state_bytes * (shards if plan.zero >= 1 else whole),
         kept,
         logits + passing + gathered,

@@ -19,7 +19,7 @@ from functools import lru_cache
 from plan_job import Job
 from plan_layout import AXES, Kept, Plan
 from plan_memory import Memory, memory
-from plan_time import Prediction, bound, predict
+from plan_time import Prediction, bound, gradient_time, predict
 from pp_schedules import KINDS
 
 GIB = 2**30
@@ -167,10 +167,10 @@ def refusal(job: Job, plan: Plan) -> str | None:
         )
     if plan.zero > 1 and plan.pp > 1:
         what = "reduces all gradients" if plan.zero == 2 else "gathers all weights"
-        many, once = (predict(job, replace(plan, zero=zero)).gradients for zero in (plan.zero, 1))
+        many, once = (gradient_time(job, replace(plan, zero=zero), hides=0) for zero in (plan.zero, 1))
         return (
             f"zero={plan.zero}: with pp above 1 each of {plan.micro_batches(job.batch)} micro-batches {what} again, "
-            f"{many:.3g} s of a step; zero=1 splits the states and takes {once:.3g} s"
+            f"{many:.3g} s of messages in a step; zero=1 splits the states, {once:.3g} s"
         )
     needs, room = memory(job, plan).total, job.machine.memory - job.machine.reserved
     if needs > room:

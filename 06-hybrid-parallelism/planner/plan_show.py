@@ -85,7 +85,7 @@ def comparison(best: Choice, other: Choice) -> Table:
     rows = []
     for name in dict.fromkeys([*one, *two]):
         a, b = one.get(name, 0.0), two.get(name, 0.0)
-        rows.append((name, f"{a:.3g}", f"{b:.3g}", f"{b - a:+.3g}"))
+        rows.append((name, f"{a:.3g}", f"{b:.3g}", f"{b - a:+.3g}" if abs(b - a) > 1e-9 else "0"))
     rows.append(
         (
             "step",
