@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure_meshes import MESHES, lines, sentence
+from matplotlib.figure import Figure
 from mpi.launch import ROOT, run
 
 from common.models.configs import llama
 
+from measure_meshes import MESHES, lines, sentence
 from plan_calibration import cases, features, fit
 from plan_job import Job
 from plan_layout import CODES, Plan
 from plan_machine import Links, Machine, read_machine
 from plan_memory import memory
 from plan_models import model
+from plan_picture import bars
 from plan_search import plans, search
 from plan_stage import stages
 from plan_time import bound, predict
@@ -167,6 +169,17 @@ def test_the_order_of_meshes() -> None:
     (first, *_, last) = lines(rows)
     assert first == ("m", "dp=2", "1,000", "1,100", "+10.0%", "2", "1", "-50.0%", "10%")
     assert last[5:8] == ("", "", "")  # bytes of ZeRO-3 are not counted
+
+
+def test_bars_are_as_long_as_the_numbers() -> None:
+    rows = {"dp=2": {"computation": 2.0, "bubble": 1.0}, "pp=2": {"bubble": 0.5, "optimizer": 0.25}}
+    axes = Figure().subplots()
+    bars(axes, rows, "seconds per step")
+    drawn = [
+        (p.get_x(), p.get_width(), p.get_y() + p.get_height() / 2) for p in axes.patches if p.get_width()
+    ]
+    assert drawn == [(0, 2, 0), (2, 1, 0), (0, 0.5, 1), (0.5, 0.25, 1)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)
 
 
 @pytest.mark.slow

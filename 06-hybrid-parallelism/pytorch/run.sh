@@ -11,6 +11,10 @@ run torchrun --standalone --nproc_per_node=8 "$folder/hybrid_5d.py" --pp 2 --sp 
 binaries hybrid_mpi hybrid_libtorch
 with_modules "hybrid_mpi hybrid_libtorch" "$ranks" "$folder/hybrid_languages.py"
 run python 06-hybrid-parallelism/trainer/hybrid_plain_loop.py --dtype float64
+planner=06-hybrid-parallelism/planner
+run python "$planner/plan.py" --model llama2-70b --gpus 64 --why pp=4,tp=8
+run python "$planner/validate.py"
+run python "$planner/measure_step.py" --nproc "$ranks" --dp 2 --model llama-tiny
 run python "$folder/hybrid_proof.py" --every 31 --ranks 8
 checkpoints="$(mktemp -d)"
 trap 'rm -rf "$checkpoints"' EXIT
