@@ -119,7 +119,10 @@ def test_calibration_writes_a_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["calibrate.py"], "1 ranks: start at least 2, all of them on one host; --nproc 4 starts four"),
+        (
+            ["calibrate.py"],
+            "calibrate.py needs at least 2 ranks, all of them on one host; --nproc 4 starts four",
+        ),
         (
             ["calibrate.py", "--nproc", "2", "--width", "100"],
             "--width 100: give a multiple of 64, such as 64",

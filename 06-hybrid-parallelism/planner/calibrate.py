@@ -243,7 +243,7 @@ def main(rt: Runtime, o: CalibrateOptions) -> bool:
     o.validate()
     if rt.world_size < 2 or rt.world_size != rt.local_world_size:
         raise UsageError(
-            f"{rt.world_size} ranks: start at least 2, all of them on one host; --nproc 4 starts four"
+            "calibrate.py needs at least 2 ranks, all of them on one host; --nproc 4 starts four"
         )
     code = CODES["ours"] if rt.device.type != "cpu" else replace(CODES["ours"], dtype="float32")
     out, held, rates = console(rt), memory(rt.device, rt.local_world_size), None

@@ -128,7 +128,7 @@ class Code:
     dropout: bool = False
     """Dropout after attention, on its weights and after the MLP."""
     keeps_gradients: bool = True
-    """Gradients have their memory all the time; otherwise from a step's first backward pass on."""
+    """Gradients have their memory all the time; otherwise, where one rank has them, from the first backward pass on."""
     logit_bytes: float = 6
     """Bytes per logit while the loss is computed: in 16 and in 32 bits."""
 

@@ -73,7 +73,8 @@ def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     one = max((layer(shape, plan) for shape, _ in shapes), key=lambda p: p.dense + p.experts)
     passing = e * (one.dense + (one.experts * plan.expert_ranks[0] / c.experts if c.experts else 0))
     gradients = code.gradient_bytes * (shards if plan.zero >= 2 else whole)
-    if not code.keeps_gradients and in_flight == plan.micro_batches(job.batch):
+    in_buffers = code.keeps_gradients or plan.holders[0] > 1  # in a buffer, which stays
+    if not in_buffers and in_flight == plan.micro_batches(job.batch):
         kept -= min(gradients, kept / in_flight)  # the first backward pass frees what its gradients take
     gathered = 2 * code.weight_bytes * (one.dense + one.experts) if plan.zero == 3 else 0
     return Memory(
