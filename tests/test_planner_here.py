@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,11 @@ import torch
 from matplotlib.figure import Figure
 from mpi.launch import ROOT, run
 
-from common.models.configs import llama
-
 from measure_meshes import MESHES, lines, sentence
 from plan_calibration import cases, features, fit
 from plan_job import Job
 from plan_layout import CODES, Plan
-from plan_machine import Links, Machine, read_machine
-from plan_memory import memory
+from plan_machine import Links, Machine, read_machine, tomllib
 from plan_models import model
 from plan_picture import bars
 from plan_search import plans, search
@@ -58,8 +55,8 @@ def test_a_stage_that_waits_leaves_its_core_to_another() -> None:
 def test_nothing_hides_behind_computation_on_the_same_cores() -> None:
     plan = Plan(dp=2, micro_batch=8)
     assert predict(job(SHARED), plan).gradients > 1.2 * predict(job(OWN), plan).gradients
-    assert OWN.hides
-    assert not SHARED.hides
+    assert OWN.overlaps
+    assert not SHARED.overlaps
 
 
 def test_the_search_on_shared_cores_finds_what_brute_force_finds() -> None:
@@ -67,7 +64,6 @@ def test_the_search_on_shared_cores_finds_what_brute_force_finds() -> None:
     times = {plan: predict(j, plan).step for plan in plans(j, 4, {})}
     for plan, took in times.items():
         assert bound(j, plan) <= took * (1 + 1e-9), plan
-        assert memory(j, plan).total < j.machine.memory
     found = [choice.time.step for choice in search(j, 4, {}, keep=5).best]
     assert found == pytest.approx(sorted(times.values())[:5])
 
@@ -81,8 +77,7 @@ def test_what_is_fitted_are_operations_and_bytes() -> None:
     attention = made["attention of 1 x 256 tokens"]  # two products forward, four backward
     assert features(attention, code)[:2] == [0, 6 * 2 * 2 * 256 * 256 * 64]
     step = features(made["llama of one layer, 1 x 256 tokens"], code)
-    c = llama(1, 128, 2, 2, 341, 256)
-    weights = 4 * 128 * 128 + 3 * 128 * 341 + c.vocabulary * 128
+    weights = 4 * 128 * 128 + 3 * 128 * 320 + 256 * 128
     assert step[0] == 6 * 256 * weights
 
 
@@ -108,8 +103,8 @@ def test_calibration_writes_a_machine(tmp_path: Path) -> None:
     machine = read_machine(str(file))
     assert machine.name == "mine"
     assert set(machine.links.inside) == {2}
-    assert 0.5 < machine.at_once < 3
-    assert 0 < machine.sustained_products <= 1
+    assert machine.at_once > 0
+    assert set(tomllib.loads(file.read_text())) == {f.name for f in fields(Machine)}
     plan = "--model llama-10m --sequence 256 --gpus 2 --batch 16 --dtype float32".split()
     done = run([sys.executable, str(PLANNER / "plan.py"), *plan, "--machine", str(file)])
     assert done.returncode == 0, done.stderr
@@ -137,6 +132,8 @@ def test_calibration_writes_a_machine(tmp_path: Path) -> None:
             ["measure_step.py", "--batch", "6", "--micro-batches", "4"],
             "--batch 6 does not divide into 4 equal",
         ),
+        (["measure_step.py", "--precision", "bfloat16", "--machine", "cpu"], "cpu has no peak for bfloat16"),
+        (["calibrate.py", "--nproc", "2", "--out", "mine"], "--out mine: give a file that ends in .toml"),
         (["measure_meshes.py", "--models", "gpt5"], "model 'gpt5' is unknown"),
         (["measure_meshes.py", "--batch", "7", "--every", "22"], "--batch 7 does not divide into 2 equal"),
     ],
@@ -150,16 +147,8 @@ def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
 
 def test_the_order_of_meshes() -> None:
     def row(plan: str, seconds: float, predicted: float) -> dict[str, object]:
-        return {
-            "model": "m",
-            "plan": plan,
-            "seconds": seconds,
-            "predicted seconds": predicted,
-            "spread": 0.1,
-        } | {
-            "bytes": 2e6,
-            "predicted bytes": 1e6,
-        }
+        made = {"model": "m", "plan": plan, "seconds": seconds, "predicted seconds": predicted, "spread": 0.1}
+        return made if "zero=3" in plan else made | {"bytes": 2e6, "predicted bytes": 1e6}
 
     rows = [
         row("dp=2", 1.0, 1.1),
@@ -167,11 +156,11 @@ def test_the_order_of_meshes() -> None:
         row("pp=2", 2.0, 1.05),
         row("dp=2 zero=3", 3.0, 3.0),
     ]
-    # ranks 2 1 3 4 of predicted and 1 2 ... : 1.0 < 1.05 < 1.1; of the five pairs apart, pp=2 is before dp=2
+    # ranks: measured 1 2 3 4, predicted 3 1 2 4; of the five pairs apart, dp=2 and pp=2 are swapped
     assert "rank correlation: m 0.40; 4 of 5 pairs" in sentence(rows)
     (first, *_, last) = lines(rows)
     assert first == ("m", "dp=2", "1,000", "1,100", "+10.0%", "2", "1", "-50.0%", "10%")
-    assert last[5:8] == ("", "", "")  # bytes of ZeRO-3 are not counted
+    assert last[5:8] == ("", "", "")
 
 
 def test_bars_are_as_long_as_the_numbers() -> None:
@@ -186,7 +175,7 @@ def test_bars_are_as_long_as_the_numbers() -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_ten_meshes_of_two_models(tmp_path: Path) -> None:
+def test_memory_of_eleven_meshes_of_two_models(tmp_path: Path) -> None:
     """Weights, gradients, states and activations, as tensors are counted, within 5 %."""
     file = tmp_path / "rows.jsonl"
     small = ["--steps", "0", "--batch", "24", "--sequence", "64", "--every", "2"]

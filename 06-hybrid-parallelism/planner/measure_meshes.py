@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ from common.errors import UsageError
 from common.launch.command_line import Checked, Count, Within, parse
 from common.launch.program import run_program
 from common.launch.terminal import make_table, terminal
+from common.lesson.runner import write_records
 from common.models.configs import config
 
 from validate import spearman
@@ -57,17 +60,14 @@ class MeshesOptions(Checked):
     steps: Annotated[int, Within(0, 10**6)] = 5
     """Steps to time; with 0 only memory is measured."""
     every: Annotated[int, Within(1, len(MESHES))] = 1
-    """Leave meshes out: take every second, third ... of them."""
+    """Measure every n-th mesh alone."""
     json: Path | None = None
     """File to write a record per mesh to."""
 
 
 def measure(o: MeshesOptions, model: str, mesh: str) -> dict[str, Any]:
     """Return measure_step.py's record of a mesh. Raises UsageError if it fails."""
-    axes = mesh.split()
-    ranks = 1
-    for name, value in itertools.pairwise(axes):
-        ranks *= int(value) if name in ("--pp", "--dp", "--ep", "--sp", "--tp") else 1
+    ranks = math.prod(int(n) for n in re.findall(r"--(?:pp|dp|ep|sp|tp) (\d+)", mesh))
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "row.json")
         said = {
@@ -80,13 +80,12 @@ def measure(o: MeshesOptions, model: str, mesh: str) -> dict[str, Any]:
             "json": record,
         }
         words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
-        command = [sys.executable, str(Path(__file__).with_name("measure_step.py")), *words, *axes]
+        command = [sys.executable, str(Path(__file__).with_name("measure_step.py")), *words, *mesh.split()]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:
-            raise UsageError(
-                f"{model} {mesh}: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}"
-            )
+            lines_said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise UsageError(f"{model} {mesh}: {lines_said[-1].removeprefix('error: ')}")
         row: dict[str, Any] = json.loads(record.read_text())
         return row
 
@@ -96,8 +95,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         cells = [row["model"], row["plan"]]
         for what, scale in (("seconds", 1e3), ("bytes", 1e-6)):
-            counted = what in row and not (what == "bytes" and "zero=3" in row["plan"])
-            if not counted:
+            if what not in row:
                 cells += ["", "", ""]
                 continue
             measured, found = row[what], row[f"predicted {what}"]
@@ -139,13 +137,13 @@ def main() -> int:
     o, rows = parse(MeshesOptions, __doc__), []
     for model in o.models:
         config(model)
+    write_records(o.json, [])  # fails now if the file cannot be written
     out = terminal()
     for model, mesh in itertools.product(o.models, MESHES[:: o.every]):
         rows.append(measure(o, model, mesh))
-        if o.json:
-            with o.json.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-        out.print(f"{model} {rows[-1]['plan']}", style="dim") if out.is_terminal else None
+        write_records(o.json, rows[-1:])
+        if out.is_terminal:
+            out.print(f"{model} {rows[-1]['plan']}", style="dim")
     out.print(table(o, rows))
     if o.steps:
         out.print(sentence(rows), soft_wrap=True)

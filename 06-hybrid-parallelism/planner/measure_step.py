@@ -1,18 +1,18 @@
-"""Measure a training step on this machine, its memory and its time, and compare them with the planner's.
+"""Compare the memory and the time of training steps on this machine with the planner's.
 
     python measure_step.py --nproc 2 --tp 2 --model llama-10m --sequence 256 --batch 8 --machine cpu
     torchrun --nproc_per_node=4 measure_step.py --pp 2 --tp 2 --model gpt2-10m --sequence 256 --batch 8
 
 Two steps of chapter 06 run while every tensor that is made is counted, from the first weight on: weights, gradients,
-AdamW's states and activations. The largest sum of a rank stands beside the planner's memory of the fullest rank. What
-ZeRO-3 lets go of inside a storage is not seen, so that its numbers are too large. Then --steps steps are timed.
+AdamW's states and activations. The largest sum of a rank stands beside the planner's memory of the fullest rank. Bytes
+of ZeRO-3 are left out: it frees parts of a storage, which the count on a processor misses. Then it times --steps steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def main(rt: Runtime, o: MeasureOptions) -> bool:
-    """Print measured and predicted memory and time."""
+    """Print measured and predicted memory and time. Raises UsageError where the options do not fit."""
     mesh = o.mesh(rt)
     plan = plan_of(o, mesh.shape, o.batch)
     job = job_of(o.model_config(), o, plan, o.sequence, o.dtype, read_machine(o.machine))
@@ -61,20 +61,26 @@ def main(rt: Runtime, o: MeasureOptions) -> bool:
             f"--batch {o.batch} does not divide into {o.micro_batches} equal micro-batches on each of {plan.samples} "
             f"places along dp and ep; --batch {job.batch} would do"
         )
+    if o.steps and job.code.dtype not in job.machine.peak:
+        raise UsageError(
+            f"{o.machine} has no peak for {job.code.dtype}; it has one for {', '.join(job.machine.peak)}"
+        )
     steps = train(make_job(rt, o, mesh, adamw))
     with LiveBytes() as live:
         for _ in range(2):
             next(steps)
-    row: dict[str, object] = {"model": o.model, "plan": str(plan), "ranks": rt.world_size}
-    row |= {"bytes": max(comm.everyones(live.peak, rt.world)), "predicted bytes": memory(job, plan).total}
+    row: dict[str, Any] = {"model": o.model, "plan": str(plan), "ranks": rt.world_size}
+    if o.zero < 3:
+        held = live.peak if rt.device.type == "cpu" else torch.cuda.max_memory_allocated()
+        row |= {"bytes": max(comm.everyones(held, rt.world)), "predicted bytes": memory(job, plan).total}
     if o.steps:
         took = in_turn({"step": partial(next, steps)}, o.steps, rt.world, device=rt.device.type)["step"]
         row |= {"seconds": took.median, "spread": took.spread, "predicted seconds": predict(job, plan).step}
     heads = ["of a step", ">measured", ">predicted", ">difference"]
-    table = make_table(f"{o.model}, {plan}, in float32", heads)
+    table = make_table(f"{o.model}, {plan}, in {job.code.dtype}", heads)
     for what, unit, scale in (("bytes", "MB of the fullest rank", 1e-6), ("seconds", "ms", 1e3)):
         if what in row:
-            measured, found = float(str(row[what])), float(str(row[f"predicted {what}"]))
+            measured, found = row[what], row[f"predicted {what}"]
             table.add_row(
                 unit, f"{scale * measured:.1f}", f"{scale * found:.1f}", f"{found / measured - 1:+.1%}"
             )

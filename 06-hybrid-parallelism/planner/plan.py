@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from common.errors import UsageError
-from common.launch.command_line import Checked, Within, parse
+from common.launch.command_line import Checked, Within, check_folder, parse
 from common.launch.program import run_program
 from common.launch.terminal import terminal
 
@@ -31,6 +31,12 @@ from plan_show import command, comparison, explanation, record, table
 
 DAY = 86400
 NUMBERS = {f.name for f in fields(Plan) if f.type == "int"}
+CHOICES = {
+    "schedule": ("1f1b", "interleaved", "zb-h1", "zb-v"),
+    "zero": ("0", "1", "2", "3"),
+    "kept": ("all", "no-scores", "inputs"),
+    "sequence_parallel": ("yes", "no"),
+}
 
 
 @dataclass
@@ -49,8 +55,8 @@ class PlanOptions(Checked):
     """Tokens per sample."""
     code: Literal["ours", "megatron-core"] = "ours"
     """Program that trains: this course's trainer, or Megatron-Core."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of products and activations."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Type of products and activations; default: bfloat16, or the only one that the machine has a peak for."""
     tokens: Annotated[float, Within(1, 1e18)] | None = None
     """Tokens to train on: shows the days that they take."""
     top: Annotated[int, Within(1, 1000)] = 10
@@ -69,32 +75,37 @@ class PlanOptions(Checked):
 
 def wanted(text: str, option: str) -> dict[str, object]:
     """Return the values that a text such as "tp=8,zero=1" asks for. Raises UsageError where it is none."""
-    known = {f.name for f in fields(Plan)}
+    known = {f.name for f in fields(Plan)} - {"folded"}  # a search lays whole experts along ep alone
     found: dict[str, object] = {}
     for word in text.replace(",", " ").split():
         key, _, value = word.partition("=")
         name = key.replace("-", "_")
         if name not in known or not value:
             raise UsageError(f"--{option} {word}: give name=value with one of {', '.join(sorted(known))}")
-        if name in NUMBERS and not (value.isdecimal() and (int(value) or name == "zero")):
-            raise UsageError(f"--{option} {word}: {key} is a whole number, at least 1")
+        if name in found:
+            raise UsageError(f"--{option} {word}: {key} is there twice")
+        if name in NUMBERS and not (value.isdecimal() and len(value) < 10 and (int(value) or name == "zero")):
+            raise UsageError(f"--{option} {word:.40}: {key} is a whole number, at least 1")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UsageError(f"--{option} {word}: {key} is one of {', '.join(CHOICES[name])}")
         if name == "sequence_parallel":
-            found[name] = value in ("true", "yes", "1")
+            found[name] = value == "yes"
         else:
-            found[name] = int(value) if name in NUMBERS else value
+            found[name] = int(value) if name in NUMBERS else value.replace("no-scores", "no scores")
     return found
 
 
 def make_job(o: PlanOptions) -> Job:
     """Return the job that the options describe. Raises UsageError where they do not fit together."""
     machine, c = read_machine(o.machine), model(o.model)
-    if o.dtype not in machine.peak:
-        raise UsageError(f"--dtype {o.dtype}: {machine.name} has a peak for {', '.join(machine.peak)}")
+    dtype: str = o.dtype or (next(iter(machine.peak)) if len(machine.peak) == 1 else "bfloat16")
+    if dtype not in machine.peak:
+        raise UsageError(f"--dtype {dtype}: {machine.name} has a peak for {', '.join(machine.peak)}")
     if c.positions == "learned" and o.sequence > c.sequence:
         raise UsageError(f"--sequence {o.sequence}: {o.model} has {c.sequence} learned positions")
-    code = replace(CODES[o.code], dtype=o.dtype)
+    code = replace(CODES[o.code], dtype=dtype)
     if o.code != "ours":
-        code = replace(code, weight_bytes=SIZES[o.dtype])
+        code = replace(code, weight_bytes=SIZES[dtype])
     return Job(c, code, machine, o.batch, o.sequence)
 
 
@@ -148,8 +159,14 @@ def main() -> int:
     """Print the best plans."""
     o = parse(PlanOptions, __doc__)
     job, fixed, began = make_job(o), wanted(o.fix, "fix"), time.perf_counter()
+    wanted(o.why, "why")  # refused now, not after the search
     if o.plot and o.plot.suffix not in (".svg", ".png", ".pdf"):
         raise UsageError(f"--plot {o.plot}: give a file that ends in .svg, .png or .pdf")
+    for option, path in (("json", o.json), ("plot", o.plot)):
+        if path:
+            check_folder(option, path, path.absolute().parent)
+            if path.is_dir():
+                raise UsageError(f"--{option} {path} is a folder")
     found = search(job, o.gpus, fixed, o.top)
     if not found.best:
         said = reason(job, o.gpus, fixed, found)

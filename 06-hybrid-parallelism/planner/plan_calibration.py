@@ -3,8 +3,8 @@
     made = cases(384, 2048, code, device)       -> products, attention, models of one layer, AdamW
     fit(features, seconds, peak, bandwidth)     -> Rates, and the seconds that they give
 
-The planner predicts each time as arithmetic, attention, traffic and starts, each divided by a rate; so the rates follow
-from the times by linear least squares.
+The planner predicts each time as FLOP and bytes divided by rates, and a start for each product. It is linear in the
+inverse rates and in the start, so these follow from measured times by linear least squares.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
     call: Call
     work: Sequence[Operation]
     passes: tuple[bool, ...]
-    """False for a forward pass, True for a backward pass."""
+    """Passes that `call` makes; True is a backward pass."""
 
 
 def product_case(rows: int, columns: int, inner: int, like: Mapping[str, object]) -> Case:
@@ -51,11 +51,11 @@ def product_case(rows: int, columns: int, inner: int, like: Mapping[str, object]
 
 def attention_case(samples: int, S: int, heads: int, K: int, like: Mapping[str, object]) -> Case:
     """Return causal attention, forward and backward."""
-    made = (torch.randn(samples, heads, S, K, **like) for _ in range(3))  # type: ignore[call-overload]
-    q, k, v = (x.requires_grad_() for x in made)
+    q, k, v, dy = (torch.randn(samples, heads, S, K, **like) for _ in range(4))  # type: ignore[call-overload]
+    inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def call() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, dy)
 
     count = samples * heads
     work = [Product(S, S, K, count, weights=False), Product(S, K, S, count, weights=False)]
@@ -66,50 +66,58 @@ def model_case(
     name: str, c: TransformerConfig, samples: int, S: int, like: Mapping[str, object], code: Code
 ) -> Case:
     """Return a step of a model of one layer, without the optimizer."""
-    device = torch.device(str(like["device"]))
-    with device:
+    with torch.device("meta"):
         model = Transformer(c)
-        model.to(like["dtype"])  # type: ignore[call-overload]
-        tokens = torch.randint(c.vocabulary, (samples, S))
+    model.to(like["dtype"]).to_empty(device=like["device"])  # type: ignore[call-overload]
+    parameters = list(model.parameters())
+    for p in parameters:
+        nn.init.normal_(
+            p, std=0.02
+        )  # the values do not matter, but drawing ours takes minutes for wide models
+    tokens_BS = torch.randint(c.vocabulary, (samples, S), device=parameters[0].device)
 
     def call() -> None:
-        cross_entropy_sum(model(tokens).flatten(0, 1), tokens.flatten())[0].backward()
+        loss, _ = cross_entropy_sum(model(tokens_BS).flatten(0, 1), tokens_BS.flatten())
+        torch.autograd.grad(loss, parameters)
 
     plan = Plan(micro_batch=samples)
     work = [part for make in (embedding, layer, head) for part in make(c, plan, code, S)]
     return Case(f"{name} of one layer, {samples} x {S} tokens", call, work, (False, True))
 
 
-def optimizer_case(c: TransformerConfig, like: Mapping[str, object]) -> Case:
-    """Return a step of AdamW on the parameters of a layer."""
-    matrices = [nn.Parameter(torch.randn(c.mlp_width, c.width, **like)) for _ in range(4)]  # type: ignore[call-overload]
+def optimizer_case(c: TransformerConfig, device: torch.device) -> Case:
+    """Return a step of AdamW on four matrices of an MLP, in float32 as the trainer keeps them."""
+    matrices = [nn.Parameter(torch.randn(c.mlp_width, c.width, device=device)) for _ in range(4)]
     for matrix in matrices:
         matrix.grad = torch.randn_like(matrix)
-    numbers = sum(matrix.numel() for matrix in matrices)
-    work = [Traffic(OPTIMIZER_BYTES * numbers, launches=0)]
-    return Case(f"AdamW on {numbers:,} parameters", torch.optim.AdamW(matrices).step, work, (False,))
+    parameters = sum(matrix.numel() for matrix in matrices)
+    work = [Traffic(OPTIMIZER_BYTES * parameters, launches=0)]
+    return Case(f"AdamW on {parameters:,} parameters", torch.optim.AdamW(matrices).step, work, (False,))
 
 
 def cases(width: int, tokens: int, code: Code, device: torch.device) -> list[Case]:
-    """Return what rank 0 times alone: for models of that width, with at most so many tokens."""
+    """Return what rank 0 times alone: for models of that width, a multiple of 64, with at most so many tokens."""
     D, T = width, tokens
     like = {"device": device, "dtype": getattr(torch, code.dtype)}
-    ours = llama(1, D, D // 64, D // 64, round(D * 8 / 3), 256)
+    ours = llama(1, D, D // 64, D // 64, D * 8 // 3 // 64 * 64, 256)  # rows of whole vector registers
     wide = gpt2(1, D, D // 64, sequence=256, vocabulary=8192)
-    F_ = ours.mlp_width
-    shapes = [(rows, n, k) for rows in (T // 8, T) for n, k in ((D, D), (D // 2, D), (F_, D), (D, F_))]
-    made = [product_case(*shape, like) for shape in [*shapes, (F_, D, T)]]
+    inner = ours.mlp_width
+    shapes = [(rows, n, k) for rows in (T // 8, T) for n, k in ((D, D), (D // 2, D), (inner, D), (D, inner))]
+    made = [product_case(*shape, like) for shape in [*shapes, (inner, D, T)]]
     made += [attention_case(T // S, S, D // 64, 64, like) for S in (128, 256)]
     made += [
         model_case(name, c, samples, S, like, code)
         for name, c in (("llama", ours), ("gpt2", wide))
         for samples, S in ((T // 256, 256), (T // 256, 128))
     ]
-    return [*made, optimizer_case(ours, like)]
+    return [*made, optimizer_case(ours, device)]
 
 
 def features(case: Case, code: Code) -> list[float]:
-    """Return the arithmetic of products and of attention, the bytes and the starts that the planner counts."""
+    """Return what the planner counts: FLOP of weight products, FLOP of attention, bytes moved, number of products.
+
+    Its time is linear in the inverse rates, so each is its time on a machine where only that rate is finite.
+    """
     nothing = Links(1, {2: (0.0, math.inf)}, math.inf, 1.0, 0.0)
     free = Machine("free", 0, math.inf, {code.dtype: 1.0}, math.inf, 1.0, 0, 0, 0, 0, nothing, 0, math.inf)
     machines = (
@@ -126,7 +134,10 @@ def features(case: Case, code: Code) -> list[float]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What rank 0 measured: FLOP/s and B/s at best, the shares of them that last, seconds of a start."""
+    """Rates of a rank: FLOP/s and B/s at best, the shares that it sustains, seconds that a product takes beyond.
+
+    The shares of products and attention are of `peak`, that of memory is of `bandwidth`.
+    """
 
     peak: float
     bandwidth: float
@@ -139,7 +150,10 @@ class Rates:
 def fit(
     table: Sequence[Sequence[float]], took: Sequence[float], peak: float, bandwidth: float
 ) -> tuple[Rates, list[float]]:
-    """Return the rates that predict measured seconds best, by least squares of relative errors; and what they give."""
+    """Return the rates that predict measured seconds best, by least squares of relative errors; and what they predict.
+
+    table: a row of `features` per case; took: its measured seconds; peak in FLOP/s, bandwidth in B/s.
+    """
     relative = np.array(table) / np.array(took)[:, None]
     scale = np.array([1 / peak, 1 / peak, 1 / bandwidth, 1e-5])  # makes the unknowns about 1
     least = np.array([1.0, 0.5, 1.0, 0.0])  # no share above 1; a causal kernel computes half of all scores

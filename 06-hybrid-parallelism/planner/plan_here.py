@@ -18,7 +18,7 @@ from common.models.configs import TransformerConfig
 
 from hybrid_layout import Layout
 from plan_job import Job
-from plan_layout import CODES, Plan
+from plan_layout import CODES, OUR_LOGIT_BYTES, Plan
 from plan_machine import SIZES, Machine, read_machine
 from plan_memory import Memory, memory
 from pp_schedules import KINDS
@@ -53,7 +53,7 @@ def job_of(
         weight_bytes=size,
         gradient_bytes=size,
         state_bytes=2 * size,
-        logit_bytes=3 * size,  # logits, their exponentials and their gradient
+        logit_bytes=OUR_LOGIT_BYTES * size / 4,
     )
     batch = plan.samples * plan.micro_batch * o.micro_batches
     return Job(config, code, machine or read_machine("cpu"), batch, sequence)

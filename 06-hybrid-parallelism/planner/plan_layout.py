@@ -128,11 +128,12 @@ class Code:
     dropout: bool = False
     """Dropout after attention, on its weights and after the MLP."""
     keeps_gradients: bool = True
-    """Gradients have their memory all the time; otherwise, where one rank has them, from the first backward pass on."""
+    """Gradients take memory in the whole step; otherwise, where no rank sums them, from the first backward pass on."""
     logit_bytes: float = 6
     """Bytes per logit while the loss is computed: in 16 and in 32 bits."""
 
 
+OUR_LOGIT_BYTES = 12.0  # of float32: logits, their exponentials and their gradient
 CODES = {
     code.name: code
     for code in (
@@ -145,6 +146,7 @@ CODES = {
             fused_rotary=False,
             gathers_again=False,
             keeps_gradients=False,
+            logit_bytes=OUR_LOGIT_BYTES,
         ),
         # Narayanan et al., "Efficient large-scale language model training", arXiv:2104.04473
         Code("megatron-2021", "float16", False, False, 2, 2, 16, False, False),

@@ -104,9 +104,9 @@ class Machine:
     memory: float
     """Bytes that a rank can hold."""
     bandwidth: float
-    """B/s of that memory, by its data sheet."""
+    """B/s of that memory, by its data sheet or as calibrate.py measured it."""
     peak: Mapping[str, float]
-    """FLOP/s of products by type, by the data sheet."""
+    """FLOP/s of products by type, by the data sheet or as calibrate.py measured it."""
     sustained_products: float
     """Share of the peak that large products reach."""
     sustained_memory: float
@@ -125,11 +125,11 @@ class Machine:
     sustained_attention: float | None = None
     """Share of the peak that attention in one kernel reaches, all scores counted; default: as other products."""
     at_once: float = math.inf
-    """Ranks of a host that compute at the full rate at once; others wait for a core. Default: all."""
+    """Ranks of a host that its cores serve at full rate, perhaps with a fraction. Default: all."""
     source: str = ""
 
     @property
-    def hides(self) -> bool:
+    def overlaps(self) -> bool:
         """True if messages travel while ranks compute: not where sending takes the same cores."""
         return math.isinf(self.at_once)
 
@@ -144,7 +144,9 @@ class Machine:
 
         attention: they are those of attention, in one kernel.
         """
-        share = (attention and self.sustained_attention) or self.sustained_products
+        share = self.sustained_products
+        if attention and self.sustained_attention is not None:
+            share = self.sustained_attention
         arithmetic = 2 * rows * columns * inner / (self.peak[dtype] * share)
         numbers = rows * inner + inner * columns + rows * columns
         return self.start + count * (arithmetic + self.moved(SIZES[dtype] * numbers))
@@ -169,7 +171,7 @@ def read_machine(name: str) -> Machine:
         raise UsageError(f"--machine {name}: choose one of {', '.join(names())}, or give a .toml file")
     try:
         told = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {file}: {error}") from error
     return Machine(name=str(told.pop("name", file.stem)), **_numbers(Machine, told, str(file)))
 
@@ -193,16 +195,14 @@ def _numbers(kind: type, told: dict[str, Any], where: str) -> dict[str, Any]:
             value = Links(**_numbers(Links, _table(value, key, where), f"{where}, [links]"))
         elif key == "inside":
             table = _table(value, key, where).items()
-            value = {_count(n, where): _pair(pair, f"inside.{n}", where) for n, pair in table}
+            value = {_count(n, f"{where}: inside", 2): _pair(pair, f"inside.{n}", where) for n, pair in table}
         elif key == "peak":
             table = _table(value, key, where).items()
             value = {dtype: _number(rate, f"peak.{dtype}", where) for dtype, rate in table}
         elif key == "ranks_per_host":
-            value = int(_number(value, key, where))
+            value = _count(str(value), f"{where}: {key}", 1)
         elif key != "source":
-            value = _number(
-                value, key, where, zero=key in ("reserved", "step", "launch", "launch_collective", "start")
-            )
+            value = _number(value, key, where)
         found[key] = value
     return found
 
@@ -213,9 +213,9 @@ def _table(value: object, key: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _count(text: str, where: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise UsageError(f"{where}: inside: {text} is no number of ranks, which is at least 2")
+def _count(text: str, where: str, least: int) -> int:
+    if not (text.isdecimal() and len(text) < 7 and int(text) >= least):
+        raise UsageError(f"{where}: {text:.20} is no number of ranks, which is at least {least}")
     return int(text)
 
 
@@ -225,9 +225,22 @@ def _pair(value: object, key: str, where: str) -> tuple[float, float]:
     return _number(value[0], key, where), _number(value[1], key, where)
 
 
-def _number(value: object, key: str, where: str, zero: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{where}: {key} is a number, not {value!r}")
-    if value < 0 or (value == 0 and not zero):
-        raise UsageError(f"{where}: {key} must be above 0, not {value}")
+SHARES = ("efficiency", "sustained_products", "sustained_memory")  # at most 1
+FIRST = {"at_once": 1.0, "bandwidth": 1e3, "host_bandwidth": 1e3, "memory": 1e6}  # least values; else above 0
+ZERO = ("reserved", "step", "launch", "launch_collective", "start")
+
+
+def _number(value: object, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
+        raise UsageError(f"{where}: {key} is a number, not {value!r:.40}")
+    least, most = FIRST.get(key, 0 if key in ZERO else 1e-12), 1 if key in SHARES else 1e30
+    if not least <= value <= most:
+        what = (
+            f"at least {least:g}"
+            if value < least and least >= 1
+            else "above 0"
+            if value < least
+            else "at most 1"
+        )
+        raise UsageError(f"{where}: {key} must be {what}, not {value:g}")
     return float(value)

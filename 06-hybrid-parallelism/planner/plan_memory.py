@@ -38,9 +38,8 @@ class Memory:
 
 
 def memory(job: Job, plan: Plan) -> Memory:
-    """Return the memory of the rank of the pipeline that holds most: the first, one of the middle, or the last."""
-    ranks = sorted({0, plan.pp // 2, plan.pp - 1})
-    return max((of_rank(job, plan, rank) for rank in ranks), key=lambda m: m.total)
+    """Return the memory of the rank of the pipeline that holds most."""
+    return max((of_rank(job, plan, rank) for rank in range(plan.pp)), key=lambda m: m.total)
 
 
 def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
@@ -75,7 +74,8 @@ def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     gradients = code.gradient_bytes * (shards if plan.zero >= 2 else whole)
     in_buffers = code.keeps_gradients or plan.holders[0] > 1  # in a buffer, which stays
     if not in_buffers and in_flight == plan.micro_batches(job.batch):
-        kept -= min(gradients, kept / in_flight)  # the first backward pass frees what its gradients take
+        # the larger of two moments: before the first backward pass, without gradients; after it, a micro-batch less
+        gradients -= min(gradients, kept / in_flight)
     gathered = 2 * code.weight_bytes * (one.dense + one.experts) if plan.zero == 3 else 0
     return Memory(
         code.weight_bytes * (shards if plan.zero == 3 else whole),

@@ -115,6 +115,15 @@ MODELS: dict[str, TransformerConfig] = {
 }
 
 
+KINDS = (
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+)  # whose shapes are known; the last ones are a LLaMA's
+
+
 def model(name: str) -> TransformerConfig:
     """Return the model of that name, or of a config.json. Raises UsageError if there is none, or it is unreadable."""
     if name in MODELS:
@@ -126,32 +135,39 @@ def model(name: str) -> TransformerConfig:
 
 
 def from_huggingface(file: Path) -> TransformerConfig:
-    """Return the shape that a config.json of Hugging Face describes."""
+    """Return the shape that a config.json of Hugging Face describes.
+
+    Raises UsageError if it cannot be read, describes a kind of model that the planner does not know, or lacks a size.
+    """
     try:
         told = json.loads(file.read_text())
-        if told.get("model_type") == "gpt2":
-            return gpt2(
-                told["n_layer"], told["n_embd"], told["n_head"], told["n_positions"], told["vocab_size"]
-            )
-        found = llama(
-            told["num_hidden_layers"],
-            told["hidden_size"],
-            told["num_attention_heads"],
-            told.get("num_key_value_heads") or told["num_attention_heads"],
-            told["intermediate_size"],
-            told["max_position_embeddings"],
-            told["vocab_size"],
-        )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {file}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    kind = told.get("model_type", "llama") if isinstance(told, dict) else None
+    if kind not in KINDS:
+        raise UsageError(f"{file}: model_type {kind!r} is unknown; the planner knows {', '.join(KINDS)}")
+
+    def size(key: str, default: object = None) -> int:
+        value = told.get(key) or default
+        if value is None:
+            raise UsageError(f"{file} lacks {key}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise UsageError(f"{file}: {key} is {value!r:.40}; give a whole number, at least 1")
+        return value
+
+    if kind == "gpt2":
+        layers, width, heads = size("n_layer"), size("n_embd"), size("n_head")
+        return gpt2(layers, width, heads, size("n_positions"), size("vocab_size"))
+    layers, width, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
+    if (own := size("head_dim", width // heads)) != width // heads:
         raise UsageError(
-            f"{file} describes no GPT-2, LLaMA or mixture of experts: it lacks {error}"
-        ) from error
-    experts = int(told.get("num_local_experts") or told.get("num_experts") or 0)
-    if experts:
-        width = int(told.get("moe_intermediate_size") or told["intermediate_size"])
-        found = replace(
-            found, experts=experts, experts_per_token=int(told.get("num_experts_per_tok", 2)), mlp_width=width
+            f"{file}: head_dim is {own}; the planner knows heads of hidden_size / heads, {width // heads}"
         )
-    return replace(found, tied=bool(told.get("tie_word_embeddings", False)))
+    found = llama(
+        *(layers, width, heads, size("num_key_value_heads", heads), size("intermediate_size")),
+        *(size("max_position_embeddings"), size("vocab_size")),
+    )
+    if kind == "mixtral":
+        experts, each = size("num_local_experts", 8), size("num_experts_per_tok", 2)
+        found = replace(found, experts=experts, experts_per_token=each)
+    return replace(found, tied=told.get("tie_word_embeddings") is True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
+from rich.markup import escape
 from rich.table import Table
 
 from common.launch.terminal import make_table
@@ -14,14 +15,14 @@ from plan_bytes import step_bytes
 from plan_job import Job
 from plan_layout import AXES, Plan
 from plan_memory import Memory
-from plan_search import GIB, Choice
+from plan_search import GIB, Choice, divisors
 from plan_size import total
 
 
 def title(job: Job, ranks: int) -> str:
     """Return a line that says what is planned."""
     c = job.config
-    return (
+    return escape(
         f"{total(c) / 1e9:.3g} B parameters on {ranks} x {job.machine.name}, "
         f"{job.batch:,} samples of {job.sequence:,} tokens per step, in {job.code.dtype}"
     )
@@ -32,8 +33,8 @@ def parts(choice: Choice) -> dict[str, float]:
     t = choice.time
     inside = {f"waiting for {axis}": seconds for axis, seconds in t.axes.items() if seconds}
     computing = t.busy - sum(inside.values())
-    rest = t.step - t.pipeline - t.gradients - t.optimizer
-    bubble = {"bubble": t.pipeline - t.busy} if choice.plan.pp > 1 else {}
+    rest = max(0.0, t.step - t.pipeline - t.gradients - t.optimizer)  # 0 may be a rounding error
+    bubble = {"bubble": max(0.0, t.pipeline - t.busy)} if choice.plan.pp > 1 else {}
     return {
         "computation": computing,
         **inside,
@@ -94,6 +95,8 @@ def comparison(best: Choice, other: Choice) -> Table:
             f"{other.time.step - best.time.step:+.3g}",
         )
     )
+    a, b = (choice.memory.total / GIB for choice in (best, other))
+    rows.append(("GiB of the fullest rank", f"{a:.1f}", f"{b:.1f}", f"{b - a:+.1f}"))
     heads = ["seconds of", f">{best.plan}", f">{other.plan}", ">difference"]
     return make_table(f"{other.time.step / best.time.step:.2f} times the best plan's step", heads, rows)
 
@@ -114,22 +117,21 @@ def record(job: Job, choice: Choice) -> dict[str, object]:
 
 def command(job: Job, plan: Plan, name: str) -> str | None:
     """Return the command that trains by this plan with this course's trainer, if the model is one of its own."""
-    if name not in CONFIGS or plan.folded > 1:
+    if name not in CONFIGS or plan.folded > 1 or job.code.dtype == "float16":
         return None
-    said: Mapping[str, object] = {
-        **{axis: getattr(plan, axis) for axis in AXES},
+    axes = {axis: getattr(plan, axis) for axis in AXES if getattr(plan, axis) > 1}
+    said: dict[str, object] = axes | {
         "batch": job.batch,
         "sequence": job.sequence,
         "micro-batches": plan.micro_batches(job.batch),
         "zero": plan.zero,
         "schedule": plan.schedule,
     }
-    words = [
-        f"--{key} {value}" for key, value in said.items() if value not in (1, 0) or key == "micro-batches"
-    ]
+    words = [f"--{key} {value}" for key, value in said.items()]
     words += ["--chunks", str(plan.chunks)] * (plan.schedule == "interleaved")
     words += ["--sequence-parallel"] * plan.sequence_parallel + ["--checkpointing"] * (plan.kept == "inputs")
     words += ["--precision bfloat16"] * (job.code.dtype == "bfloat16")
-    ranks = min(plan.ranks, job.machine.links.ranks_per_host)
-    hosts = f"--nnodes={plan.ranks // ranks} " if plan.ranks > ranks else ""
-    return f"torchrun {hosts}--nproc_per_node={ranks} train_llama.py --model {name} {' '.join(words)}"
+    ranks = max(n for n in divisors(plan.ranks) if n <= job.machine.links.ranks_per_host)
+    hosts = plan.ranks // ranks
+    meeting = f"--nnodes={hosts} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 " if hosts > 1 else ""
+    return f"torchrun {meeting}--nproc_per_node={ranks} ../examples/train_llama.py --model {name} {' '.join(words)}"

@@ -71,7 +71,7 @@ def _stages(job: Job, plan: Plan) -> tuple[Stage, ...]:
                 end_times(job, inside, first) for first in (True, False) if i == (0 if first else number - 1)
             ]
             stage = sum(ends, stage)
-        if plan.pp > 1 and not (job.code.overlaps_messages and job.machine.hides):
+        if plan.pp > 1 and not (job.code.overlaps_messages and job.machine.overlaps):
             stage += message_times(job, plan, i)
         out.append(stage)
     return tuple(out)

@@ -49,16 +49,17 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """Share of the pipeline's time in which the busiest rank waits."""
-        return 1 - self.busy / self.pipeline
+        return max(0.0, 1 - self.busy / self.pipeline)
 
 
 def predict(job: Job, plan: Plan) -> Prediction:
     """Return the time of a step."""
     M, parts = plan.micro_batches(job.batch), stages(job, plan)
-    busiest, slowdown = max(of_ranks(plan, parts), key=lambda s: s.total), job.machine.slowdown(plan.ranks)
+    busiest = max(of_ranks(plan, parts), key=lambda s: s.total)
+    slowdown = job.machine.slowdown(plan.ranks)
     alone = M * busiest.total
-    length = max(pipeline(plan, M, parts), slowdown * M * _mean(plan, parts))
-    stretch = max(1.0, min(slowdown, length / alone))
+    length = max(pipeline(plan, M, parts), slowdown * M * _mean_busy(plan, parts))
+    stretch = max(1.0, min(slowdown, length / alone))  # of the busiest rank, by others on its core
     gradients = slowdown * gradient_time(job, plan, min(s.backward for s in parts))
     optimizer = slowdown * optimizer_time(job, plan)
     step = length + gradients + optimizer + job.machine.step
@@ -82,12 +83,12 @@ def bound(job: Job, plan: Plan) -> float:
         if owner[rank] == rank:  # stages 0 to pp - 1 lie on ranks in their order
             around += parts[rank].forward + (0 if split_backward else parts[rank].backward)
     slowdown = job.machine.slowdown(plan.ranks)
-    longest = max(longest, slowdown * M * _mean(plan, parts))
+    longest = max(longest, slowdown * M * _mean_busy(plan, parts))
     rest = gradient_time(job, plan, min(s.backward for s in parts)) + optimizer_time(job, plan)
     return longest + slowdown * rest + job.machine.step
 
 
-def _mean(plan: Plan, parts: tuple[Stage, ...]) -> float:
+def _mean_busy(plan: Plan, parts: tuple[Stage, ...]) -> float:
     """Return the seconds that a rank computes per micro-batch, on average: what they together ask of shared cores."""
     return sum(s.total for s in parts) / plan.pp
 
@@ -169,7 +170,7 @@ def gradient_time(job: Job, plan: Plan, hides: float) -> float:
         if numbers and size > 1:
             ring = Ring(size, max(1, min(size, links.ranks_per_host // stride)))
             took += sums(job, plan, numbers, ring)
-    if job.code.overlaps_gradients and job.machine.hides and took:
+    if job.code.overlaps_gradients and job.machine.overlaps and took:
         passes = plan.micro_batches(job.batch) if plan.zero == 3 else 1
         took = max(took * plan.pp / c.layers, took - hides * passes)
     if c.tied and plan.pp > 1:

@@ -220,7 +220,7 @@ def seconds(
             call = getattr(machine.links, w.kind)
             t[w.axis] += call(w.nbytes, ring_of(plan, w.axis, machine.links))
             t["host"] += machine.launch_collective
-    t["sp"] = max(0.0, t["sp"] - kernels * machine.hides)
+    t["sp"] = max(0.0, t["sp"] - (kernels if machine.overlaps else 0.0))
     return Seconds(**t)
 
 
