@@ -380,7 +380,7 @@ def test_the_command_shows_plans_and_writes_them(tmp_path: Path) -> None:
         "1e+09 tokens take",
     ):
         assert shown in done.stdout
-    (command,) = re.findall(r"torchrun --nproc_per_node=4 (train_llama.py .*)", done.stdout)
+    (command,) = re.findall(r"torchrun --nproc_per_node=4 \.\./examples/(train_llama.py .*)", done.stdout)
     assert "--model llama-10m" in command
     records = json.loads(files[0].read_text())
     assert sum(records[0]["parts"].values()) == pytest.approx(records[0]["seconds"])

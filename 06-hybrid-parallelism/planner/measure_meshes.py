@@ -2,7 +2,7 @@
 
     python measure_meshes.py        # 22 meshes of 1 to 4 ranks: ten minutes on two cores
     python measure_meshes.py --machine my-machine.toml --models gpt2-10m llama-10m
-    python measure_meshes.py --steps 0 --every 2        # memory alone, every second mesh
+    python measure_meshes.py --memory-only --every 2        # every second mesh
 
 measure_step.py runs each mesh, with one thread per rank. Spearman's rank correlation says how well the planner orders
 them: 1 for the measured order. Meshes whose times differ by less than a tenth are often in another order the next time;
@@ -33,6 +33,7 @@ from common.launch.terminal import make_table, terminal
 from common.lesson.runner import write_records
 from common.models.configs import config
 
+from plan_machine import read_machine
 from validate import spearman
 
 MESHES = (
@@ -53,12 +54,14 @@ class MeshesOptions(Checked):
     """Models to train."""
     machine: str = "cpu"
     """Name of a machine, or a .toml file that calibrate.py has written."""
-    batch: Count = 24
+    batch: Annotated[int, Within(1, 2**16)] = 24
     """Samples in the global batch."""
-    sequence: Count = 128
+    sequence: Annotated[int, Within(1, 2**16)] = 128
     """Tokens per sample."""
-    steps: Annotated[int, Within(0, 10**6)] = 5
-    """Steps to time; with 0 only memory is measured."""
+    steps: Count = 5
+    """Steps to time."""
+    memory_only: bool = False
+    """Measure memory, and time no step."""
     every: Annotated[int, Within(1, len(MESHES))] = 1
     """Measure every n-th mesh alone."""
     json: Path | None = None
@@ -80,6 +83,7 @@ def measure(o: MeshesOptions, model: str, mesh: str) -> dict[str, Any]:
             "json": record,
         }
         words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
+        words += ["--memory-only"] * o.memory_only
         command = [sys.executable, str(Path(__file__).with_name("measure_step.py")), *words, *mesh.split()]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -135,6 +139,7 @@ def table(o: MeshesOptions, rows: Sequence[dict[str, Any]]) -> Table:
 def main() -> int:
     """Measure all meshes and print the table."""
     o, rows = parse(MeshesOptions, __doc__), []
+    read_machine(o.machine)  # refused now, not in the first mesh
     for model in o.models:
         config(model)
     write_records(o.json, [])  # fails now if the file cannot be written
@@ -145,7 +150,7 @@ def main() -> int:
         if out.is_terminal:
             out.print(f"{model} {rows[-1]['plan']}", style="dim")
     out.print(table(o, rows))
-    if o.steps:
+    if not o.memory_only:
         out.print(sentence(rows), soft_wrap=True)
     return 0
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from common import comm
 from common.errors import UsageError
-from common.launch.command_line import Within
+from common.launch.command_line import Count
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
 from common.lesson.measure import in_turn
@@ -38,8 +38,10 @@ from plan_time import predict
 class MeasureOptions(HybridOptions, without=("benchmark", "scaling", "explain", "check")):
     """Options of the mesh, and the machine whose numbers predict."""
 
-    steps: Annotated[int, Within(0, 10**6)] = 5
+    steps: Count = 5
     """Steps to time, after two in which tensors are counted."""
+    memory_only: bool = False
+    """Count tensors, and time no step."""
     dtype: Literal["float32"] = "float32"
     """Type of weights and gradients."""
     machine: str = "cpu"
@@ -61,7 +63,7 @@ def main(rt: Runtime, o: MeasureOptions) -> bool:
             f"--batch {o.batch} does not divide into {o.micro_batches} equal micro-batches on each of {plan.samples} "
             f"places along dp and ep; --batch {job.batch} would do"
         )
-    if o.steps and job.code.dtype not in job.machine.peak:
+    if not o.memory_only and job.code.dtype not in job.machine.peak:
         raise UsageError(
             f"{o.machine} has no peak for {job.code.dtype}; it has one for {', '.join(job.machine.peak)}"
         )
@@ -73,7 +75,7 @@ def main(rt: Runtime, o: MeasureOptions) -> bool:
     if o.zero < 3:
         held = live.peak if rt.device.type == "cpu" else torch.cuda.max_memory_allocated()
         row |= {"bytes": max(comm.everyones(held, rt.world)), "predicted bytes": memory(job, plan).total}
-    if o.steps:
+    if not o.memory_only:
         took = in_turn({"step": partial(next, steps)}, o.steps, rt.world, device=rt.device.type)["step"]
         row |= {"seconds": took.median, "spread": took.spread, "predicted seconds": predict(job, plan).step}
     heads = ["of a step", ">measured", ">predicted", ">difference"]

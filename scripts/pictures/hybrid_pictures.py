@@ -49,7 +49,7 @@ def mesh_groups(path: Path) -> None:
 
 
 PARAMETERS, LAYERS, WIDTH, TOKENS, ROOM = 70.6e9, 80, 8192, 8192, 80
-MESHES = {  # name: (tp, pp, dp, stage of ZeRO, checkpointing), as in the tables of chapters 01, 02 and 06
+MESHES = {  # name: (tp, pp, dp, stage of ZeRO, checkpointing), the first four as in the table of chapter 01
     "dp 64": (1, 1, 64, 0, True),
     "dp 64, ZeRO-1": (1, 1, 64, 1, True),
     "dp 64, ZeRO-2": (1, 1, 64, 2, True),
