@@ -28,7 +28,7 @@ from plan_memory import layer_bytes, memory
 from plan_models import MODELS, model
 from plan_rows import gpt, read_papers, read_vtrain
 from plan_search import plans, refusal, search
-from plan_show import parts
+from plan_show import command, parts
 from plan_stage import Stage, stages
 from plan_time import bound, of_ranks, pipeline, predict, timeline
 from plan_work import Product, Traffic, layer, seconds
@@ -314,6 +314,11 @@ def test_numbers_of_gpus_have_their_sources(name: str) -> None:
         (("inside = {", "inside = 3 #{"), "inside is a table of numbers"),
         (("2 = [", "two = ["), "inside: two"),
         (("[peak]", "[peak]\nfloat8 = 'x'"), "peak.float8 is a number, not 'x'"),
+        (("memory = ", "at_once = 0.3\nmemory = "), "at_once must be at least 1, not 0.3"),
+        (("\nefficiency = ", "\nefficiency = 5 #"), "efficiency must be at most 1, not 5"),
+        (("ranks_per_host = ", "ranks_per_host = 0.5 #"), "ranks_per_host: 0.5 is no number of ranks"),
+        (("\nbandwidth = ", "\nbandwidth = 0 #"), "bandwidth must be at least 1000, not 0"),
+        (("[peak]", "[peak]\nfloat64 = nan"), "peak.float64 is a number, not nan"),
     ],
 )
 def test_a_wrong_machine_is_one_line(damage: tuple[str, str], said: str, tmp_path: Path) -> None:
@@ -346,13 +351,20 @@ def test_a_wrong_machine_is_one_line(damage: tuple[str, str], said: str, tmp_pat
         (["--fix", "ep=2"], "ep=2: the model has 0 experts"),
         (["--batch", "6", "--fix", "dp=16"], "a batch of 6 samples does not divide into 16 places"),
         (["--model", "llama2-70b", "--gpus", "8"], "memory: at least 129"),
+        (["--fix", "schedule=foo"], "--fix schedule=foo: schedule is one of 1f1b, interleaved, zb-h1, zb-v"),
+        (["--fix", "tp=2,tp=4"], "--fix tp=4: tp is there twice"),
+        (["--why", "zero=7"], "--why zero=7: zero is one of 0, 1, 2, 3"),
+        (["--fix", "folded=2"], "--fix folded=2: give name=value with one of"),
+        (["--json", "PLAN/x.json"], "cannot be written: "),
+        (["--json", "FOLDER"], " is a folder"),
         (["--plot", "plan.txt"], "--plot plan.txt: give a file that ends in .svg, .png or .pdf"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
     text = (PLANNER / "machines" / "h100.toml").read_text().replace('name = "h100"', 'name = "plain"')
     (tmp_path / "plain.toml").write_text(re.sub(r"float16 = .*\n", "", text, count=1))
-    given = [str(tmp_path / "plain.toml") if word == "PLAIN" else word for word in arguments]
+    places = {"PLAIN": tmp_path / "plain.toml", "PLAN": PLANNER / "plan.py", "FOLDER": tmp_path}
+    given = [re.sub("PLAIN|PLAN|FOLDER", lambda found: str(places[found[0]]), word) for word in arguments]
     done = run([sys.executable, str(PLANNER / "plan.py"), *given])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
@@ -398,9 +410,34 @@ def test_hugging_face_configurations(tmp_path: Path) -> None:
     llama = dict(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008)
     file.write_text(json.dumps(llama | dict(max_position_embeddings=4096, vocab_size=32000)))
     assert model(str(tmp_path)) == MODELS["llama-7b"]
-    file.write_text(json.dumps(llama))
-    with pytest.raises(UsageError, match="lacks max_position_embeddings"):
+    for change, said in (
+        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"model_type": "bert"}, "model_type 'bert' is unknown"),
+        ({"head_dim": 256}, "head_dim is 256; the planner knows heads of hidden_size / heads, 128"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; give a whole number from 1 to 10000"),
+        ({"hidden_size": 4096.5}, "hidden_size is 4096.5"),
+    ):
+        file.write_text(json.dumps(llama | dict(max_position_embeddings=4096, vocab_size=32000) | change))
+        with pytest.raises(UsageError, match=re.escape(said)):
+            model(str(file))
+    file.write_text("[" * 10**5)
+    with pytest.raises(UsageError, match="cannot read"):
         model(str(file))
+
+
+def test_the_command_says_all_that_the_plan_is() -> None:
+    j = replace(job("llama-10m", 12), machine=read_machine("h100"))
+    said = command(j, Plan(dp=6, tp=2, zero=1, sequence_parallel=True, kept="inputs"), "llama-10m")
+    assert said
+    launcher, script, options = re.match(r"torchrun (.*) (\S+train_llama.py) (.*)", said).groups()  # type: ignore[union-attr]
+    assert launcher == "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 --nproc_per_node=6"
+    assert (PLANNER / script).is_file()
+    assert set(re.findall(r"--\S+(?: [^-]\S*)?", options)) == {
+        *("--model llama-10m", "--dp 6", "--tp 2", "--batch 12", "--sequence 2048", "--micro-batches 2"),
+        *("--zero 1", "--schedule 1f1b", "--sequence-parallel", "--checkpointing", "--precision bfloat16"),
+    }
+    assert command(j, Plan(dp=12), "llama-7b") is None  # not a model of the trainer
+    assert command(replace(j, code=replace(j.code, dtype="float16")), Plan(dp=12), "llama-10m") is None
 
 
 def test_stages_hold_all_layers() -> None:

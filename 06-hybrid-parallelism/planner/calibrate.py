@@ -241,7 +241,7 @@ def text(o: CalibrateOptions, rt: Runtime, code: Code, found: Found) -> str:
         "step": 0.0,
     }
     if math.isfinite(found.at_once):
-        numbers["at_once"] = found.at_once
+        numbers["at_once"] = max(1.0, found.at_once)
     links = {
         "host_bandwidth": o.host_bandwidth or far[1] * rt.local_world_size,
         "efficiency": 1.0,

@@ -17,7 +17,7 @@ from plan_job import Job
 from plan_layout import Code, Plan
 from plan_machine import SIZES
 from plan_models import head_widths, projections
-from plan_size import NONE, embedding, head, layer
+from plan_size import NONE, Parameters, embedding, head, layer
 from pp_schedules import KINDS
 
 
@@ -42,23 +42,35 @@ def memory(job: Job, plan: Plan) -> Memory:
     return max((of_rank(job, plan, rank) for rank in range(plan.pp)), key=lambda m: m.total)
 
 
-def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
-    """Return the memory of a rank of the pipeline."""
-    c, code, e = job.config, job.code, job.number_bytes
+def layers_of(job: Job, plan: Plan, rank: int) -> tuple[list[tuple[TransformerConfig, int]], bool, bool]:
+    """Return a rank's layers by shape with their numbers, and whether it has the first and the last stage."""
     owner = KINDS[plan.schedule].owner(plan.pp, plan.chunks)
     stages = [i for i, of in enumerate(owner) if of == rank]
     counts = [sum(of_kind) for of_kind in zip(*(job.layers(len(owner))[i] for i in stages), strict=True)]
     shapes = [(shape, n) for shape, n in zip(job.kinds, counts, strict=True) if n]
-    first, last = 0 in stages, len(owner) - 1 in stages
-    held = NONE
+    return shapes, 0 in stages, len(owner) - 1 in stages
+
+
+def parameters(
+    job: Job, plan: Plan, shapes: list[tuple[TransformerConfig, int]], first: bool, last: bool
+) -> Parameters:
+    """Return the parameters of a rank with these layers; a tied embedding lies on the first and the last stage."""
+    c, held = job.config, NONE
     for part, here in (
         (embedding(c, plan), first or (last and c.tied)),
         (head(c, plan), last),
         *((layer(shape, plan), count) for shape, count in shapes),
     ):
         held += part.times(here)
+    return held
 
-    in_flight = held_chunks(plan, plan.micro_batches(job.batch), rank) / len(stages)
+
+def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
+    """Return the memory of a rank of the pipeline."""
+    c, code, e = job.config, job.code, job.number_bytes
+    shapes, first, last = layers_of(job, plan, rank)
+    held = parameters(job, plan, shapes, first, last)
+    in_flight = held_chunks(plan, plan.micro_batches(job.batch), rank) / plan.chunks
     tokens = plan.micro_batch * job.sequence / plan.sp
     kept = in_flight * sum(n * layer_bytes(job, plan, shape) for shape, n in shapes)
     if plan.kept == "inputs":  # while one layer is computed again it keeps everything

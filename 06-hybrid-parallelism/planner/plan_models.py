@@ -114,7 +114,7 @@ MODELS: dict[str, TransformerConfig] = {
     **CONFIGS,
 }
 
-
+MOST_LAYERS = 10**4
 KINDS = (
     "gpt2",
     "llama",
@@ -147,18 +147,22 @@ def from_huggingface(file: Path) -> TransformerConfig:
     if kind not in KINDS:
         raise UsageError(f"{file}: model_type {kind!r} is unknown; the planner knows {', '.join(KINDS)}")
 
-    def size(key: str, default: object = None) -> int:
+    def size(key: str, default: object = None, most: int = 2**31) -> int:
         value = told.get(key) or default
         if value is None:
             raise UsageError(f"{file} lacks {key}")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise UsageError(f"{file}: {key} is {value!r:.40}; give a whole number, at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise UsageError(f"{file}: {key} is {value!r:.40}; give a whole number from 1 to {most}")
         return value
 
     if kind == "gpt2":
-        layers, width, heads = size("n_layer"), size("n_embd"), size("n_head")
+        layers, width, heads = size("n_layer", most=MOST_LAYERS), size("n_embd"), size("n_head")
         return gpt2(layers, width, heads, size("n_positions"), size("vocab_size"))
-    layers, width, heads = size("num_hidden_layers"), size("hidden_size"), size("num_attention_heads")
+    layers, width, heads = (
+        size("num_hidden_layers", most=MOST_LAYERS),
+        size("hidden_size"),
+        size("num_attention_heads"),
+    )
     if (own := size("head_dim", width // heads)) != width // heads:
         raise UsageError(
             f"{file}: head_dim is {own}; the planner knows heads of hidden_size / heads, {width // heads}"

@@ -113,7 +113,8 @@ def _times(job: Job, plan: Plan, work: list[Operation]) -> Stage:
         for w in work
         if isinstance(w, Product) and w.weights
     )
-    weights = min(weights, backward.total)
+    if backward.host > backward.device:  # the host launches both halves
+        weights *= backward.host / backward.device
     axes = (
         forward.tp + backward.tp + again.tp,
         forward.sp + backward.sp + again.sp,

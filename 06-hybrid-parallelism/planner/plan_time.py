@@ -19,6 +19,7 @@ import plan_size
 from plan_job import Job
 from plan_layout import Plan
 from plan_machine import Ring
+from plan_memory import layers_of, parameters
 from plan_size import Parameters
 from plan_stage import Stage, stages
 from pp_schedule import Instruction, Schedule
@@ -150,11 +151,9 @@ def computations(kind: str, ranks: int, micro_batches: int, chunks: int) -> Sche
 
 @lru_cache(maxsize=100_000)
 def largest(job: Job, plan: Plan) -> Parameters:
-    """Return the parameters of the first stage's rank, which has the embedding and the longer share of the layers."""
-    here = plan_size.embedding(job.config, plan)
-    for shape, count in zip(job.kinds, job.layers(plan.pp)[0], strict=True):
-        here += plan_size.layer(shape, plan).times(count)
-    return here + plan_size.head(job.config, plan) if plan.pp == 1 else here
+    """Return the parameters of the rank along pp that holds most."""
+    ranks = [parameters(job, plan, *layers_of(job, plan, rank)) for rank in range(plan.pp)]
+    return max(ranks, key=lambda p: p.dense + p.experts)
 
 
 def gradient_time(job: Job, plan: Plan, hides: float) -> float:

@@ -177,9 +177,13 @@ class Seconds:
     host: float = 0.0
 
     @property
+    def device(self) -> float:
+        return self.products + self.traffic + self.tp + self.sp + self.ep
+
+    @property
     def total(self) -> float:
         """Seconds of the pass: the device works through what the host gives it, or waits for the host."""
-        return max(self.products + self.traffic + self.tp + self.sp + self.ep, self.host)
+        return max(self.device, self.host)
 
 
 def seconds(

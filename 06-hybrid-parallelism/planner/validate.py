@@ -2,7 +2,7 @@
 
     python validate.py                                   # rows of papers, which the repository holds
     python validate.py --vtrain FOLDER --json rows.jsonl # and vTrain's, from a checkout that you have
-    python validate.py --simumax FOLDER --nanotron FILE  # and memory of others' runs
+    python validate.py --simumax FILE --nanotron FILE    # and memory of others' runs
 
 It compares seconds of a step, memory, bubbles of pipelines (plan_bubbles.py) and mixtures of experts (plan_moe.py).
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.launch.command_line import Checked, parse
+from common.launch.command_line import Checked, check_folder, parse
 from common.launch.program import run_program
 from common.launch.terminal import make_table, terminal
 
@@ -158,6 +158,8 @@ def records(rows: dict[str, list[Row]], held: dict[str, list[Row]]) -> Iterable[
 def main() -> int:
     """Print the tables of errors."""
     o = parse(ValidateOptions, __doc__)
+    if o.json:
+        check_folder("json", o.json, o.json.absolute().parent)
     rows = sets(o)
     held = memory_sets(o, rows)
     heads = ["set", ">rows", ">MAPE", ">bias", ">largest", ">rank correlation", ">regret"]
