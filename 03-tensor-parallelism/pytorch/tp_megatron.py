@@ -127,20 +127,24 @@ class SharedRows(nn.Module):
         return F.linear(x_BSD, weight_fD, bias_f)
 
 
+def kv_heads_read(config: TransformerConfig, rank: int, ranks: int) -> list[int]:
+    """Return the key-value heads that a rank computes: each once, if its query heads read all of them equally often."""
+    mine = range(rank * config.heads // ranks, (rank + 1) * config.heads // ranks)
+    read = [head * config.kv_heads // config.heads for head in mine]
+    once = sorted(set(read))
+    return once if all(read.count(head) == len(read) / len(once) for head in once) else read
+
+
 def split_attention(attention: Attention, config: TransformerConfig, region: Region) -> None:
     """Split the heads over ranks; a rank computes the key-value heads that its query heads read."""
-    group, heads, kv_heads, width = region.group, config.heads, config.kv_heads, config.head_width
-    mine = range(group.rank * heads // group.size, (group.rank + 1) * heads // group.size)
-    read = [head * kv_heads // heads for head in mine]
-    once = sorted(set(read))
-    # each head once, if all of them are read equally often
-    read = once if all(read.count(head) == len(read) / len(once) for head in once) else read
+    group, kv_heads, width = region.group, config.kv_heads, config.head_width
+    read = kv_heads_read(config, group.rank, group.size)
     rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in read])
     shared = () if kv_heads % group.size == 0 else ("k_proj", "v_proj")  # several ranks read the same heads
     replace_linears(attention, shared, lambda linear: SharedRows(linear, rows, group))
     replace_linears(attention, ("q_proj", "k_proj", "v_proj"), partial(columns, region=region))
     replace_linears(attention, ("o_proj",), partial(leaving, region=region))
-    attention.weights_dropout.first_head = mine.start
+    attention.weights_dropout.first_head = group.rank * config.heads // group.size
     region.begin_at(attention)
 
 

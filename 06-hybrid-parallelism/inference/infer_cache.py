@@ -1,0 +1,87 @@
+"""Paged cache of keys and values: a pool of blocks per layer, and a table of blocks for each sequence.
+
+    blocks of P = 4 tokens          block 0    block 1    block 2    block 3
+                                  | a a a a  | b b b .  | a a . .  | free     |
+
+    tables                          a: 0 2     b: 1          token t of a: block table[t // P], row t % P
+
+A sequence takes a block when its last one is full, and returns all of its blocks when it ends. At most P - 1 rows per
+sequence are unused, where a cache of one row of memory per sequence must reserve the longest possible one (Kwon et al.,
+"Efficient memory management for large language model serving with PagedAttention", 2023, arXiv:2309.06180).
+
+A rank holds the keys and values of its own layers (pp) and of the key-value heads that its query heads read (tp). The
+tables are the same on all ranks. A token takes 2 * layers * G * K numbers on a rank.
+
+    N blocks  P tokens per block  G key-value heads of this rank  K width of a head
+    T tokens of a step  R sequences
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.errors import UsageError
+
+
+class Blocks:
+    """Free and taken blocks of the cache; `peak` is the largest number that was taken at once."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size, self.peak = count, size, 0
+        self.free = list(reversed(range(count)))
+
+    @property
+    def taken(self) -> int:
+        return self.count - len(self.free)
+
+    def needed(self, tokens: int) -> int:
+        """Return the number of blocks for that many tokens of a sequence."""
+        return -(-tokens // self.size)
+
+    def lengthen(self, table: list[int], tokens: int) -> bool:
+        """Add blocks to the table until it holds that many tokens; False, and no change, if too few are free."""
+        more = self.needed(tokens) - len(table)
+        if more > len(self.free):
+            return False
+        table += [self.free.pop() for _ in range(more)]
+        self.peak = max(self.peak, self.taken)
+        return True
+
+    def release(self, table: list[int]) -> None:
+        """Return the blocks of a table, which is empty afterwards."""
+        self.free += reversed(table)
+        table.clear()
+
+
+class Cache:
+    """Keys and values of this rank's layers, [N, P, G, K] each.
+
+    Raises UsageError if the memory does not suffice.
+    """
+
+    def __init__(
+        self, layers: int, blocks: Blocks, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (layers, blocks.count, blocks.size, kv_heads, width)
+        self.token_bytes = 2 * layers * kv_heads * width * dtype.itemsize
+        try:
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError:
+            needed = self.token_bytes * blocks.count * blocks.size / 2**30
+            raise UsageError(f"a cache of {blocks.count} blocks needs {needed:.1f} GiB; give fewer") from None
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def write(self, layer: int, slots_T: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> None:
+        """Store keys and values of the tokens in their slots: block * P + row."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGK)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGK)
+
+    def read(self, layer: int, tables_RN: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the sequences with these tables, [R, G, L, K] each; L: rows of a table's blocks."""
+        k_RLGK, v_RLGK = (x[layer][tables_RN].flatten(1, 2) for x in (self.keys, self.values))
+        return k_RLGK.transpose(1, 2), v_RLGK.transpose(1, 2)

@@ -1,0 +1,165 @@
+"""Generate text with a LLaMA whose layers lie on the ranks along pp, and heads and matrices on those along tp.
+
+    engine = Engine(config, mesh, device, whole=read_weights(folder, config))
+    a = engine.add(Request((1, 5, 7), tokens=20))            # every rank makes the same calls
+    while engine.scheduler.running or engine.scheduler.waiting:
+        for sequence, token in engine.step(): ...            # the tokens that this step chose
+
+    rank 0 | embed  layers 0, 1 |  x_1TD  ->  rank 1 | layers 2, 3  head | logits_RV -> tokens_R, broadcast to all ranks
+
+A rank reads its shards of a checkpoint one parameter at a time. The ranks along pp work one after the other: they
+divide the memory, not the time of a token. Ranks along tp divide both. The first rank of the last stage chooses all
+tokens, so rounding cannot make two ranks choose differently.
+"""
+
+from __future__ import annotations
+
+import torch
+from infer_cache import Blocks, Cache
+from infer_sampling import choose
+from infer_scheduler import Request, Scheduler, Sequence
+from infer_step import CachedAttention, Step, make_step
+from torch import Tensor, nn
+
+from common import comm
+from common.comm import sizes_of
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+from common.models.configs import TransformerConfig
+from common.models.transformer import Layer, Linear
+
+from hybrid_initial import Whole
+from hybrid_layout import Layout
+from hybrid_model import Hybrid
+from tp_megatron import SharedRows, kv_heads_read
+
+
+class Engine:
+    """Model, cache and scheduler of a rank. All ranks of the mesh make the same calls in the same order.
+
+    whole(name, shape): values of the model's parameters; default: those of `seed`. blocks: number of blocks of the
+    cache, each of `block` tokens. most: sequences that run at once. budget: tokens of a forward pass. Raises UsageError
+    if model and mesh do not fit together.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        whole: Whole | None = None,
+        blocks: int = 256,
+        block: int = 16,
+        most: int = 16,
+        budget: int = 512,
+    ) -> None:
+        check_model(config)
+        if mesh.world.size != mesh.shape["pp"] * mesh.shape["tp"]:
+            raise UsageError(
+                "text is generated on ranks along pp and tp; start a program for each other replica"
+            )
+        hybrid = Hybrid(config, mesh, Layout(micro_batches=1), device, dtype, seed, whole)
+        hybrid.model.eval().requires_grad_(False)
+        (self.stage,) = hybrid.pipe.stages.values()
+        self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
+        self.blocks = Blocks(blocks, block)
+        self.scheduler = Scheduler(self.blocks, most, budget, config.sequence)
+        layers = [layer for layer in self.stage.layers if isinstance(layer, Layer)]
+        keep_own_rows(self.stage)
+        kv_heads = layers[0].attention.k_proj.weight.shape[0] // config.head_width
+        self.cache = Cache(len(layers), self.blocks, kv_heads, config.head_width, dtype, device)
+        for number, layer in enumerate(layers):
+            layer.attention.attend = CachedAttention(self.cache, number)
+
+    def add(self, request: Request) -> Sequence:
+        """Let a request wait for its first step. Raises UsageError if it can never run."""
+        vocabulary = self.config.vocabulary
+        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
+            raise UsageError(
+                f"the prompt has a token {max(request.prompt)}; the model's vocabulary is {vocabulary}"
+            )
+        return self.scheduler.add(request)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence before its last token, and free its blocks. No-op if it has ended."""
+        self.scheduler.end(sequence, "cancelled")
+
+    @property
+    def busy(self) -> bool:
+        """True while a sequence runs or waits."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Sequence, int]]:
+        """Run one forward pass; return the tokens that were chosen, the same on all ranks."""
+        scheduled = self.scheduler.schedule()
+        step = make_step(scheduled, self.blocks.size, self.device)
+        logits_RV = self.forward(step)
+        for sequence, count in scheduled:
+            sequence.cached += count
+        if not step.sequences:
+            return []
+        tokens_R = torch.zeros(len(step.sequences), dtype=torch.int64)
+        chooser = self.mesh.world.size - self.mesh.shape["tp"]
+        if self.mesh.world.rank == chooser:
+            tokens_R = choose(logits_RV, step.sequences)
+        tokens_R = tokens_R.to(self.device)
+        comm.broadcast(tokens_R, self.mesh.world, chooser)
+        chosen = list(zip(step.sequences, tokens_R.tolist(), strict=True))
+        for sequence, token in chosen:
+            self.scheduler.write(sequence, token)
+        return chosen
+
+    def forward(self, step: Step) -> Tensor:
+        """Return logits_RV after the rows `last_R`, on the last stage; elsewhere undefined."""
+        CachedAttention.step = step
+        stage, pp, tp = self.stage, self.mesh.group("pp"), self.mesh.group("tp")
+        if stage.first:
+            x_1TD = stage.embed(step.tokens_1T, step.positions_1T)
+        else:
+            shape = (*step.tokens_1T.shape, self.config.width)
+            x_1TD = torch.empty(shape, dtype=self.dtype, device=self.device)
+            comm.recv(x_1TD, pp, pp.rank - 1)
+        for layer in stage.layers:
+            x_1TD = layer(x_1TD, step.positions_1T)
+        if not stage.last:
+            comm.send(x_1TD, pp, pp.rank + 1)
+            return x_1TD
+        if not step.sequences:
+            return x_1TD
+        logits_Rv = stage.head(x_1TD[:, step.last_R])[0]
+        return comm.all_gather(logits_Rv, tp, -1, sizes_of(self.config.vocabulary, tp.size))
+
+
+def check_model(config: TransformerConfig) -> None:
+    """Raise UsageError for a model whose tokens depend on more than the cache holds."""
+    if config.positions != "rotary" or not config.causal:
+        raise UsageError("only models with rotary positions and a causal mask can be run here, such as LLaMA")
+    if config.capacity_factor is not None:
+        raise UsageError("with a capacity factor the experts drop tokens by what else is in the batch")
+
+
+def keep_own_rows(part: nn.Module) -> None:
+    """Replace each projection that ranks share by the rows that this rank reads of it."""
+    for module in list(part.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, SharedRows):
+                rows = child.weight.detach()[child.rows]
+                with torch.device("meta"):
+                    linear = Linear(rows.shape[1], rows.shape[0], child.bias is not None)
+                linear.weight = nn.Parameter(rows, False)
+                if child.bias is not None:
+                    linear.bias = nn.Parameter(child.bias.detach()[child.rows], False)
+                module.add_module(name, linear)
+
+
+def cache_bytes(config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, tokens: int) -> int:
+    """Return the bytes of keys and values of that many tokens on this rank: 2 * layers * heads * width of a head.
+
+    The heads are the key-value heads that the rank's query heads read.
+    """
+    layers = sizes_of(config.layers, mesh.shape["pp"])[mesh.at["pp"]]
+    heads = len(kv_heads_read(config, mesh.at["tp"], mesh.shape["tp"]))
+    return 2 * layers * heads * config.head_width * dtype.itemsize * tokens

@@ -1,0 +1,54 @@
+"""Choose the next token of each sequence from its logits: greedy, temperature, top-k, top-p.
+
+                  likeliest first      .4   .3   .2   .1
+    top_k = 3     renormalised         .44  .33  .22             the k likeliest
+    top_p = 0.7   of these             .44  .33                  the fewest whose sum reaches 0.7
+    draw          u = 0.6 of .77            ^                    where the running sum passes u
+
+The draw u is a function of (seed of the request, place in the text), without a generator's state. So a request's text
+depends neither on the mesh nor on the other requests of the batch, up to a draw that falls within rounding of the
+border between two tokens. Top-p, or nucleus sampling, is of Holtzman et al., 2019, arXiv:1904.09751.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+
+import numpy as np
+import torch
+from infer_scheduler import Sequence
+from torch import Tensor
+
+from common import random
+
+STREAM = random.stream_of("generated token")
+
+
+def choose(logits_RV: Tensor, sequences: Row[Sequence]) -> Tensor:
+    """Return the next token of each sequence, [R] on the CPU. logits_RV: those after its last token, in its row."""
+    logits_RV = logits_RV.to("cpu", torch.float64)
+    chosen_R = logits_RV.argmax(-1)
+    if drawn := [r for r, s in enumerate(sequences) if s.request.temperature > 0]:
+        chosen_R[drawn] = draw(logits_RV[drawn], [sequences[r] for r in drawn])
+    return chosen_R
+
+
+def draw(logits_RV: Tensor, sequences: Row[Sequence]) -> Tensor:
+    """Return a token for each row, drawn with the request's temperature, top-k and top-p."""
+    asked = [s.request for s in sequences]
+    temperature_R1, top_p_R1 = (
+        torch.tensor([[value] for value in values], dtype=torch.float64)
+        for values in ([a.temperature for a in asked], [a.top_p for a in asked])
+    )
+    vocabulary = logits_RV.shape[1]
+    top_k_R1 = torch.tensor([[a.top_k or vocabulary] for a in asked])
+    sorted_RV, token_RV = (logits_RV / temperature_R1).sort(dim=-1, descending=True, stable=True)
+    beyond_RV = torch.arange(vocabulary) >= top_k_R1
+    share_RV = sorted_RV.masked_fill(beyond_RV, -torch.inf).softmax(-1)
+    before_RV = share_RV.cumsum(-1) - share_RV
+    kept_RV = share_RV.where((before_RV < top_p_R1) | (torch.arange(vocabulary) == 0), 0)
+    ends_RV = kept_RV.cumsum(-1)
+    u_R = np.concatenate([random.uniform(s.request.seed, STREAM, len(s.text)) for s in sequences])
+    place_R1 = torch.searchsorted(ends_RV, torch.from_numpy(u_R)[:, None] * ends_RV[:, -1:], right=True)
+    last_R1 = (kept_RV > 0).sum(-1, keepdim=True) - 1  # a product may round up to the whole sum
+    return token_RV.gather(1, place_R1.minimum(last_R1))[:, 0]

@@ -1,0 +1,115 @@
+"""One forward pass over tokens of many sequences, with the cache in place of the tokens before them.
+
+    sequence    a a a   b   c            T tokens of a step in one row: x_1TD, so every product of the model runs
+    position    0 1 2   7   4            once for all of them; attention alone runs per part
+    part        \\_n=3/  \\_n=1_/          a part: R sequences with n tokens each
+
+    scores of a part      q_RGmK  x  k_RGLK         m = n * H / G: the query heads that read one key-value head
+    visible               key's position <= query's position
+
+The seam of the model is `Attention.attend`: all else, and all that tensor parallelism has done to it, stays as in
+training. Attention takes R * L * G * K numbers from the cache in each layer, and is the only part that grows with the
+text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Row
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from infer_cache import Cache
+from infer_scheduler import Sequence
+from torch import Tensor
+
+
+@dataclass
+class Part:
+    """Sequences that compute equally many tokens, in rows [begin, end) of the step."""
+
+    begin: int
+    end: int
+    tables_RN: Tensor
+    visible_R1nL: Tensor
+    """True where a key is not later than the query; rows that the block holds beyond the text are later."""
+
+
+@dataclass
+class Step:
+    """Tokens of a forward pass. Rows `last_R` are those after which a token is chosen, for `sequences` in order."""
+
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    slots_T: Tensor
+    last_R: Tensor
+    parts: list[Part]
+    sequences: list[Sequence]
+
+
+def make_step(scheduled: Row[tuple[Sequence, int]], block: int, device: torch.device) -> Step:
+    """Return the step that computes these sequences' next tokens. block: tokens per block."""
+    in_parts = sorted(scheduled, key=lambda pair: -pair[1])  # stable: a part keeps the order of the sequences
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    last: list[int] = []
+    parts, sequences = [], []
+    for n, of_part in itertools.groupby(in_parts, key=lambda pair: pair[1]):
+        members = [sequence for sequence, _ in of_part]
+        begin = len(tokens)
+        for s in members:
+            places = range(s.cached, s.cached + n)
+            tokens += s.text[s.cached : s.cached + n]
+            positions += places
+            slots += [s.table[p // block] * block + p % block for p in places]
+            if s.cached + n == len(s.text):
+                last.append(len(tokens) - 1)
+                sequences.append(s)
+        longest = max(len(s.table) for s in members)
+        tables_RN = torch.tensor([s.table + [0] * (longest - len(s.table)) for s in members])
+        first_R = torch.tensor([s.cached for s in members])
+        seen_R1n1 = (first_R[:, None] + torch.arange(n))[:, None, :, None]
+        parts.append(Part(begin, len(tokens), tables_RN, torch.arange(longest * block) <= seen_R1n1))
+    step = Step(
+        torch.tensor([tokens]),
+        torch.tensor([positions]),
+        torch.tensor(slots),
+        torch.tensor(last),
+        parts,
+        sequences,
+    )
+    if device.type != "cpu":
+        for record in (step, *parts):
+            for f in fields(record):
+                if isinstance(value := getattr(record, f.name), Tensor):
+                    setattr(record, f.name, value.to(device))
+    return step
+
+
+class CachedAttention:
+    """`Attention.attend` of one layer: stores the step's keys and values, and attends to all that are cached."""
+
+    step: Step  # of all layers; set before each forward pass
+
+    def __init__(self, cache: Cache, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+
+    def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor, _: bool) -> Tensor:
+        step = self.step
+        self.cache.write(self.layer, step.slots_T, k_1GTK[0].transpose(0, 1), v_1GTK[0].transpose(0, 1))
+        G = k_1GTK.shape[1]
+        q_GhTK = q_1HTK[0].unflatten(0, (G, -1))
+        return torch.cat([self.attend(part, q_GhTK) for part in step.parts], 2).flatten(0, 1)[None]
+
+    def attend(self, part: Part, q_GhTK: Tensor) -> Tensor:
+        """Return the attention of a part's tokens, [G, h, T of the part, K]."""
+        k_RGLK, v_RGLK = self.cache.read(self.layer, part.tables_RN)
+        R, h = len(part.tables_RN), q_GhTK.shape[1]
+        q_RGmK = (
+            q_GhTK[:, :, part.begin : part.end].unflatten(2, (R, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
+        )
+        visible_R1mL = part.visible_R1nL.repeat(1, 1, h, 1)
+        y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, visible_R1mL)
+        return y_RGmK.unflatten(2, (h, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
