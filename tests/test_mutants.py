@@ -50,9 +50,9 @@ def no_mask_where_dropped(q: Tensor, k: Tensor, v: Tensor, causal: bool, drop: A
     return attend_and_drop(q, k, v, False, drop)
 
 
-def another_base(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def another_base(positions: Tensor, base: float, *projected: Tensor) -> Iterator[Tensor]:
     """Broken: rotary positions with three times the base."""
-    return rotate(x, positions, 3 * base)
+    return rotate(positions, 3 * base, *projected)
 
 
 def not_shifted(*given: Any) -> tuple[Tensor, Tensor]:

@@ -25,10 +25,10 @@ from common.errors import UsageError
 
 
 class Blocks:
-    """Free and taken blocks of the cache; `peak` is the largest number that was taken at once."""
+    """Free and taken blocks of the cache."""
 
     def __init__(self, count: int, size: int) -> None:
-        self.count, self.size, self.peak = count, size, 0
+        self.count, self.size = count, size
         self.free = list(reversed(range(count)))
 
     @property
@@ -45,7 +45,6 @@ class Blocks:
         if more > len(self.free):
             return False
         table += [self.free.pop() for _ in range(more)]
-        self.peak = max(self.peak, self.taken)
         return True
 
     def release(self, table: list[int]) -> None:

@@ -15,10 +15,6 @@ tokens, so rounding cannot make two ranks choose differently.
 from __future__ import annotations
 
 import torch
-from infer_cache import Blocks, Cache
-from infer_sampling import choose
-from infer_scheduler import Request, Scheduler, Sequence
-from infer_step import CachedAttention, Step, make_step
 from torch import Tensor, nn
 
 from common import comm
@@ -31,6 +27,10 @@ from common.models.transformer import Layer, Linear
 from hybrid_initial import Whole
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
+from infer_cache import Blocks, Cache
+from infer_sampling import choose
+from infer_scheduler import Request, Scheduler, Sequence
+from infer_step import CachedAttention, Step, make_step
 from tp_megatron import SharedRows, kv_heads_read
 
 
@@ -61,14 +61,18 @@ class Engine:
                 "text is generated on ranks along pp and tp; start a program for each other replica"
             )
         hybrid = Hybrid(config, mesh, Layout(micro_batches=1), device, dtype, seed, whole)
-        hybrid.model.eval().requires_grad_(False)
+        self.model = hybrid.model.eval().requires_grad_(False)
         (self.stage,) = hybrid.pipe.stages.values()
         self.config, self.mesh, self.device, self.dtype = config, mesh, device, dtype
         self.blocks = Blocks(blocks, block)
         self.scheduler = Scheduler(self.blocks, most, budget, config.sequence)
         layers = [layer for layer in self.stage.layers if isinstance(layer, Layer)]
         keep_own_rows(self.stage)
-        kv_heads = layers[0].attention.k_proj.weight.shape[0] // config.head_width
+        queries, kv_heads = (
+            projection.weight.shape[0] // config.head_width
+            for projection in (layers[0].attention.q_proj, layers[0].attention.k_proj)
+        )
+        self.shared = queries // kv_heads
         self.cache = Cache(len(layers), self.blocks, kv_heads, config.head_width, dtype, device)
         for number, layer in enumerate(layers):
             layer.attention.attend = CachedAttention(self.cache, number)
@@ -95,7 +99,7 @@ class Engine:
     def step(self) -> list[tuple[Sequence, int]]:
         """Run one forward pass; return the tokens that were chosen, the same on all ranks."""
         scheduled = self.scheduler.schedule()
-        step = make_step(scheduled, self.blocks.size, self.device)
+        step = make_step(scheduled, self.blocks.size, self.shared, self.device)
         logits_RV = self.forward(step)
         for sequence, count in scheduled:
             sequence.cached += count

@@ -16,10 +16,11 @@ from collections.abc import Sequence as Row
 
 import numpy as np
 import torch
-from infer_scheduler import Sequence
 from torch import Tensor
 
 from common import random
+
+from infer_scheduler import Request, Sequence
 
 STREAM = random.stream_of("generated token")
 
@@ -35,20 +36,23 @@ def choose(logits_RV: Tensor, sequences: Row[Sequence]) -> Tensor:
 
 def draw(logits_RV: Tensor, sequences: Row[Sequence]) -> Tensor:
     """Return a token for each row, drawn with the request's temperature, top-k and top-p."""
-    asked = [s.request for s in sequences]
+    share_RV, token_RV = shares(logits_RV, [s.request for s in sequences])
+    u_R = np.concatenate([random.uniform(s.request.seed, STREAM, len(s.text)) for s in sequences])
+    ends_RV = share_RV.cumsum(-1)
+    place_R1 = torch.searchsorted(ends_RV, torch.from_numpy(u_R)[:, None] * ends_RV[:, -1:], right=True)
+    last_R1 = (share_RV > 0).sum(-1, keepdim=True) - 1  # a product may round up to the whole sum
+    return token_RV.gather(1, place_R1.minimum(last_R1))[:, 0]
+
+
+def shares(logits_RV: Tensor, requests: Row[Request]) -> tuple[Tensor, Tensor]:
+    """Return (probabilities, tokens), the likeliest first. Tokens that are not drawn have 0; the sum may be below 1."""
     temperature_R1, top_p_R1 = (
         torch.tensor([[value] for value in values], dtype=torch.float64)
-        for values in ([a.temperature for a in asked], [a.top_p for a in asked])
+        for values in ([q.temperature for q in requests], [q.top_p for q in requests])
     )
-    vocabulary = logits_RV.shape[1]
-    top_k_R1 = torch.tensor([[a.top_k or vocabulary] for a in asked])
+    place_V = torch.arange(logits_RV.shape[1])
+    top_k_R1 = torch.tensor([[q.top_k or len(place_V)] for q in requests])
     sorted_RV, token_RV = (logits_RV / temperature_R1).sort(dim=-1, descending=True, stable=True)
-    beyond_RV = torch.arange(vocabulary) >= top_k_R1
-    share_RV = sorted_RV.masked_fill(beyond_RV, -torch.inf).softmax(-1)
+    share_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf).softmax(-1)
     before_RV = share_RV.cumsum(-1) - share_RV
-    kept_RV = share_RV.where((before_RV < top_p_R1) | (torch.arange(vocabulary) == 0), 0)
-    ends_RV = kept_RV.cumsum(-1)
-    u_R = np.concatenate([random.uniform(s.request.seed, STREAM, len(s.text)) for s in sequences])
-    place_R1 = torch.searchsorted(ends_RV, torch.from_numpy(u_R)[:, None] * ends_RV[:, -1:], right=True)
-    last_R1 = (kept_RV > 0).sum(-1, keepdim=True) - 1  # a product may round up to the whole sum
-    return token_RV.gather(1, place_R1.minimum(last_R1))[:, 0]
+    return share_RV.where((before_RV < top_p_R1) | (place_V == 0), 0), token_RV

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from infer_cache import Blocks
-
 from common.errors import UsageError
+
+from infer_cache import Blocks
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ class Sequence:
 
 
 class Scheduler:
-    """Waiting and running sequences. most: the largest number that runs at once. longest: tokens of a sequence."""
+    """Waiting and running sequences; `peak` is the largest number of blocks that a step has used.
+
+    most: the largest number that runs at once. longest: tokens of a sequence. Raises UsageError for a budget that is
+    smaller than `most`, since each sequence that runs computes a token per step.
+    """
 
     def __init__(self, blocks: Blocks, most: int, budget: int, longest: int) -> None:
         if budget < most:
@@ -68,7 +72,7 @@ class Scheduler:
         self.blocks, self.most, self.budget, self.longest = blocks, most, budget, longest
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.added = self.preempted = 0
+        self.added = self.preempted = self.peak = 0
 
     def add(self, request: Request) -> Sequence:
         """Let a request wait for its first step. Raises UsageError if it can never run."""
@@ -111,6 +115,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             chosen.append((sequence, count))
             left -= count
+        self.peak = max(self.peak, self.blocks.taken)
         return chosen
 
     def make_room(self, sequence: Sequence, tokens: int) -> bool:

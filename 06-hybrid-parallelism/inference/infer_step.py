@@ -20,9 +20,10 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from infer_cache import Cache
 from infer_scheduler import Sequence
-from torch import Tensor
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Part:
     begin: int
     end: int
     tables_RN: Tensor
-    visible_R1nL: Tensor
+    visible_R1mL: Tensor
     """True where a key is not later than the query; rows that the block holds beyond the text are later."""
 
 
@@ -48,8 +49,11 @@ class Step:
     sequences: list[Sequence]
 
 
-def make_step(scheduled: Row[tuple[Sequence, int]], block: int, device: torch.device) -> Step:
-    """Return the step that computes these sequences' next tokens. block: tokens per block."""
+def make_step(scheduled: Row[tuple[Sequence, int]], block: int, shared: int, device: torch.device) -> Step:
+    """Return the step that computes these sequences' next tokens.
+
+    block: tokens per block of the cache. shared: query heads that read one key-value head.
+    """
     in_parts = sorted(scheduled, key=lambda pair: -pair[1])  # stable: a part keeps the order of the sequences
     tokens: list[int] = []
     positions: list[int] = []
@@ -71,7 +75,8 @@ def make_step(scheduled: Row[tuple[Sequence, int]], block: int, device: torch.de
         tables_RN = torch.tensor([s.table + [0] * (longest - len(s.table)) for s in members])
         first_R = torch.tensor([s.cached for s in members])
         seen_R1n1 = (first_R[:, None] + torch.arange(n))[:, None, :, None]
-        parts.append(Part(begin, len(tokens), tables_RN, torch.arange(longest * block) <= seen_R1n1))
+        visible_R1nL = torch.arange(longest * block) <= seen_R1n1
+        parts.append(Part(begin, len(tokens), tables_RN, visible_R1nL.repeat(1, 1, shared, 1)))
     step = Step(
         torch.tensor([tokens]),
         torch.tensor([positions]),
@@ -110,6 +115,5 @@ class CachedAttention:
         q_RGmK = (
             q_GhTK[:, :, part.begin : part.end].unflatten(2, (R, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
         )
-        visible_R1mL = part.visible_R1nL.repeat(1, 1, h, 1)
-        y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, visible_R1mL)
+        y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.visible_R1mL)
         return y_RGmK.unflatten(2, (h, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -68,6 +68,15 @@ def check(chosen: int, launch: Launch, ranks: int) -> None:
     )
 
 
+def input_is_closed() -> bool:
+    """Return True if this process has no standard input."""
+    try:
+        os.fstat(0)
+    except OSError:
+        return True
+    return False
+
+
 def standard_input() -> Connection:
     """Return a duplicate of standard input that can be sent to another process."""
     return Connection(os.dup(0), writable=False)

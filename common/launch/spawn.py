@@ -120,6 +120,7 @@ def spawn(
     device: str = "cpu",
     backend: str = "gloo",
     debug: int | None = None,
+    reader: int | None = None,
 ) -> list[Any]:
     """Return the results of `fn(rt, *args)` on ranks 0 .. world_size-1 of this machine, in rank order.
 
@@ -127,7 +128,7 @@ def spawn(
     file, so functions and classes of its cells are sent as code, with the globals that they read.
     timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
     left out, None for no limit.
-    debug: the rank that reads this process's standard input, for its debugger.
+    debug: the rank whose debugger reads this process's standard input. reader: the rank that reads it otherwise.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands. ValueError when ranks could not
     import the script, because it is in no file.
@@ -157,7 +158,8 @@ def spawn(
         for rank in range(world_size):
             here, there = context.Pipe()
             launch = Launch("spawn", rank, world_size, rank, world_size)
-            commands = debugger.standard_input() if rank == debug else None
+            reads = rank == (reader if debug is None else debug) and not debugger.input_is_closed()
+            commands = debugger.standard_input() if reads else None
             debugged = debug, commands
             inherited = [*ranks, here] if start == "fork" else []
             given = (launch, meeting, device, backend, timeout, there, environment, task, debugged, inherited)

@@ -69,6 +69,8 @@ class LessonOptions(Checked):
     check: bool = False
     """Check on every tensor and collective how it lies on the ranks: docs/types-on-ranks.md."""
     trace_all: ClassVar[bool] = True  # a lesson is short
+    reads_input: ClassVar[bool] = False
+    """True if rank 0 reads standard input."""
     check_all: ClassVar[bool] = False
     """True if --check checks all of `main`; otherwise the harness checks the runs on several ranks."""
 
@@ -205,6 +207,7 @@ def _start(main: Callable[[Runtime, O], bool], options: O) -> bool:
                 device=options.device,
                 backend=options.backend,
                 debug=options.debug,
+                reader=0 if options.reads_input else None,
             )
         return all(results)
     if options.nproc not in (None, launch.world_size):

@@ -120,6 +120,7 @@ CONFIGS = {
     "llama-deep": llama(layers=16, width=32, heads=2, kv_heads=1, mlp_width=88, sequence=64),
     "llama-10m": llama(layers=6, width=384, heads=6, kv_heads=2, mlp_width=1024, sequence=256),
     "llama-13m": llama(layers=8, width=384, heads=8, kv_heads=4, mlp_width=1024, sequence=256),
+    "llama-100m": llama(12, 768, heads=12, kv_heads=4, mlp_width=2048, sequence=1024, vocabulary=16000),
     "llama2-7b": llama(32, 4096, heads=32, kv_heads=32, mlp_width=11008, sequence=4096, vocabulary=32000),
     "switch-tiny": switch(layers=2, width=64, heads=4, sequence=64, experts=8),
     "mixtral-tiny": mixtral(layers=2, width=64, heads=4, kv_heads=2, mlp_width=88, sequence=64, experts=8),

@@ -31,7 +31,7 @@ on whichever rank builds it. A tied head is not a parameter: it is the embedding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -48,18 +48,19 @@ from common.models.moe import MoE
 __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
 
 
-def rotate(x_BHSK: Tensor, positions_S: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (Su et al., 2021): turns the pair (k, k + K/2) by position * base^(-2k/K).
+def rotate(positions_S: Tensor, base: float, *projected: Tensor) -> Iterator[Tensor]:
+    """Yield each x_BHSK with its rotary position embedding (Su et al., "RoFormer", 2021, arXiv:2104.09864).
 
-    `positions_S` may also be [B, S].
+    It turns the pair (k, k + K/2) by position * base^(-2k/K). `positions_S` may also be [B, S].
     """
-    half = x_BHSK.shape[-1] // 2
-    precise = torch.promote_types(x_BHSK.dtype, torch.float32)  # bfloat16 cannot count beyond 256
-    frequency_k = base ** (-torch.arange(half, dtype=precise, device=x_BHSK.device) / half)
+    dtype, half = projected[0].dtype, projected[0].shape[-1] // 2
+    precise = torch.promote_types(dtype, torch.float32)  # bfloat16 cannot count beyond 256
+    frequency_k = base ** (-torch.arange(half, dtype=precise, device=positions_S.device) / half)
     angle_Sk = (positions_S.to(precise)[..., None] * frequency_k).unsqueeze(-3)
-    cos, sin = angle_Sk.cos().to(x_BHSK.dtype), angle_Sk.sin().to(x_BHSK.dtype)
-    a, b = x_BHSK[..., :half], x_BHSK[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    cos, sin = angle_Sk.cos().to(dtype), angle_Sk.sin().to(dtype)
+    for x_BHSK in projected:
+        a, b = x_BHSK[..., :half], x_BHSK[..., half:]
+        yield torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tensor:
@@ -126,8 +127,7 @@ class Attention(nn.Module):
         k_BGSK = heads(self.k_proj(x_BSD))
         v_BGSK = heads(self.v_proj(x_BSD))
         if self.rotary_base is not None:
-            q_BHSK = rotate(q_BHSK, positions_S, self.rotary_base)
-            k_BGSK = rotate(k_BGSK, positions_S, self.rotary_base)
+            q_BHSK, k_BGSK = rotate(positions_S, self.rotary_base, q_BHSK, k_BGSK)
         if self.weights_dropout.active:
             drop = partial(self.weights_dropout, positions_S=positions_S)
             y_BHSK = attend_and_drop(q_BHSK, k_BGSK, v_BGSK, self.causal, drop)

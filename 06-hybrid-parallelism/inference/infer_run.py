@@ -1,0 +1,108 @@
+"""A program that generates text: requests in, streamed text out, and a table of times at the end.
+
+The first request that has not ended streams its tokens as they come; the others run beside it, and their text appears
+when their turn comes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Row
+
+from common import comm
+from common.data.tokenizer import Stream, Tokenizer
+from common.launch.runtime import Runtime
+from common.lesson.runner import console, write_records
+
+from infer_engine import Engine
+from infer_metrics import Meter
+from infer_options import Choice, GenerateOptions, read_file
+from infer_scheduler import Request, Sequence
+from infer_tokens import stop_tokens, tokenizer_of
+
+
+class Screen:
+    """Prints sequences in their order: the first that has not ended streams, the others wait for their turn."""
+
+    def __init__(self, sequences: Row[Sequence], tokens: Tokenizer, shown: bool) -> None:
+        self.left, self.tokens, self.shown = list(sequences), tokens, shown
+        self.begin()
+
+    def begin(self) -> None:
+        """Print the prompt of the next sequence."""
+        self.printed = 0
+        if self.left:
+            self.stream = Stream(self.tokens)
+            self.write(self.tokens.decode(self.left[0].request.prompt))
+
+    def write(self, text: str) -> None:
+        if self.shown:
+            print(text, end="", flush=True)
+
+    def show(self) -> None:
+        """Print what is new."""
+        while self.left:
+            sequence = self.left[0]
+            new = sequence.written[self.printed :]
+            self.printed += len(new)
+            self.write("".join(map(self.stream.add, new)))
+            if not sequence.ended:
+                return
+            self.write(self.stream.rest() + "\n")
+            self.left.pop(0)
+            self.begin()
+
+
+def generate(
+    engine: Engine, requests: Iterable[Request], tokens: Tokenizer, meter: Meter, shown: bool
+) -> list[Sequence]:
+    """Run requests to their ends, and print their texts if `shown`. Return the ended sequences, in order."""
+    sequences = [engine.add(request) for request in requests]
+    screen = Screen(sequences, tokens, shown)
+    meter.start(sequences)
+    while engine.busy:
+        begin = time.perf_counter()
+        chosen = engine.step()
+        meter.add(chosen, begin)
+        screen.show()
+    return sequences
+
+
+def make_request(text: str, choice: Choice, tokens: Tokenizer, stop: frozenset[int]) -> Request:
+    """Return the request for a prompt."""
+    c = choice
+    prompt = tuple(tokens.encode(text, special=True))
+    return Request(prompt, c.tokens, c.temperature, c.top_k, c.top_p, c.seed, stop | frozenset(c.stop))
+
+
+def lines_of_terminal(rt: Runtime) -> Iterable[str]:
+    """Yield the lines of rank 0's standard input, on all ranks."""
+    while True:
+        (line, *_) = comm.everyones(sys.stdin.readline() if rt.rank == 0 else "", rt.world)
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def main(rt: Runtime, o: GenerateOptions) -> bool:
+    """Generate the texts of all requests, and print a table of times and bytes."""
+    engine, meter = o.engine(rt), Meter()
+    tokens, stop = tokenizer_of(o.checkpoint), stop_tokens(o.checkpoint)
+    asked: list[tuple[str, Choice]] = [(text, o) for text in o.prompts]
+    if o.file:
+        asked += read_file(o.file, o)
+    requests = [make_request(text, choice, tokens, stop) for text, choice in asked]
+    if requests:
+        done = generate(engine, requests, tokens, meter, rt.rank == 0)
+    else:
+        done = []
+        for text in lines_of_terminal(rt):
+            done += generate(engine, [make_request(text, o, tokens, stop)], tokens, meter, rt.rank == 0)
+    if done:
+        console(rt).print(meter.table(engine, done))
+    if rt.rank == 0:
+        write_records(o.json, [meter.record(s) | {"text": tokens.decode(s.text)} for s in done])
+    return True

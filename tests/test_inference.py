@@ -1,0 +1,326 @@
+"""Generated text: that of transformers and of one device on every mesh; requests that join, leave and are cancelled."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.comm.mesh import Mesh
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.models.configs import TransformerConfig, llama
+from common.models.huggingface import read_config, read_weights
+from common.models.transformer import Transformer
+
+from infer_engine import Engine, cache_bytes
+from infer_sampling import choose, shares
+from infer_scheduler import Request, Sequence
+
+VOCABULARY = 101
+SHAPE = llama(layers=5, width=48, heads=6, kv_heads=2, mlp_width=57, sequence=96, vocabulary=VOCABULARY)
+MESHES = [(1, 1), (2, 1), (3, 1), (5, 1), (1, 2), (1, 3), (1, 6), (2, 2), (2, 3), (3, 2)]  # pp, tp
+AMPLE: dict[str, Any] = {"blocks": 256, "block": 5}
+SCARCE: dict[str, Any] = {"blocks": 20, "block": 4, "most": 5, "budget": 7}
+
+
+def requests(count: int, seed: int = 0, greedy: bool = False) -> list[Request]:
+    """Return requests of uneven lengths; a third of them greedy, the others with temperature, top-k and top-p."""
+    r = random.Random(seed)
+    found = []
+    for i in range(count):
+        prompt = tuple(r.randrange(VOCABULARY) for _ in range(r.randrange(1, 30)))
+        temperature = 0.0 if greedy else (0.0, 0.8, 1.2)[i % 3]
+        found.append(
+            Request(prompt, r.randrange(1, 40), temperature, (0, 20)[i % 2], (1.0, 0.9)[i // 2 % 2], i)
+        )
+    return found
+
+
+def alone(model: Transformer, request: Request) -> list[int]:
+    """Return a request's text by the plain model, without a cache: the whole text passes it for each token."""
+    sequence = Sequence(0, request, list(request.prompt))
+    with torch.inference_mode():
+        while len(sequence.written) < request.tokens and sequence.text[-1] not in request.stop:
+            logits_BSV = model(torch.tensor([sequence.text]))
+            sequence.text += choose(logits_BSV[0, -1:], [sequence]).tolist()
+    return sequence.written
+
+
+def run(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:
+    """Return the texts of requests that are all there from the start."""
+    sequences = [engine.add(request) for request in asked]
+    while engine.busy:
+        engine.step()
+    return [s.written for s in sequences]
+
+
+def on_mesh(
+    rt: Runtime, pp: int, tp: int, folder: Path | None, shape: TransformerConfig, asked: list[Request]
+) -> list[list[list[int]]]:
+    """Return the texts with an ample cache, and with one so small that requests return to wait."""
+    texts = []
+    for sizes in (AMPLE, SCARCE):
+        mesh = Mesh(rt.world, pp=pp, tp=tp)
+        whole = read_weights(folder, shape) if folder else None
+        engine = Engine(shape, mesh, rt.device, torch.float64, whole=whole, **sizes)
+        texts.append(run(engine, asked))
+        assert engine.scheduler.preempted > 0 or sizes is AMPLE
+        assert len(engine.blocks.free) == engine.blocks.count
+        assert engine.cache.nbytes == cache_bytes(
+            shape, mesh, torch.float64, engine.blocks.count * engine.blocks.size
+        )
+        mesh.close()
+    return texts
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a LLaMA that transformers has written in float64, with weights that are not small."""
+    torch.manual_seed(0)
+    c = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=57,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=96,
+        rms_norm_eps=1e-5,
+        initializer_range=0.3,
+        eos_token_id=7,
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(c).double().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(checkpoint: Path) -> list[list[int]]:
+    """Return the texts of transformers.generate, with its cache, for greedy requests."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    found = []
+    for request in requests(9, seed=1, greedy=True):
+        prompt = torch.tensor([request.prompt])
+        text = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=request.tokens,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(text[0, len(request.prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize(("pp", "tp"), MESHES)
+def test_text_is_that_of_transformers(pp: int, tp: int, checkpoint: Path, theirs: list[list[int]]) -> None:
+    """Greedy texts equal transformers.generate with its cache, from the checkpoint that it wrote."""
+    asked = requests(9, seed=1, greedy=True)
+    for texts in spawn(on_mesh, pp * tp, pp, tp, checkpoint, read_config(checkpoint), asked, timeout=100):
+        assert texts == [theirs, theirs]
+
+
+@pytest.mark.parametrize(("pp", "tp"), MESHES)
+def test_drawn_text_is_that_of_one_device(pp: int, tp: int) -> None:
+    """Drawn texts equal those of the plain model, alone and without a cache."""
+    asked = requests(12)
+    model = Transformer(SHAPE, dtype=torch.float64)
+    expected = [alone(model, request) for request in asked]
+    for texts in spawn(on_mesh, pp * tp, pp, tp, None, SHAPE, asked, timeout=100):
+        assert texts == [expected, expected]
+
+
+def test_mixtral_is_that_of_transformers(tmp_path: Path) -> None:
+    """A mixture of experts, split over tp and pp, writes transformers' text."""
+    torch.manual_seed(0)
+    c = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=96,
+        initializer_range=0.3,
+        sliding_window=None,
+    )
+    c._experts_implementation = "eager"
+    model = MixtralForCausalLM(c).double().eval()
+    model.save_pretrained(tmp_path)
+    asked = requests(6, seed=2, greedy=True)
+    expected = []
+    for request in asked:
+        text = model.generate(
+            torch.tensor([request.prompt]), max_new_tokens=request.tokens, do_sample=False, eos_token_id=None
+        )
+        expected.append(text[0, len(request.prompt) :].tolist())
+    for texts in spawn(on_mesh, 4, 2, 2, tmp_path, read_config(tmp_path), asked, timeout=100):
+        assert texts == [expected, expected]
+
+
+def joining(rt: Runtime, pp: int, tp: int, asked: list[Request]) -> list[tuple[str, list[int]]]:
+    """Let 200 requests join and leave at random, and cancel a tenth. Check blocks and bytes after each step."""
+    mesh = Mesh(rt.world, pp=pp, tp=tp)
+    engine = Engine(SHAPE, mesh, rt.device, torch.float64, blocks=60, block=4, most=8, budget=24)
+    r = random.Random(3)
+    cancelled = set(r.sample(range(len(asked)), len(asked) // 10))
+    sequences: list[Sequence] = []
+    formula, schedule = [0], engine.scheduler.schedule
+
+    def scheduled() -> list[tuple[Sequence, int]]:
+        chosen = schedule()
+        computed = {s.number: n for s, n in chosen}
+        held = [s.cached + computed.get(s.number, 0) for s in engine.scheduler.running]
+        formula.append(sum(math.ceil(tokens / 4) for tokens in held))
+        return chosen
+
+    engine.scheduler.schedule = scheduled  # type: ignore[method-assign]
+    while engine.busy or len(sequences) < len(asked):
+        for _ in range(r.randrange(3)):
+            if len(sequences) < len(asked):
+                sequences.append(engine.add(asked[len(sequences)]))
+        for s in sequences:
+            if s.number in cancelled and not s.ended and (len(s.written) > s.number % 5 or r.random() < 0.05):
+                engine.cancel(s)
+        if engine.busy:
+            engine.step()
+        assert engine.blocks.taken == sum(math.ceil(s.cached / 4) for s in sequences if not s.ended)
+    assert sorted(engine.blocks.free) == list(range(60))
+    assert engine.scheduler.peak == max(formula) > 50
+    assert {s.ended for s in sequences if s.number in cancelled} == {"cancelled"}
+    return [(s.ended, s.written) for s in sequences]
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_200_requests_that_join_leave_and_are_cancelled(pp: int, tp: int) -> None:
+    """Every other request is complete and as alone; all blocks are free at the end."""
+    asked = requests(200, seed=4)
+    model = Transformer(SHAPE, dtype=torch.float64)
+    results = spawn(joining, pp * tp, pp, tp, asked, timeout=100)
+    assert all(result == results[0] for result in results)
+    assert sum(ended == "cancelled" for ended, _ in results[0]) == 20
+    for (ended, written), request in list(zip(results[0], asked, strict=True))[
+        :: 1 if (pp, tp) == (1, 1) else 7
+    ]:
+        expected = alone(model, request)
+        assert written == expected if ended == "length" else written == expected[: len(written)]
+
+
+def test_kept_tokens_are_those_of_transformers() -> None:
+    """Temperature, top-k and top-p keep the tokens that transformers' filters keep, with equal probabilities."""
+    logits_RV = 2 * torch.randn(
+        40, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    for temperature, top_k, top_p in [
+        (0.7, 0, 1.0),
+        (1.0, 5, 1.0),
+        (1.3, 0, 0.8),
+        (0.9, 30, 0.5),
+        (2.0, 1, 1.0),
+    ]:
+        filters = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+        if top_k:
+            filters.append(TopKLogitsWarper(top_k))
+        if top_p < 1:
+            filters.append(TopPLogitsWarper(top_p))
+        expected_RV = filters(torch.zeros(40, 1, dtype=torch.int64), logits_RV).softmax(-1)
+        request = Request((1,), 1, temperature, top_k, top_p)
+        share_RV, token_RV = shares(logits_RV, [request] * 40)
+        found_RV = torch.zeros_like(share_RV).scatter(1, token_RV, share_RV / share_RV.sum(-1, keepdim=True))
+        torch.testing.assert_close(found_RV, expected_RV, rtol=1e-12, atol=1e-15)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """Over many seeds each token comes as often as its probability says, within 5 standard deviations."""
+    logits_V = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5], dtype=torch.float64)
+    n = 20000
+    asked = [Sequence(i, Request((1,), 1, 0.8, 4, 0.95, seed=i), [1]) for i in range(n)]
+    counts_V = choose(logits_V.expand(n, -1), asked).bincount(minlength=5)
+    share_1V, token_1V = shares(logits_V[None], [asked[0].request])
+    p_V = torch.zeros(5, dtype=torch.float64).scatter(0, token_1V[0], share_1V[0] / share_1V.sum())
+    assert (p_V == 0).sum() == 1  # of top-k
+    assert ((counts_V - n * p_V).abs() <= 5 * (n * p_V * (1 - p_V)).sqrt()).all()
+    at_places = [Sequence(0, asked[0].request, [1] * length) for length in range(1, 40)]
+    assert len(choose(logits_V.expand(39, -1), at_places).unique()) > 2  # the place in the text counts, too
+
+
+def test_stop_tokens_end_a_text() -> None:
+    """A text ends with the first stop token; the tokens before are those without it."""
+    model = Transformer(SHAPE, dtype=torch.float64)
+    (request,) = requests(1, seed=8)
+    request = Request(request.prompt, 30, 1.0, seed=1)
+    whole = alone(model, request)
+    stopping = Request(request.prompt, 30, 1.0, seed=1, stop=frozenset({whole[11]}))
+    sequence = (engine := one_rank(block=4)).add(stopping)
+    while engine.busy:
+        engine.step()
+    assert (sequence.ended, sequence.written) == ("stop", whole[: whole.index(whole[11]) + 1])
+
+
+def one_rank(shape: TransformerConfig = SHAPE, **sizes: int) -> Engine:
+    """Return an engine on this process alone."""
+    return Engine(shape, Mesh(Group.alone()), torch.device("cpu"), torch.float64, **sizes)
+
+
+def test_a_long_prompt_does_not_stop_the_others() -> None:
+    """While a long prompt is computed in parts, a sequence that runs gets a token in each step."""
+    engine = one_rank(budget=4, most=2)
+    first = engine.add(Request((1, 2), 20))
+    engine.step()
+    long = engine.add(Request(tuple(range(60)), 5))
+    for written in range(2, 21):
+        assert not long.written
+        engine.step()
+        assert len(first.written) == written
+    while engine.busy:
+        engine.step()
+    model = Transformer(SHAPE, dtype=torch.float64)
+    assert [s.written for s in (first, long)] == [alone(model, s.request) for s in (first, long)]
+
+
+def messages(rt: Runtime, pp: int, tp: int) -> tuple[dict[str, Fraction], int]:
+    """Return the bytes that this rank sends in a decode step of 3 sequences, by call, and its weights' bytes."""
+    engine = Engine(SHAPE, Mesh(rt.world, pp=pp, tp=tp), rt.device, torch.float64)
+    for i in range(3):
+        engine.add(Request((i + 1, 5), 4))
+    engine.step()
+    with Ledger() as ledger:
+        engine.step()
+    sent = {f"{row.op} {row.axis}": ledger.bytes(row.op, row.axis) for row in ledger.rows}
+    return sent, sum(p.nbytes for p in engine.stage.parameters())
+
+
+def test_bytes_of_a_step() -> None:
+    """A decode step sends two all-reduces per layer along tp, activations along pp, logits and tokens; nothing more."""
+    R, D = 3, 48
+    (sent, weights), *_ = spawn(messages, 2, 1, 2)
+    # the embedding and two regions per layer; the logits padded to 51 per rank; the tokens from rank 0
+    assert sent == {
+        "all_reduce tp": 11 * R * D * 8,
+        "all_gather tp": R * 51 * 8,
+        "broadcast world": R * 8 // 2,
+    }
+    (sent, stage), *_ = spawn(messages, 2, 2, 1)
+    assert sent == {"send pp": R * D * 8, "broadcast world": R * 8 // 2}
+    whole = sum(p.numel() for p in Transformer(SHAPE, dtype=torch.float64).parameters()) * 8
+    assert weights < 0.55 * whole
+    assert stage < 0.62 * whole  # three of five layers
