@@ -19,7 +19,6 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -34,27 +33,12 @@ CHUNK = 1 << 16  # characters of a text that are encoded at once
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not whole characters
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back."""
-
-    vocabulary: int
-    """Number of tokens: they are 0 to vocabulary - 1."""
-    end: int | None
-    """Token that ends a text, if there is one."""
-    name: str
-    """Value that differs between tokenizers, for the metadata of a run."""
-
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the tokens of a text; `special`: with those that the tokenizer puts around a prompt."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are not whole characters become replacement characters."""
-
-
 class Bytes:
-    """UTF-8: each byte is a token."""
+    """UTF-8: each byte is a token, and none ends a text."""
 
-    vocabulary, end, name = BYTES, None, "bytes"
+    vocabulary = BYTES
+    end: int | None = None
+    name = "bytes"
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the bytes of a text, and of a command line that is not UTF-8 those that were given."""
@@ -68,9 +52,14 @@ class Bytes:
 
 
 class FromFile:
-    """Tokenizer of a tokenizer.json. Raises UsageError if the file cannot be read or is not one."""
+    """Tokenizer of a tokenizer.json. Raises UsageError if the file cannot be read or is not one.
+
+    vocabulary: its tokens are 0 to vocabulary - 1. end: the token that ends a text, if there is one. content: the file.
+    name: its hash, which differs between tokenizers.
+    """
 
     def __init__(self, file: Path) -> None:
+        self.file = file
         try:
             if file.exists() and not file.is_file():
                 raise UsageError(
@@ -96,7 +85,10 @@ class FromFile:
         self.name = hashlib.sha256(self.content).hexdigest()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the tokens of a text. Undecodable bytes of a command line become replacement characters."""
+        """Return the tokens of a text; `special`: with those that the file puts around a prompt.
+
+        Bytes of a command line that are not UTF-8 become replacement characters.
+        """
         clean = text.encode(errors="surrogateescape").decode(errors="replace")
         return list(self.tokenizer.encode(clean, add_special_tokens=special).ids)
 
@@ -116,7 +108,10 @@ class FromFile:
         )
 
 
-def load_tokenizer(file: Path | None) -> Bytes | FromFile:
+Tokenizer = Bytes | FromFile
+
+
+def load_tokenizer(file: Path | None) -> Tokenizer:
     """Return the tokenizer of a file, or bytes. Raises UsageError if it cannot be read."""
     return FromFile(file) if file else Bytes()
 
