@@ -12,24 +12,18 @@ input.
 
 from __future__ import annotations
 
-import signal
-
 from common.launch import spawn
 from common.launch.runtime import Runtime
 from common.lesson.runner import run
 
 from hybrid_options import TrainOptions, parse
-from hybrid_signals import TRACE, pass_on
-from hybrid_trainer import make, start
+from hybrid_signals import pass_on
+from hybrid_trainer import train
 
 
 def main(rt: Runtime, o: TrainOptions) -> bool:
-    """Train from the newest good checkpoint, or from step 0, to the last step; --steps 0: only explain."""
-    signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
-    if o.steps:
-        return start(rt, o).run()
-    make(rt, o)
-    return True
+    """Train as the options say; return True unless the run could not go on."""
+    return train(rt, o)
 
 
 if __name__ == "__main__":

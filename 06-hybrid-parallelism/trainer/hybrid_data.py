@@ -7,7 +7,8 @@ A run that resumes at step t, on any mesh, therefore sees the very next batch, w
 data. The order is shuffled anew in every epoch (common/data/sampler.py).
 
 Token files are mapped into memory, so they may be larger than the memory: NumPy's .npy, or the bare numbers
-as nanoGPT and Megatron-LM write them.
+as nanoGPT and Megatron-LM write them. With --tokenizer a text is cut into chunks, all ranks encode a part of them, and
+every rank gets all tokens: the chunks do not depend on the number of ranks, so neither do the tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from common import comm
+from common.comm import Group
 from common.data.sampler import samples_at
 from common.data.text import Text, Tokens, lm_samples, load_text, rank_slice
+from common.data.tokenizer import FromFile, chunks_of
 from common.errors import UsageError
 from common.lesson.training import Batches
 
@@ -37,10 +40,18 @@ class Shuffled(Batches):
 
     options: TrainOptions
 
+    def __init__(
+        self, o: TrainOptions, group: Group, device: torch.device, world: Group | None = None
+    ) -> None:
+        self.world = world or group  # ranks that encode the text
+        super().__init__(o, group, device)
+
     def load(self) -> Text:
         """Load the text. Raises UsageError if it has no sample, or tokens outside the model's vocabulary."""
         o, vocabulary = self.options, self.options.model_config().vocabulary
         text = load_tokens(o.data, o.tokens)
+        if isinstance(o.coder, FromFile) and is_text(o.data, o.tokens):
+            text = encode(text, o.coder, self.world)
         for part in (text.train, text.validation):
             if len(part) <= o.sequence:
                 longest = len(text.validation) - 1
@@ -99,6 +110,7 @@ class Shuffled(Batches):
             "seed": o.seed,
             "batch": o.batch,
             "sequence": o.sequence,
+            "tokenizer": o.coder.name,
             "data": self.text.name,
             "data_tokens": len(self.text.train) + len(self.text.validation),
             "data_sha256": self.sha256,
@@ -119,11 +131,16 @@ class Shuffled(Batches):
         return hashlib.sha256("".join(in_order).encode()).hexdigest()
 
 
+def is_text(data: Path | None, kind: str) -> bool:
+    """Return True if the data are text, not token numbers."""
+    return kind == "bytes" and (data is None or data.suffix != ".npy")
+
+
 def load_tokens(data: Path | None, kind: str) -> Text:
     """Load text as bytes, or a file of tokens. Raises UsageError if it cannot be read."""
     if data is None and kind != "bytes":
         raise UsageError(f"--tokens {kind} says how to read a file; give it as --data")
-    if data is None or (kind == "bytes" and data.suffix != ".npy"):
+    if data is None or is_text(data, kind):
         return load_text(data)
     try:
         if data.suffix == ".npy":
@@ -140,6 +157,19 @@ def load_tokens(data: Path | None, kind: str) -> Text:
         )
     kept = len(tokens) * 9 // 10
     return Text(tokens[:kept], tokens[kept:], data.name)
+
+
+def encode(text: Text, tokenizer: FromFile, world: Group) -> Text:
+    """Return the tokens of a text of bytes; each rank encodes a part. All ranks call it."""
+    parts = [[*chunks_of(part.tobytes())] for part in (text.train, text.validation)]
+    chunks = parts[0] + parts[1]
+    by_rank = comm.everyones(tokenizer.encode_chunks(chunks[world.rank :: world.size]), world)
+    in_order = [by_rank[i % world.size][i // world.size] for i in range(len(chunks))]
+    train, validation = (
+        np.concatenate(found) for found in (in_order[: len(parts[0])], in_order[len(parts[0]) :])
+    )
+    length = (len(text.train) + len(text.validation)) / max(1, len(train) + len(validation))
+    return Text(train, validation, text.name, length)
 
 
 def unigram_entropy(text: Text) -> float:

@@ -104,10 +104,3 @@ def choose(logits_BV: Tensor, uniform_B: Tensor, temperature: float) -> Tensor:
     ends_BV = (logits_BV / temperature).softmax(-1).cumsum(-1)
     found_B1 = torch.searchsorted(ends_BV, uniform_B[:, None].to(ends_BV) * ends_BV[:, -1:], right=True)
     return found_B1[:, 0].clamp(max=logits_BV.shape[1] - 1)
-
-
-def decode(tokens: list[int]) -> str:
-    """Return bytes as text, other tokens as their numbers."""
-    if max(tokens, default=0) < 256:
-        return bytes(tokens).decode(errors="replace")
-    return " ".join(map(str, tokens))

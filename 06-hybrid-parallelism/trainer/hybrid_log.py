@@ -74,7 +74,8 @@ class Log:
         where = f"{axes} ({self.rt.backend}, {self.rt.device.type})"
         tokens = f"{len(text.train) / 1e6:.3g} M tokens to train on, {o.batch * o.sequence} a step"
         self.say(f"{o.init or o.model}, {meter.parameters / 1e6:.3g} M parameters in {o.dtype}, on {where}")
-        self.say(f"{text.name}: {tokens}; unigram entropy {entropy:.3f} nats")
+        length = f", {text.bytes_per_token:.2f} bytes each" if text.bytes_per_token else ""
+        self.say(f"{text.name}: {tokens}{length}; unigram entropy {entropy:.3f} nats")
         self.say(f"peak of all ranks {meter.peak / 1e9:,.0f} GFLOP/s, {given}")
         if self.begin:
             self.say(f"resumed after step {self.begin} of {o.steps} from {source}")

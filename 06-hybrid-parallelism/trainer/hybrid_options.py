@@ -16,10 +16,12 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
+from common.data.tokenizer import Bytes, Tokenizer, load_tokenizer
 from common.errors import UsageError
 from common.launch import command_line as options
 from common.launch.command_line import Count, Size, Within, check_folder
@@ -32,6 +34,7 @@ from hybrid_layout import HybridOptions
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 T = TypeVar("T")
+TOKENIZER = "tokenizer.json"  # its name in a folder of Hugging Face's
 CountOrNone = Annotated[int, Within(0, 10**9)]
 Factor = Annotated[float, Within(0, 1e30)]
 
@@ -54,6 +57,8 @@ class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "c
     """Tokens per sample."""
     dtype: Literal["float64", "float32"] = "float32"
     """Type of weights and gradients."""
+    tokenizer: Path | None = None
+    """tokenizer.json for the text; a --model then has its vocabulary; default: that of --init, if any, else bytes."""
     tokens: Literal["bytes", "uint16", "uint32"] = "bytes"
     """Format of --data: bytes of text, or token numbers of this type; a .npy file states its own type."""
     learning_rate: Factor = 1e-3
@@ -108,9 +113,18 @@ class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "c
     """Longest wait, in seconds, also for writing a checkpoint or --export to the disk."""
     trace_all: ClassVar[bool] = False
 
+    @cached_property
+    def coder(self) -> Tokenizer:
+        """Tokenizer of the text and of the prompt. Raises UsageError if the file cannot be read."""
+        beside = self.init / TOKENIZER if self.init else None
+        return load_tokenizer(self.tokenizer or (beside if beside and beside.exists() else None))
+
     def model_config(self) -> TransformerConfig:
         """Return the model's shape: that of the folder --init, or of the name --model."""
-        return read_config(self.init) if self.init else super().model_config()
+        if self.init:
+            return read_config(self.init)
+        shape = super().model_config()
+        return replace(shape, vocabulary=self.coder.vocabulary) if self.tokenizer else shape
 
     def look_at_data(self) -> None:
         """No-op: `Shuffled` checks the data, since a token file may be larger than the memory."""
@@ -133,13 +147,28 @@ class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "c
             raise UsageError(
                 f"--resume {self.resume}: there is no such file; give auto, no, or a file of --save"
             )
-        if self.generate:
-            prompt = self.prompt.encode(errors="surrogateescape")
-            if not prompt or max(prompt) >= self.model_config().vocabulary:
+        self.check_tokenizer()
+
+    def check_tokenizer(self) -> None:
+        """Check that the model knows the tokens of the text and of the prompt. Raises UsageError."""
+        vocabulary, coder = self.model_config().vocabulary, self.coder
+        if isinstance(coder, Bytes):
+            if self.export and (self.export / TOKENIZER).exists():
                 raise UsageError(
-                    f"--prompt {self.prompt!a} is taken as bytes; --generate needs at least one, and a model that "
-                    f"knows them: its vocabulary is {self.model_config().vocabulary}"
+                    f"--export {self.export}: there is a {TOKENIZER}, but this model reads bytes; give another folder"
                 )
+        elif coder.vocabulary > vocabulary:
+            raise UsageError(
+                f"the tokenizer {coder.file} has {coder.vocabulary} tokens, the model of --init {self.init} a "
+                f"vocabulary of {vocabulary}; give the tokenizer of that model, or one with at most {vocabulary}"
+            )
+        prompt = coder.encode(self.prompt)
+        if self.generate and not (prompt and max(prompt) < vocabulary):
+            kind = "is taken as bytes" if isinstance(coder, Bytes) else f"is taken as tokens of {coder.file}"
+            raise UsageError(
+                f"--prompt {self.prompt!a} {kind}; --generate needs at least one, and a model that "
+                f"knows them: its vocabulary is {vocabulary}"
+            )
 
     def make_folders(self) -> None:
         """Check up front that the output paths are writable; create their folders. Raises UsageError."""

@@ -14,6 +14,7 @@ checkpoint, on any mesh, as if it had never stopped.
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from common.utils.profiler import profile
 from hybrid_bytes import StepBytes
 from hybrid_checkpoint import Checkpoints, entries_of
 from hybrid_data import Shuffled
-from hybrid_evaluate import decode, generate, validation_loss
+from hybrid_evaluate import generate, validation_loss
 from hybrid_explain import bytes_table, explain
 from hybrid_export import export
 from hybrid_log import Log, draw
@@ -42,7 +43,7 @@ from hybrid_metrics import Meter
 from hybrid_model import Hybrid
 from hybrid_optimizer import learning_rate, make_optimizer
 from hybrid_options import TrainOptions
-from hybrid_signals import Signals
+from hybrid_signals import TRACE, Signals
 from hybrid_whole import read_whole, save_whole
 from plan_here import peak_table
 
@@ -52,7 +53,7 @@ class Trainer:
 
     def __init__(self, rt: Runtime, o: TrainOptions, hybrid: Hybrid) -> None:
         self.rt, self.o, self.hybrid = rt, o, hybrid
-        self.batches = Shuffled(o, hybrid.samples, rt.device)
+        self.batches = Shuffled(o, hybrid.samples, rt.device, rt.world)
         self.optimizer = make_optimizer(hybrid, o)
         self.checkpoints = (
             Checkpoints(o.checkpoints, hybrid.mesh, o.keep, o.asynchronous) if o.checkpoints else None
@@ -80,6 +81,7 @@ class Trainer:
             self.source, where, another = file, file, "another file"
         if found is None:
             return 0
+        found.setdefault("tokenizer", "bytes")  # as in a file of a program in C++
         for name, value in self.batches.about().items():
             if str(found.get(name)) != str(value):
                 raise UsageError(
@@ -138,7 +140,7 @@ class Trainer:
 
     def export_model(self, folder: Path) -> None:
         """Export the model, and say so. Raises UsageError on rank 0 if that fails."""
-        export(self.hybrid, folder)
+        export(self.hybrid, folder, self.o.coder)
         self.log.say(f"exported to {folder}")
 
     def save_whole(self, file: Path) -> None:
@@ -230,14 +232,16 @@ class Trainer:
         o = self.o
         if o.evaluate_every:
             loss = validation_loss(self.hybrid, self.batches)
-            self.log.say(f"{self.step:6d}  validation loss {loss:.4f}")
+            length = self.batches.text.bytes_per_token
+            per_byte = f", {loss / length:.4f} nats per byte" if length else ""
+            self.log.say(f"{self.step:6d}  validation loss {loss:.4f}{per_byte}")
             self.log.record("evaluation", self.step, validation_loss=loss)
         if o.generate:
-            prompt = list(o.prompt.encode(errors="surrogateescape"))
+            prompt = o.coder.encode(o.prompt)
             (tokens,) = generate(
                 self.hybrid, prompt, o.generate, o.sequence, o.seed, self.step, o.temperature
             )
-            text = decode(prompt + tokens)
+            text = o.coder.decode(prompt + tokens)
             self.log.say("\n".join("        | " + line for line in text.splitlines()))
             self.log.record("text", self.step, text=text)
 
@@ -275,3 +279,12 @@ def start(rt: Runtime, o: TrainOptions) -> Trainer:
     if rt.rank == 0:
         o.make_folders()
     return trainer
+
+
+def train(rt: Runtime, o: TrainOptions) -> bool:
+    """Train from the newest good checkpoint, or from step 0, to the last step; --steps 0: only explain."""
+    signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
+    if o.steps:
+        return start(rt, o).run()
+    make(rt, o)
+    return True

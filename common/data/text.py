@@ -45,6 +45,8 @@ class Text:
     train: Tokens
     validation: Tokens
     name: str
+    bytes_per_token: float | None = None
+    """Mean length of a token in bytes, if a tokenizer has cut the text."""
 
 
 def _files(data: Path | None) -> list[Path]:
