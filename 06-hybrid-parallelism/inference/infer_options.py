@@ -88,12 +88,22 @@ class GenerateOptions(Choice, LessonOptions, without=("steps", "data", "plot", "
         tp = self.tp or max(1, rt.world_size // self.pp)
         return Mesh(rt.world, pp=self.pp, tp=tp, timeout=rt.timeout)
 
-    def engine(self, rt: Runtime) -> Engine:
+    def engine(self, rt: Runtime, mesh: Mesh) -> Engine:
         """Return this rank's engine. Raises UsageError if model, mesh and cache do not fit together."""
         shape = self.shape()
         whole = read_weights(self.checkpoint, shape) if self.checkpoint else None
-        sizes = {"blocks": self.blocks, "block": self.block, "most": self.most, "budget": self.budget}
-        return Engine(shape, self.mesh(rt), rt.device, TYPES[self.dtype], self.seed, whole, **sizes)
+        return Engine(
+            shape,
+            mesh,
+            rt.device,
+            TYPES[self.dtype],
+            self.seed,
+            whole,
+            blocks=self.blocks,
+            block=self.block,
+            most=self.most,
+            budget=self.budget,
+        )
 
 
 def read_file(file: Path, default: Choice) -> Iterator[tuple[str, Choice]]:

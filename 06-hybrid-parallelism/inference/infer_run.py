@@ -89,7 +89,7 @@ def lines_of_terminal(rt: Runtime) -> Iterable[str]:
 
 def main(rt: Runtime, o: GenerateOptions) -> bool:
     """Generate the texts of all requests, and print a table of times and bytes."""
-    engine, meter = o.engine(rt), Meter()
+    engine, meter = o.engine(rt, o.mesh(rt)), Meter()
     tokens, stop = tokenizer_of(o.checkpoint), stop_tokens(o.checkpoint)
     asked: list[tuple[str, Choice]] = [(text, o) for text in o.prompts]
     if o.file:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ def make_step(scheduled: Row[tuple[Sequence, int]], block: int, shared: int, dev
 
     block: tokens per block of the cache. shared: query heads that read one key-value head.
     """
+    put = partial(torch.tensor, dtype=torch.int64, device=device)
     in_parts = sorted(scheduled, key=lambda pair: -pair[1])  # stable: a part keeps the order of the sequences
     tokens: list[int] = []
     positions: list[int] = []
@@ -72,25 +74,12 @@ def make_step(scheduled: Row[tuple[Sequence, int]], block: int, shared: int, dev
                 last.append(len(tokens) - 1)
                 sequences.append(s)
         longest = max(len(s.table) for s in members)
-        tables_RN = torch.tensor([s.table + [0] * (longest - len(s.table)) for s in members])
-        first_R = torch.tensor([s.cached for s in members])
-        seen_R1n1 = (first_R[:, None] + torch.arange(n))[:, None, :, None]
-        visible_R1nL = torch.arange(longest * block) <= seen_R1n1
+        first_R = put([s.cached for s in members])
+        seen_R1n1 = (first_R[:, None] + torch.arange(n, device=device))[:, None, :, None]
+        visible_R1nL = torch.arange(longest * block, device=device) <= seen_R1n1
+        tables_RN = put([s.table + [0] * (longest - len(s.table)) for s in members])
         parts.append(Part(begin, len(tokens), tables_RN, visible_R1nL.repeat(1, 1, shared, 1)))
-    step = Step(
-        torch.tensor([tokens]),
-        torch.tensor([positions]),
-        torch.tensor(slots),
-        torch.tensor(last),
-        parts,
-        sequences,
-    )
-    if device.type != "cpu":
-        for record in (step, *parts):
-            for f in fields(record):
-                if isinstance(value := getattr(record, f.name), Tensor):
-                    setattr(record, f.name, value.to(device))
-    return step
+    return Step(put([tokens]), put([positions]), put(slots), put(last), parts, sequences)
 
 
 class CachedAttention:
@@ -116,4 +105,5 @@ class CachedAttention:
             q_GhTK[:, :, part.begin : part.end].unflatten(2, (R, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
         )
         y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.visible_R1mL)
-        return y_RGmK.unflatten(2, (h, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        y_GhTK: Tensor = y_RGmK.unflatten(2, (h, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return y_GhTK

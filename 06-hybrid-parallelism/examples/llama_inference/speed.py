@@ -15,7 +15,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,30 +103,18 @@ def by_transformers(rt: Runtime, o: SpeedOptions, engine: Engine) -> Callable[[]
 def main(rt: Runtime, o: SpeedOptions) -> bool:
     """Time each version in turn; print milliseconds per token and ratios. False if two texts differ."""
     torch.set_num_threads(1)
-    shape, most = o.shape(), max(2, o.requests)
-    blocks = (most + 1) * -(-(o.prompt + o.tokens) // 16)
-    sizes = {"blocks": blocks, "most": most, "budget": most * o.prompt}
-    one = (
-        Engine(shape, Mesh(Group.alone()), rt.device, TYPES[o.dtype], o.seed, **sizes)
-        if rt.rank == 0
-        else None
-    )
+    most = max(2, o.requests)
+    o = replace(o, most=most, budget=most * o.prompt, blocks=most * -(-(o.prompt + o.tokens) // o.block))
     versions: dict[str, Callable[[], list[list[int]]]] = {}
-    if one:
+    if rt.rank == 0:
+        one = o.engine(rt, Mesh(Group.alone()))
         versions["transformers.generate"] = by_transformers(rt, o, one)
-        versions["one rank"] = lambda: by_us(one, o, 1)
-        versions[f"one rank, {o.requests} at once"] = lambda: by_us(one, o, o.requests)
+        versions["one rank"] = partial(by_us, one, o, 1)
+        versions[f"one rank, {o.requests} at once"] = partial(by_us, one, o, o.requests)
     if rt.world_size > 1:
-        all_ranks = Engine(
-            shape,
-            Mesh(rt.world, tp=rt.world_size, timeout=rt.timeout),
-            rt.device,
-            TYPES[o.dtype],
-            o.seed,
-            **sizes,
-        )
-        versions[f"tp={rt.world_size}"] = lambda: by_us(all_ranks, o, 1)
-        versions[f"tp={rt.world_size}, {o.requests} at once"] = lambda: by_us(all_ranks, o, o.requests)
+        ranks = o.engine(rt, o.mesh(rt))
+        versions[f"tp={rt.world_size}"] = partial(by_us, ranks, o, 1)
+        versions[f"tp={rt.world_size}, {o.requests} at once"] = partial(by_us, ranks, o, o.requests)
     names = comm.everyones(list(versions), rt.world)[0]
     times: dict[str, list[float]] = {name: [] for name in names}
     texts: dict[str, list[list[int]]] = {}
