@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from mpi.launch import ROOT, mpirun, python, refusal, torchrun
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -25,13 +31,16 @@ from common.comm.mesh import Mesh
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.models.configs import TransformerConfig, llama
-from common.models.huggingface import read_config, read_weights
+from common.models.huggingface import read_config, read_huggingface, read_weights
 from common.models.transformer import Transformer
 
 from infer_engine import Engine, cache_bytes
+from infer_options import GenerateOptions
+from infer_run import main
 from infer_sampling import choose, shares
 from infer_scheduler import Request, Sequence
 
+FOLDER = ROOT / "06-hybrid-parallelism" / "examples" / "llama_inference"
 VOCABULARY = 101
 SHAPE = llama(layers=5, width=48, heads=6, kv_heads=2, mlp_width=57, sequence=96, vocabulary=VOCABULARY)
 MESHES = [(1, 1), (2, 1), (3, 1), (5, 1), (1, 2), (1, 3), (1, 6), (2, 2), (2, 3), (3, 2)]  # pp, tp
@@ -39,17 +48,20 @@ AMPLE: dict[str, Any] = {"blocks": 256, "block": 5}
 SCARCE: dict[str, Any] = {"blocks": 20, "block": 4, "most": 5, "budget": 7}
 
 
-def requests(count: int, seed: int = 0, greedy: bool = False) -> list[Request]:
+def requests(count: int, seed: int = 0) -> list[Request]:
     """Return requests of uneven lengths; a third of them greedy, the others with temperature, top-k and top-p."""
     r = random.Random(seed)
     found = []
     for i in range(count):
         prompt = tuple(r.randrange(VOCABULARY) for _ in range(r.randrange(1, 30)))
-        temperature = 0.0 if greedy else (0.0, 0.8, 1.2)[i % 3]
+        temperature = (0.0, 0.8, 1.2)[i % 3]
         found.append(
             Request(prompt, r.randrange(1, 40), temperature, (0, 20)[i % 2], (1.0, 0.9)[i // 2 % 2], i)
         )
     return found
+
+
+ASKED = requests(12)
 
 
 def alone(model: Transformer, request: Request) -> list[int]:
@@ -70,15 +82,12 @@ def run(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:
     return [s.written for s in sequences]
 
 
-def on_mesh(
-    rt: Runtime, pp: int, tp: int, folder: Path | None, shape: TransformerConfig, asked: list[Request]
-) -> list[list[list[int]]]:
+def on_mesh(rt: Runtime, pp: int, tp: int, folder: Path, asked: list[Request]) -> list[list[list[int]]]:
     """Return the texts with an ample cache, and with one so small that requests return to wait."""
-    texts = []
+    texts, shape = [], read_config(folder)
     for sizes in (AMPLE, SCARCE):
         mesh = Mesh(rt.world, pp=pp, tp=tp)
-        whole = read_weights(folder, shape) if folder else None
-        engine = Engine(shape, mesh, rt.device, torch.float64, whole=whole, **sizes)
+        engine = Engine(shape, mesh, rt.device, torch.float64, whole=read_weights(folder, shape), **sizes)
         texts.append(run(engine, asked))
         assert engine.scheduler.preempted > 0 or sizes is AMPLE
         assert len(engine.blocks.free) == engine.blocks.count
@@ -111,40 +120,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(checkpoint: Path) -> list[list[int]]:
-    """Return the texts of transformers.generate, with its cache, for greedy requests."""
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
-    found = []
-    for request in requests(9, seed=1, greedy=True):
-        prompt = torch.tensor([request.prompt])
-        text = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=request.tokens,
-            do_sample=False,
-            use_cache=True,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        found.append(text[0, len(request.prompt) :].tolist())
-    return found
+def expected(checkpoint: Path) -> list[list[int]]:
+    """Return texts without ranks: greedy ones by transformers.generate, drawn ones by the plain model."""
+    theirs = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    ours = read_huggingface(checkpoint, torch.float64)
+    return [alone(ours, q) if q.temperature else greedily(theirs, q) for q in ASKED]
+
+
+def greedily(model: Any, request: Request) -> list[int]:
+    """Return a request's text by transformers.generate, with its cache."""
+    tokens_1S = torch.tensor([request.prompt])
+    text = model.generate(
+        tokens_1S,
+        attention_mask=torch.ones_like(tokens_1S),
+        max_new_tokens=request.tokens,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    written: list[int] = text[0, len(request.prompt) :].tolist()
+    return written
 
 
 @pytest.mark.parametrize(("pp", "tp"), MESHES)
-def test_text_is_that_of_transformers(pp: int, tp: int, checkpoint: Path, theirs: list[list[int]]) -> None:
-    """Greedy texts equal transformers.generate with its cache, from the checkpoint that it wrote."""
-    asked = requests(9, seed=1, greedy=True)
-    for texts in spawn(on_mesh, pp * tp, pp, tp, checkpoint, read_config(checkpoint), asked, timeout=100):
-        assert texts == [theirs, theirs]
-
-
-@pytest.mark.parametrize(("pp", "tp"), MESHES)
-def test_drawn_text_is_that_of_one_device(pp: int, tp: int) -> None:
-    """Drawn texts equal those of the plain model, alone and without a cache."""
-    asked = requests(12)
-    model = Transformer(SHAPE, dtype=torch.float64)
-    expected = [alone(model, request) for request in asked]
-    for texts in spawn(on_mesh, pp * tp, pp, tp, None, SHAPE, asked, timeout=100):
+def test_text_is_that_of_transformers_and_of_one_device(
+    pp: int, tp: int, checkpoint: Path, expected: list[list[int]]
+) -> None:
+    """Greedy and drawn texts are equal on every mesh, from the checkpoint that transformers wrote."""
+    for texts in spawn(on_mesh, pp * tp, pp, tp, checkpoint, ASKED, timeout=100):
         assert texts == [expected, expected]
 
 
@@ -166,15 +170,10 @@ def test_mixtral_is_that_of_transformers(tmp_path: Path) -> None:
     c._experts_implementation = "eager"
     model = MixtralForCausalLM(c).double().eval()
     model.save_pretrained(tmp_path)
-    asked = requests(6, seed=2, greedy=True)
-    expected = []
-    for request in asked:
-        text = model.generate(
-            torch.tensor([request.prompt]), max_new_tokens=request.tokens, do_sample=False, eos_token_id=None
-        )
-        expected.append(text[0, len(request.prompt) :].tolist())
-    for texts in spawn(on_mesh, 4, 2, 2, tmp_path, read_config(tmp_path), asked, timeout=100):
-        assert texts == [expected, expected]
+    asked = [q for q in ASKED if not q.temperature]
+    texts = [greedily(model, q) for q in asked]
+    for found in spawn(on_mesh, 4, 2, 2, tmp_path, asked, timeout=100):
+        assert found == [texts, texts]
 
 
 def joining(rt: Runtime, pp: int, tp: int, asked: list[Request]) -> list[tuple[str, list[int]]]:
@@ -324,3 +323,107 @@ def test_bytes_of_a_step() -> None:
     whole = sum(p.numel() for p in Transformer(SHAPE, dtype=torch.float64).parameters()) * 8
     assert weights < 0.55 * whole
     assert stage < 0.62 * whole  # three of five layers
+
+
+def program(*given: str, text: str = "", nproc: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run generate.py with a standard input."""
+    command = [str(python()), str(FOLDER / "generate.py"), "--nproc", str(nproc), *given]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=200)
+
+
+def test_prompts_from_the_terminal_a_file_and_the_command_line(tmp_path: Path) -> None:
+    """One prompt has one text, wherever it comes from, by whichever launcher, on one rank and on two."""
+    options = ["--tokens", "7", "--dtype", "float64", "--seed", "3"]
+    printed = program(*options, text="def é(\n\nclass \n").stdout.splitlines()
+    assert [line[:6] for line in printed[:2]] == ["def é(", "class "]
+    (tmp_path / "lines.txt").write_text("def é(\n\nclass \n")
+    asked = [
+        {"prompt": "def é(", "tokens": 7, "seed": 3},
+        {"prompt": "class ", "temperature": 0.8, "stop": [999]},
+        {"prompt": "x", "tokens": 2, "temperature": 0, "top_k": 3, "top_p": 1},
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    log = tmp_path / "log.jsonl"
+    assert program(*options, "--prompts", "def é(", "class ", nproc=2).stdout.splitlines()[:2] == printed[:2]
+    by_torchrun = torchrun(
+        2, str(FOLDER / "generate.py"), *options, "--file", str(tmp_path / "lines.txt"), "--pp", "2"
+    )
+    assert by_torchrun.stdout.splitlines()[:2] == printed[:2]
+    by_mpirun = mpirun(
+        2, python(), FOLDER / "generate.py", *options, f"--file={tmp_path}/lines.jsonl", f"--json={log}"
+    )
+    assert by_mpirun.stdout.splitlines()[:2] == printed[:2], by_mpirun.stderr
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(r["text"], r["tokens"], r["ended"]) for r in records[:2]] == [
+        (t, 7, "length") for t in printed[:2]
+    ]
+    assert records[2]["tokens"] == 2
+    assert all(0 < r["seconds_to_first"] <= r["seconds"] for r in records)
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "message"),
+    [
+        (["--prompts", "a", "--tp", "3"], "", "mesh pp=1 dp=1 ep=1 sp=1 tp=3 needs 3 ranks"),
+        (["--prompts", "a" * 60, "--tokens", "9"], "", "exceed the model's longest sequence, 64"),
+        (
+            ["--prompts", "a", "--blocks", "1", "--block", "8"],
+            "",
+            "61 tokens need 8 blocks of 8, the cache has 1",
+        ),
+        (["--prompts", ""], "", "at least one token"),
+        (
+            ["--prompts", "a", "--most", "9", "--budget", "8"],
+            "",
+            "a budget of 8 tokens per step is too small for 9",
+        ),
+        (["--prompts", "a", "--model", "gpt2-tiny"], "", "only models with rotary positions"),
+        (["--prompts", "a", "--model", "switch-tiny"], "", "only models with rotary positions"),
+        (["--prompts", "a", "--checkpoint", "nowhere"], "", "cannot read nowhere/config.json"),
+        (["--prompts", "a", "--blocks", "4000000", "--block", "65536"], "", "a cache of 4000000 blocks needs"),
+        (["--file", "nowhere"], "", "cannot read --file nowhere"),
+        (["--file", "FILE"], "[1", "line 1 is not JSON"),
+        (["--file", "FILE"], '{"text": "a"}', "line 1: give an object with a prompt"),
+        (["--file", "FILE"], '{"prompt": "a", "token": 3}', "line 1: 'token' is unknown"),
+        (["--file", "FILE"], '{"prompt": "a", "tokens": 0}', "line 1: tokens cannot be 0"),
+        (["--file", "FILE"], '{"prompt": "a", "stop": [-1]}', "line 1: stop cannot be [-1]"),
+        (["--file", "FILE"], '{"prompt": 7}', "line 1: prompt cannot be 7"),
+        (["--file", "FILE"], '{"prompt": "a", "tokens": 63}\n{"prompt": "ab", "tokens": 63}', "exceed"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    given: list[str], line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and one line, before anything is generated."""
+    (tmp_path / "asked.jsonl").write_text(line)
+    given = [str(tmp_path / "asked.jsonl") if word == "FILE" else word for word in given]
+    default = [] if "--tokens" in given else ["--tokens", "60" if "--blocks" in given else "5"]
+    assert message in refusal(main, GenerateOptions, capsys, *given, *default)
+
+
+def test_a_killed_rank_ends_the_run_with_a_line(tmp_path: Path) -> None:
+    """The other rank does not wait for the killed one; the message names it."""
+    command = [
+        sys.executable,
+        str(FOLDER / "generate.py"),
+        "--nproc",
+        "2",
+        "--model",
+        "llama-10m",
+        "--tokens",
+        "250",
+    ]
+    with subprocess.Popen(
+        [*command, "--prompts", *"abcdefgh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        assert started.stdout.read(2)  # the first request is being written
+        ranks = [
+            p
+            for p in psutil.Process(started.pid).children(True)
+            if not p.children() and "main" in str(p.cmdline())
+        ]
+        ranks[-1].kill()
+        _, errors = started.communicate(timeout=100)
+    assert started.returncode == 1
+    assert re.search(r"rank \d.*SIGKILL", errors), errors

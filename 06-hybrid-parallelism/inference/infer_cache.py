@@ -18,6 +18,7 @@ tables are the same on all ranks. A token takes 2 * layers * G * K numbers on a 
 
 from __future__ import annotations
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -64,12 +65,15 @@ class Cache:
     ) -> None:
         shape = (layers, blocks.count, blocks.size, kv_heads, width)
         self.token_bytes = 2 * layers * kv_heads * width * dtype.itemsize
-        try:
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError:
-            needed = self.token_bytes * blocks.count * blocks.size / 2**30
-            raise UsageError(f"a cache of {blocks.count} blocks needs {needed:.1f} GiB; give fewer") from None
+        needed = self.token_bytes * blocks.count * blocks.size
+        # a system may promise more than it has, and fail when the memory is written
+        there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        if needed > there:
+            raise UsageError(
+                f"a cache of {blocks.count} blocks needs {needed / 2**30:.1f} GiB of {there / 2**30:.1f}; give fewer"
+            )
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from common.comm.mesh import Mesh
 from common.errors import UsageError
-from common.launch.command_line import Checked, Count, Ranks, Seed, Size, Within, fits
+from common.launch.command_line import Checked, Ranks, Seed, Size, Within, fits
 from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions
 from common.models.configs import TransformerConfig, config
@@ -72,7 +72,7 @@ class GenerateOptions(Choice, LessonOptions, without=("steps", "data", "plot", "
     """Requests that run at once."""
     budget: Size = 512
     """Most tokens of a forward pass; a longer prompt is computed in several passes."""
-    blocks: Count = 256
+    blocks: Annotated[int, Within(1, 2**22)] = 256
     """Blocks of the cache, on each rank for its own layers and heads."""
     block: Annotated[int, Within(1, 2**16)] = 16
     """Tokens per block."""
