@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ from common.data.text import lm_batch
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.models import known
-from common.models.transformer import attend, attend_and_drop, rotate
+from common.models.transformer import angles, attend, attend_and_drop
 
 import dp_accumulation
 import dp_basic
@@ -50,9 +50,9 @@ def no_mask_where_dropped(q: Tensor, k: Tensor, v: Tensor, causal: bool, drop: A
     return attend_and_drop(q, k, v, False, drop)
 
 
-def another_base(positions: Tensor, base: float, *projected: Tensor) -> Iterator[Tensor]:
+def another_base(x: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
     """Broken: rotary positions with three times the base."""
-    return rotate(positions, 3 * base, *projected)
+    return angles(x, positions, 3 * base)
 
 
 def not_shifted(*given: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ MUTANTS: dict[str, tuple[dict[str, Callable[..., Any]], Lesson]] = {
     "no causal mask, hybrid": ({"common.models.transformer.attend": no_mask}, HYBRID),
     "no causal mask, rows": ({"common.models.transformer.attend": no_mask}, (prove_meshes, "dp=2")),
     "no causal mask, dropout": ({"common.models.transformer.attend_and_drop": no_mask_where_dropped}, DROPOUT),
-    "rotary base x 3, dp": ({"common.models.transformer.rotate": another_base}, DATA),
+    "rotary base x 3, dp": ({"common.models.transformer.angles": another_base}, DATA),
     "targets not shifted, dp": ({"common.lesson.training.lm_batch": not_shifted}, DATA),
     "padding counts, vocabulary": (LOSS, VOCABULARY),
     "padding counts, rows": (LOSS, (prove_meshes, "tp=2")),

@@ -55,7 +55,7 @@ class Blocks:
 
 
 class Cache:
-    """Keys and values of this rank's layers, [N, P, G, K] each.
+    """Keys and values of this rank's layers: a row of 2 G K numbers per token. A slot is a row's number: block P + row.
 
     Raises UsageError if the memory does not suffice.
     """
@@ -63,28 +63,29 @@ class Cache:
     def __init__(
         self, layers: int, blocks: Blocks, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layers, blocks.count, blocks.size, kv_heads, width)
+        shape = (layers, blocks.count * blocks.size, 2, kv_heads, width)
         self.token_bytes = 2 * layers * kv_heads * width * dtype.itemsize
         needed = self.token_bytes * blocks.count * blocks.size
         # a system may promise more than it has, and fail when the memory is written
-        there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        there = (
+            torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        )
         if needed > there:
             raise UsageError(
                 f"a cache of {blocks.count} blocks needs {needed / 2**30:.1f} GiB of {there / 2**30:.1f}; give fewer"
             )
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.rows = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.rows.nbytes
 
-    def write(self, layer: int, slots_T: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> None:
-        """Store keys and values of the tokens in their slots: block * P + row."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots_T, k_TGK)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots_T, v_TGK)
+    def write(self, layer: int, slots_T: Tensor, k_1GTK: Tensor, v_1GTK: Tensor) -> None:
+        """Store keys and values of the tokens in their slots."""
+        rows_T2GK = torch.stack((k_1GTK[0], v_1GTK[0])).permute(2, 0, 1, 3)
+        self.rows[layer].index_copy_(0, slots_T, rows_T2GK)
 
-    def read(self, layer: int, tables_RN: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the sequences with these tables, [R, G, L, K] each; L: rows of a table's blocks."""
-        k_RLGK, v_RLGK = (x[layer][tables_RN].flatten(1, 2) for x in (self.keys, self.values))
-        return k_RLGK.transpose(1, 2), v_RLGK.transpose(1, 2)
+    def read(self, layer: int, slots_RL: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the sequences with these slots, [R, G, L, K] each."""
+        rows_R2GLK = self.rows[layer][slots_RL].permute(0, 2, 3, 1, 4)
+        return rows_R2GLK[:, 0], rows_R2GLK[:, 1]

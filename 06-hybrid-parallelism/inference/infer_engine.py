@@ -22,15 +22,16 @@ from common.comm import sizes_of
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.models.configs import TransformerConfig
-from common.models.transformer import Layer, Linear
+from common.models.transformer import FeedForward, Layer, Linear
 
 from hybrid_initial import Whole
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
 from infer_cache import Blocks, Cache
+from infer_joined import Joined
 from infer_sampling import choose
 from infer_scheduler import Request, Scheduler, Sequence
-from infer_step import CachedAttention, Step, make_step
+from infer_step import CachedAttention, SharedAngles, Step, make_step
 from tp_megatron import SharedRows, kv_heads_read
 
 
@@ -74,7 +75,12 @@ class Engine:
         )
         self.shared = queries // kv_heads
         self.cache = Cache(len(layers), self.blocks, kv_heads, config.head_width, dtype, device)
+        shared_angles = SharedAngles()
         for number, layer in enumerate(layers):
+            Joined(layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
+            if isinstance(layer.mlp, FeedForward) and layer.mlp.gate_proj is not None:
+                Joined(layer.mlp.gate_proj, layer.mlp.up_proj)
+            layer.attention.angles = shared_angles
             layer.attention.attend = CachedAttention(self.cache, number)
 
     def add(self, request: Request) -> Sequence:
@@ -99,7 +105,7 @@ class Engine:
     def step(self) -> list[tuple[Sequence, int]]:
         """Run one forward pass; return the tokens that were chosen, the same on all ranks."""
         scheduled = self.scheduler.schedule()
-        step = make_step(scheduled, self.blocks.size, self.shared, self.device)
+        step = make_step(scheduled, self.blocks.size, self.shared, self.dtype, self.device)
         logits_RV = self.forward(step)
         for sequence, count in scheduled:
             sequence.cached += count

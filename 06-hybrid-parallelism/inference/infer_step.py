@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.models.transformer import angles
+
 from infer_cache import Cache
 from infer_scheduler import Sequence
 
@@ -33,9 +35,10 @@ class Part:
 
     begin: int
     end: int
-    tables_RN: Tensor
-    visible_R1mL: Tensor
-    """True where a key is not later than the query; rows that the block holds beyond the text are later."""
+    slots_RL: Tensor
+    """All rows of the sequences' blocks, in the order of their tables."""
+    mask_R1mL: Tensor
+    """0 where a key is not later than the query, else minus infinity; rows beyond the text are later."""
 
 
 @dataclass
@@ -50,10 +53,12 @@ class Step:
     sequences: list[Sequence]
 
 
-def make_step(scheduled: Row[tuple[Sequence, int]], block: int, shared: int, device: torch.device) -> Step:
+def make_step(
+    scheduled: Row[tuple[Sequence, int]], block: int, shared: int, dtype: torch.dtype, device: torch.device
+) -> Step:
     """Return the step that computes these sequences' next tokens.
 
-    block: tokens per block of the cache. shared: query heads that read one key-value head.
+    block: tokens per block of the cache. shared: query heads that read one key-value head. dtype: of attention.
     """
     put = partial(torch.tensor, dtype=torch.int64, device=device)
     in_parts = sorted(scheduled, key=lambda pair: -pair[1])  # stable: a part keeps the order of the sequences
@@ -76,10 +81,25 @@ def make_step(scheduled: Row[tuple[Sequence, int]], block: int, shared: int, dev
         longest = max(len(s.table) for s in members)
         first_R = put([s.cached for s in members])
         seen_R1n1 = (first_R[:, None] + torch.arange(n, device=device))[:, None, :, None]
-        visible_R1nL = torch.arange(longest * block, device=device) <= seen_R1n1
+        later_R1nL = torch.arange(longest * block, device=device) > seen_R1n1
+        mask_R1nL = torch.zeros(later_R1nL.shape, dtype=dtype, device=device).masked_fill_(
+            later_R1nL, -torch.inf
+        )
         tables_RN = put([s.table + [0] * (longest - len(s.table)) for s in members])
-        parts.append(Part(begin, len(tokens), tables_RN, visible_R1nL.repeat(1, 1, shared, 1)))
+        slots_RL = (tables_RN[..., None] * block + torch.arange(block, device=device)).flatten(1)
+        parts.append(Part(begin, len(tokens), slots_RL, mask_R1nL.repeat(1, 1, shared, 1)))
     return Step(put([tokens]), put([positions]), put(slots), put(last), parts, sequences)
+
+
+class SharedAngles:
+    """`Attention.angles` of all layers: the same for all of them, so computed by the first one of a pass."""
+
+    positions_1T: Tensor | None = None
+
+    def __call__(self, x_1HTK: Tensor, positions_1T: Tensor, base: float) -> tuple[Tensor, Tensor]:
+        if positions_1T is not self.positions_1T:
+            self.positions_1T, self.found = positions_1T, angles(x_1HTK, positions_1T, base)
+        return self.found
 
 
 class CachedAttention:
@@ -92,18 +112,18 @@ class CachedAttention:
 
     def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor, _: bool) -> Tensor:
         step = self.step
-        self.cache.write(self.layer, step.slots_T, k_1GTK[0].transpose(0, 1), v_1GTK[0].transpose(0, 1))
+        self.cache.write(self.layer, step.slots_T, k_1GTK, v_1GTK)
         G = k_1GTK.shape[1]
         q_GhTK = q_1HTK[0].unflatten(0, (G, -1))
         return torch.cat([self.attend(part, q_GhTK) for part in step.parts], 2).flatten(0, 1)[None]
 
     def attend(self, part: Part, q_GhTK: Tensor) -> Tensor:
         """Return the attention of a part's tokens, [G, h, T of the part, K]."""
-        k_RGLK, v_RGLK = self.cache.read(self.layer, part.tables_RN)
-        R, h = len(part.tables_RN), q_GhTK.shape[1]
+        k_RGLK, v_RGLK = self.cache.read(self.layer, part.slots_RL)
+        R, h = len(part.slots_RL), q_GhTK.shape[1]
         q_RGmK = (
             q_GhTK[:, :, part.begin : part.end].unflatten(2, (R, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
         )
-        y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.visible_R1mL)
+        y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.mask_R1mL)
         y_GhTK: Tensor = y_RGmK.unflatten(2, (h, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
         return y_GhTK

@@ -46,6 +46,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(x: Tensor, map: Map, adjoint: Map) -> Tensor:
+    if not torch.is_grad_enabled():
+        return map(x)
     return cast(Tensor, _Linear.apply(x, map, adjoint))
 
 

@@ -11,7 +11,8 @@ change the model at these seams, and at no others:
     a module, for one with the same map   Linear, Embedding      tp, by `replace_linears`; embed_tokens
     a module's input, output: torch hooks unchanged              tp: attention, mlp, unembed, positions, dropout
     MatrixProduct.product                 F.linear               pp: weight gradients later than those of inputs
-    Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks
+    Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks; a cache
+    Attention.angles                      cos, sin               generated text: once for all layers
     MoE.compute, in moe.py                its experts            ep: experts of other ranks
     Transformer.run_layer                 layer(x, positions)    checkpointing
     Transformer.loss                      cross_entropy_sum      tp: of logits split over the vocabulary
@@ -31,7 +32,7 @@ on whichever rank builds it. A tied head is not a parameter: it is the embedding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -48,19 +49,22 @@ from common.models.moe import MoE
 __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
 
 
-def rotate(positions_S: Tensor, base: float, *projected: Tensor) -> Iterator[Tensor]:
-    """Yield each x_BHSK with its rotary position embedding (Su et al., "RoFormer", 2021, arXiv:2104.09864).
+def angles(x_BHSK: Tensor, positions_S: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the rotary angles of x: position * base^(-2k/K) for the pair (k, k + K/2).
 
-    It turns the pair (k, k + K/2) by position * base^(-2k/K). `positions_S` may also be [B, S].
+    `positions_S` may also be [B, S].
     """
-    dtype, half = projected[0].dtype, projected[0].shape[-1] // 2
-    precise = torch.promote_types(dtype, torch.float32)  # bfloat16 cannot count beyond 256
-    frequency_k = base ** (-torch.arange(half, dtype=precise, device=positions_S.device) / half)
+    half = x_BHSK.shape[-1] // 2
+    precise = torch.promote_types(x_BHSK.dtype, torch.float32)  # bfloat16 cannot count beyond 256
+    frequency_k = base ** (-torch.arange(half, dtype=precise, device=x_BHSK.device) / half)
     angle_Sk = (positions_S.to(precise)[..., None] * frequency_k).unsqueeze(-3)
-    cos, sin = angle_Sk.cos().to(dtype), angle_Sk.sin().to(dtype)
-    for x_BHSK in projected:
-        a, b = x_BHSK[..., :half], x_BHSK[..., half:]
-        yield torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return angle_Sk.cos().to(x_BHSK.dtype), angle_Sk.sin().to(x_BHSK.dtype)
+
+
+def rotate(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x with its rotary position embedding (Su et al., "RoFormer", 2021, arXiv:2104.09864)."""
+    a, b = x_BHSK.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tensor:
@@ -115,6 +119,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(D, config.kv_heads * K, bias)
         self.v_proj = Linear(D, config.kv_heads * K, bias)
         self.o_proj = Linear(config.heads * K, D, bias)
+        self.angles: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = angles
         self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
         self.weights_dropout, self.dropout = Dropout(config.dropout), Dropout(config.dropout)
 
@@ -127,7 +132,8 @@ class Attention(nn.Module):
         k_BGSK = heads(self.k_proj(x_BSD))
         v_BGSK = heads(self.v_proj(x_BSD))
         if self.rotary_base is not None:
-            q_BHSK, k_BGSK = rotate(positions_S, self.rotary_base, q_BHSK, k_BGSK)
+            cos, sin = self.angles(q_BHSK, positions_S, self.rotary_base)
+            q_BHSK, k_BGSK = rotate(q_BHSK, cos, sin), rotate(k_BGSK, cos, sin)
         if self.weights_dropout.active:
             drop = partial(self.weights_dropout, positions_S=positions_S)
             y_BHSK = attend_and_drop(q_BHSK, k_BGSK, v_BGSK, self.causal, drop)

@@ -4,8 +4,9 @@
     mpirun -np 2 python speed.py --model llama-100m
     python speed.py --nproc 2 --model llama-100m
 
-All versions write the same tokens for the same prompts, each rank with one thread, in turn; then come the medians, and
-the ratios of each round. While one rank computes, the others wait.
+All versions write the same tokens for the same prompts, each rank with one thread, in turn. The times are those of the
+tokens after the first, so without the prompt; with several requests, per token of all of them. While one rank computes,
+the others wait.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from infer_engine import Engine
 from infer_options import TYPES, GenerateOptions
 from infer_scheduler import Request
 
+Timed = tuple[list[int], float]  # the text of request 0; seconds per token after the first one
+
 
 @dataclass
 class SpeedOptions(
@@ -50,7 +53,7 @@ class SpeedOptions(
 
     model: str = "llama-100m"
     """Name of a model in common/models/configs.py, with its initial values."""
-    tokens: Count = 32
+    tokens: Annotated[int, Within(2, 10**6)] = 32
     """Tokens to write for a prompt."""
     prompt: Count = 16
     """Tokens of a prompt."""
@@ -66,15 +69,29 @@ def prompt_of(o: SpeedOptions, number: int) -> tuple[int, ...]:
     return tuple((31 * i + 7 * number + 1) % vocabulary for i in range(o.prompt))
 
 
-def by_us(engine: Engine, o: SpeedOptions, count: int) -> list[list[int]]:
-    """Return the texts of requests 0 to count - 1, written at once."""
-    sequences = [engine.add(Request(prompt_of(o, i), o.tokens)) for i in range(count)]
+class Clock:
+    """Clock readings of the tokens of a text; also a streamer of transformers, whose first call is the prompt."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, _: object) -> None:
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """No-op: `generate` calls it."""
+
+
+def by_us(engine: Engine, o: SpeedOptions, count: int) -> Timed:
+    """Write the texts of requests 0 to count - 1 at once."""
+    sequences, clock = [engine.add(Request(prompt_of(o, i), o.tokens)) for i in range(count)], Clock()
     while engine.busy:
         engine.step()
-    return [s.written for s in sequences]
+        clock.put(None)
+    return sequences[0].written, (clock.at[-1] - clock.at[0]) / ((o.tokens - 1) * count)
 
 
-def by_transformers(rt: Runtime, o: SpeedOptions, engine: Engine) -> Callable[[], list[list[int]]]:
+def by_transformers(rt: Runtime, o: SpeedOptions, engine: Engine) -> Callable[[], Timed]:
     """Return a function that writes the text of request 0 by transformers.generate, with its cache."""
     try:
         transformers = importlib.import_module("transformers")
@@ -86,16 +103,12 @@ def by_transformers(rt: Runtime, o: SpeedOptions, engine: Engine) -> Callable[[]
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=TYPES[o.dtype])
     model.to(rt.device).eval()
     tokens_1S = torch.tensor([prompt_of(o, 0)], device=rt.device)
+    options = {"max_new_tokens": o.tokens, "do_sample": False, "pad_token_id": 0}
 
-    def generate() -> list[list[int]]:
-        text = model.generate(
-            tokens_1S,
-            attention_mask=torch.ones_like(tokens_1S),
-            max_new_tokens=o.tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return [text[0, o.prompt :].tolist()]
+    def generate() -> Timed:
+        clock = Clock()
+        text = model.generate(tokens_1S, attention_mask=torch.ones_like(tokens_1S), streamer=clock, **options)
+        return text[0, o.prompt :].tolist(), (clock.at[-1] - clock.at[1]) / (o.tokens - 1)
 
     return generate
 
@@ -105,7 +118,7 @@ def main(rt: Runtime, o: SpeedOptions) -> bool:
     torch.set_num_threads(1)
     most = max(2, o.requests)
     o = replace(o, most=most, budget=most * o.prompt, blocks=most * -(-(o.prompt + o.tokens) // o.block))
-    versions: dict[str, Callable[[], list[list[int]]]] = {}
+    versions: dict[str, Callable[[], Timed]] = {}
     if rt.rank == 0:
         one = o.engine(rt, Mesh(Group.alone()))
         versions["transformers.generate"] = by_transformers(rt, o, one)
@@ -117,21 +130,21 @@ def main(rt: Runtime, o: SpeedOptions) -> bool:
         versions[f"tp={rt.world_size}, {o.requests} at once"] = partial(by_us, ranks, o, o.requests)
     names = comm.everyones(list(versions), rt.world)[0]
     times: dict[str, list[float]] = {name: [] for name in names}
-    texts: dict[str, list[list[int]]] = {}
+    texts = []
     for turn in range(o.rounds + 1):  # the first one warms up
         for name in names:
             comm.barrier(rt.world)
-            start = time.perf_counter()
             if name in versions:
-                texts[name] = versions[name]()
-            if turn:
-                times[name].append((time.perf_counter() - start) / (o.tokens * len(texts.get(name, [0]))))
+                text, seconds = versions[name]()
+                texts.append(text)
+                if turn:
+                    times[name].append(seconds)
     if rt.rank == 0:
         show(rt, o, times)
         write_records(
             o.json, [{"version": name, "seconds_per_token": found} for name, found in times.items()]
         )
-    return all(text[0] == texts[names[0]][0] for text in texts.values()) if rt.rank == 0 else True
+    return all(text == texts[0] for text in texts)
 
 
 def show(rt: Runtime, o: SpeedOptions, times: dict[str, list[float]]) -> None:
