@@ -11,6 +11,7 @@ operators that launch them.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,11 @@ def read_trace(file: Path) -> list[Event]:
     return events
 
 
+def counts(event: Event) -> bool:
+    """Return True for an operator, and for a c10d call, whose time is not that of the operator around it."""
+    return bool(OPERATOR.match(event["name"]) or re.match("_?c10d::", event["name"]))
+
+
 def times_of(events: list[Event]) -> dict[int, Times]:
     """Return the times of each rank."""
     found = {}
@@ -74,54 +80,51 @@ def times_of(events: list[Event]) -> dict[int, Times]:
         ]
         exposed = sum(e["dur"] for e in mine if e["cat"] == "exposed") / 1e3
         operators: dict[str, float] = defaultdict(float)
-        above: list[Event] = []  # operators around the current one, outermost first
-        computing = [e for e in main if OPERATOR.match(e["name"]) or e["name"].startswith(("c10d", "_c10d"))]
-        for e in sorted(computing, key=lambda e: (e["ts"], -e["dur"])):
+        calls: Counter[str] = Counter()
+        above: list[Event] = []  # events around the current one, outermost first
+        for e in sorted(filter(counts, main), key=lambda e: (e["ts"], -e["dur"])):
             while above and above[-1]["ts"] + above[-1]["dur"] <= e["ts"]:
                 above.pop()
-            operators[e["name"]] += e["dur"] / 1e3
+            if above and not OPERATOR.match(above[-1]["name"]):
+                continue  # what a c10d call does is communication
             if above:
                 operators[above[-1]["name"]] -= e["dur"] / 1e3
             above.append(e)
-        calls = Counter(e["name"] for e in computing)
-        kept = {name: ms for name, ms in operators.items() if OPERATOR.match(name)}
-        found[window["pid"]] = Times(kept, calls, exposed, window["dur"] / 1e3)
+            if OPERATOR.match(e["name"]):
+                operators[e["name"]] += e["dur"] / 1e3
+                calls[e["name"]] += 1
+        found[window["pid"]] = Times(operators, calls, exposed, window["dur"] / 1e3)
     return found
 
 
-def table(ranks: dict[int, Times], top: int) -> Table:
-    """Return a line per operator, with the most calls of a rank and its milliseconds on each rank."""
+def rows(ranks: dict[int, Times], top: int) -> list[tuple[str, str, list[float]]]:
+    """Return the table's lines: name, the most calls of a rank, and milliseconds on each rank."""
     everywhere: dict[str, float] = defaultdict(float)
     for times in ranks.values():
         for name, ms in times.operators.items():
             everywhere[name] += ms
     shown = sorted(everywhere, key=everywhere.__getitem__, reverse=True)[:top]
-    rows = [
-        (
-            name,
-            str(max(t.calls[name] for t in ranks.values())),
-            [t.operators.get(name, 0.0) for t in ranks.values()],
-        )
-        for name in shown
-    ]
+    found = []
+    for name in shown:
+        calls = max(t.calls[name] for t in ranks.values())
+        found.append((name, str(calls), [t.operators.get(name, 0.0) for t in ranks.values()]))
     sums = [sum(t.operators.values()) for t in ranks.values()]
-    others = [
-        s - sum(t.operators.get(name, 0.0) for name in shown)
-        for s, t in zip(sums, ranks.values(), strict=True)
-    ]
+    others = [s - sum(row[2][i] for row in found) for i, s in enumerate(sums)]
     idle = [t.total - t.exposed - s for s, t in zip(sums, ranks.values(), strict=True)]
-    rows += [
+    return [
+        *found,
         (f"{len(everywhere) - len(shown)} others", "", others),
         ("exposed communication", "", [t.exposed for t in ranks.values()]),
         ("idle", "", idle),
         ("total", "", [t.total for t in ranks.values()]),
     ]
-    out = make_table(
-        "milliseconds of each operator itself", ["operator", ">calls", *(f">rank {r}" for r in ranks)]
-    )
-    for name, number, milliseconds in rows:
-        out.add_row(name, number, *(f"{ms:,.1f}" for ms in milliseconds))
-    return out
+
+
+def table(ranks: dict[int, Times], top: int) -> Table:
+    """Return the table of all ranks."""
+    heads = ["operator", ">calls", *(f">rank {rank}" for rank in ranks)]
+    lines = ((name, calls, *(f"{ms:,.1f}" for ms in each)) for name, calls, each in rows(ranks, top))
+    return make_table("milliseconds of each operator itself", heads, lines)
 
 
 def main(o: Options) -> int:
