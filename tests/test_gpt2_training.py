@@ -18,11 +18,15 @@ from hypothesis import strategies as st
 from mpi.launch import ROOT
 from safetensors.torch import load_file
 from test_huggingface import in_double  # noqa: F401
+from tokenizers import Tokenizer as WithModel
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from training_runs import ALONE, Ran, go, options
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from common.comm import Group
-from common.data import tokenizer as tokenizers
+from common.data import tokenizer as of_tokens
 from common.data.text import Text, load_text
 from common.data.tokenizer import HALF, Bytes, FromFile, Stream, Tokenizer, load_tokenizer, train
 from common.errors import UsageError
@@ -109,6 +113,17 @@ def test_a_cut_stream_shows_what_is_left(tokenizer: Tokenizer) -> None:
     assert stream.rest() == tokenizer.decode(tokens)[1:] != ""
 
 
+def test_a_stream_keeps_the_spaces_of_a_decoder_that_drops_the_first(tmp_path: Path) -> None:
+    """LLaMA 2's decoder drops the space before the first word of what it decodes, which is not every token's."""
+    words = WithModel(BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words.train_from_iterator([TEXT, "a b c"], BpeTrainer(vocab_size=60, show_progress=False))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    stream = Stream(tokenizer)
+    assert "".join(map(stream.add, tokenizer.encode("a b c and vu"))) == "a b c and vu"
+
+
 def test_training_a_tokenizer_is_deterministic(file: Path) -> None:
     content = load_text().train.tobytes()[:60_000]
     assert train(content, ODD) == file.read_text()
@@ -130,9 +145,9 @@ def test_what_is_no_tokenizer_gets_one_line(file: Path, tmp_path: Path, bad: str
 
 def test_chunks_are_the_text(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Chunks end with lines, so their tokens are nearly those of the whole text; their text is exactly that."""
-    monkeypatch.setattr(tokenizers, "CHUNK", 100)
+    monkeypatch.setattr(of_tokens, "CHUNK", 100)
     content = load_text().train.tobytes()[:20_000]
-    chunks = [*tokenizers.chunks_of(content)]
+    chunks = [*of_tokens.chunks_of(content)]
     assert len(chunks) > 50
     assert "".join(chunks) == content.decode(errors="replace")
     assert all(chunk.endswith("\n") for chunk in chunks[:-1])

@@ -86,9 +86,7 @@ def main(rt: Runtime, o: Options) -> bool:
         steps: dict[str, Callable[[], object]] = {name: trainer.train for name, trainer in trainers.items()}
         measured = in_turn(steps, o.steps, rt.world, WARM_UP, rt.device.type)
     heads = ["options", ">s per step", ">spread", ">as given / this", ">blocked s", ">MB sent"]
-    title = (
-        f"{o.model}, {o.steps} steps in turn: median, spread; median and range of ratios; rank 0's messages"
-    )
+    title = f"{o.model}, {o.steps} steps in turn; ratios of two steps of a round: median, and range"
     console(rt).print(make_table(title, heads, rows(measured)))
     if rt.rank == 0:
         write_records(o.json, [{"options": name, "step_seconds": m.seconds} for name, m in measured.items()])
