@@ -17,8 +17,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,13 +245,18 @@ class Trainer:
             self.log.say("\n".join("        | " + line for line in text.splitlines()))
             self.log.record("text", self.step, text=text)
 
-    def traced(self) -> Any:
-        """Return a context that traces this step if --trace asks for it or a rank got SIGUSR1."""
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Trace this step if --trace asks for it or a rank got SIGUSR1, and print each rank's times."""
         folder = self.o.trace
-        if folder and (self.trace_next or self.step == self.begin + 2):
-            self.log.say(f"step {self.step + 1} is traced: {folder / f'step-{self.step + 1}' / 'trace.json'}")
-            return profile(self.rt, folder / f"step-{self.step + 1}")
-        return nullcontext()
+        if not folder or not (self.trace_next or self.step == self.begin + 2):
+            yield
+            return
+        into = folder / f"step-{self.step + 1}"
+        with profile(self.rt, into) as report:
+            yield
+        self.log.say(f"step {self.step} is traced: {into / 'trace.json'}")
+        self.log.out.print(report.table())
 
 
 def make(rt: Runtime, o: TrainOptions) -> Hybrid:
