@@ -380,7 +380,11 @@ def test_prompts_from_the_terminal_a_file_and_the_command_line(tmp_path: Path) -
         (["--prompts", "a", "--model", "gpt2-tiny"], "", "only models with rotary positions"),
         (["--prompts", "a", "--model", "switch-tiny"], "", "only models with rotary positions"),
         (["--prompts", "a", "--checkpoint", "nowhere"], "", "cannot read nowhere/config.json"),
-        (["--prompts", "a", "--blocks", "4000000", "--block", "65536"], "", "a cache of 4000000 blocks needs"),
+        (
+            ["--prompts", "a", "--blocks", "4000000", "--block", "65536"],
+            "",
+            "a cache of 4000000 blocks needs",
+        ),
         (["--file", "nowhere"], "", "cannot read --file nowhere"),
         (["--file", "FILE"], "[1", "line 1 is not JSON"),
         (["--file", "FILE"], '{"text": "a"}', "line 1: give an object with a prompt"),
