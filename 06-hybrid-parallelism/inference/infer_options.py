@@ -38,7 +38,7 @@ class Choice(Checked):
     """Most tokens to write for a prompt."""
     temperature: Factor = 0.8
     """Sampling temperature; 0 takes the likeliest token, 1 draws from the model's distribution."""
-    top_k: Annotated[int, Within(0, 10**9)] = 0
+    top_k: Annotated[int, Within(0, 2**27)] = 0
     """Draw from the k likeliest tokens; 0: from all."""
     top_p: Annotated[float, Within(1e-9, 1)] = 1.0
     """Draw from the likeliest tokens whose probabilities reach this sum."""

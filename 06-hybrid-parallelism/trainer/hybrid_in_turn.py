@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from common.errors import UsageError
 from common.launch import command_line
@@ -33,7 +32,9 @@ AS_GIVEN = "as given"
 
 
 @dataclass
-class Options(TrainOptions):
+class Options(
+    TrainOptions, without=("checkpoints", "save", "export", "tensorboard", "trace", "plot", "resume")
+):
     """Options: a run's, and those that differ."""
 
     steps: Count = 5
@@ -43,15 +44,11 @@ class Options(TrainOptions):
 
     def cases(self) -> dict[str, TrainOptions]:
         """Return the options of each case, the given ones first. Raises UsageError for options that do not exist."""
-        files: dict[str, Any] = dict.fromkeys(
-            ("checkpoints", "save", "export", "tensorboard", "trace", "plot")
-        )
-        given = replace(self, **files, resume="auto")
-        found: dict[str, TrainOptions] = {AS_GIVEN: given}
+        found: dict[str, TrainOptions] = {AS_GIVEN: self}
         for text in self.vary:
             args = [argument(word, text) for word in text.split()]
             try:
-                found[text] = command_line.parse(Options, args=args, default=given)
+                found[text] = command_line.parse(Options, args=args, default=self)
             except UsageError as error:
                 raise UsageError(f"--vary {text!r}: {error}") from None
         return found
