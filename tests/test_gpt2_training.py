@@ -55,7 +55,6 @@ MESHES: list[dict[str, Any]] = [
     dict(pp=2, dp=2, micro_batches=3, schedule="interleaved"),
     dict(pp=2, sp=2, attention="zigzag", sequence=12),
     dict(sp=2, tp=2, attention="ulysses", sequence=12),
-    dict(dp=2, sp=2, zero=1, attention="ring", sequence=12),
 ]
 
 
@@ -75,7 +74,7 @@ def tokenizer(request: pytest.FixtureRequest, file: Path) -> Tokenizer:
 def run_options(file: Path, **given: Any) -> TrainOptions:
     """Return the options of a short run on uneven sizes: 7 samples of 13 tokens, 3 steps."""
     odd: dict[str, Any] = dict(model="odd-gpt2", tokenizer=file, steps=3, batch=7, sequence=13, clip=0.7)
-    odd |= dict(evaluate_every=2, evaluation=5, generate=4, prompt="déf ", weight_decay=0.3)
+    odd |= dict(evaluate_every=3, evaluation=5, generate=2, prompt="déf ", weight_decay=0.3)
     return options(**(odd | given))
 
 
@@ -197,7 +196,6 @@ def test_every_mesh_trains_as_one_device(file: Path, tmp_path: Path) -> None:
             assert norms == pytest.approx(their_norms, rel=1e-10), mesh
             assert ran.validation == pytest.approx(expected.validation, rel=1e-11), mesh
             assert ran.texts == expected.texts, mesh
-    assert len(set(alone[13][0].texts.values())) == 2  # the text is of the weights: of steps 2 and 3
     for i, mesh in enumerate(MESHES):
         weights = load_file(tmp_path / str(i) / "model.safetensors")
         expected_weights = load_file(tmp_path / f"alone {mesh.get('sequence', 13)}" / "model.safetensors")
@@ -221,7 +219,7 @@ def here_and_there(rt: Runtime, cases: list[tuple[TrainOptions, int]]) -> list[R
 def test_transformers_takes_the_same_step_and_writes_the_same_text(file: Path, tmp_path: Path) -> None:
     """From a folder, on a mesh, into a folder: loss, gradients, a step of AdamW, tokens and greedy text."""
     begin, end = tmp_path / "begin", tmp_path / "end"
-    o = run_options(file, steps=1, warm_up=1, evaluate_every=0, temperature=0.0)
+    o = run_options(file, steps=1, warm_up=1, evaluate_every=0, temperature=0.0, generate=5)
     trainer = start(ALONE, o)
     export(trainer.hybrid, begin, o.coder)
     theirs = GPT2LMHeadModel.from_pretrained(begin, dtype=torch.float64, attn_implementation="eager")
