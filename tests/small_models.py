@@ -7,13 +7,16 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from common.models.configs import CONFIGS, TransformerConfig, gpt2, llama, mixtral
+from common.models.configs import CONFIGS, TransformerConfig, bert, gpt2, llama, mixtral
 from common.models.transformer import Transformer
 
 SHAPES = {
     "gpt2": gpt2(layers=3, width=24, heads=3, sequence=19, vocabulary=37),
     "gpt2-untied": dataclasses.replace(
         gpt2(layers=2, width=20, heads=2, sequence=13, vocabulary=11), tied=False, mlp_width=33
+    ),
+    "bert": dataclasses.replace(
+        bert(layers=3, width=24, heads=3, sequence=19, vocabulary=37), mlp_width=35, token_types=3
     ),
     "llama": llama(layers=3, width=24, heads=6, kv_heads=2, mlp_width=35, sequence=32, vocabulary=37),
     "llama-one-kv": llama(layers=2, width=18, heads=3, kv_heads=1, mlp_width=29, sequence=32, vocabulary=23),

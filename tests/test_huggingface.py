@@ -1,4 +1,4 @@
-"""The Transformer equals transformers' GPT-2, LLaMA and Mixtral: logits, loss, gradients, checkpoints."""
+"""The Transformer equals transformers' GPT-2, LLaMA, Mixtral and BERT: logits, loss, gradients, checkpoints."""
 
 import dataclasses
 import json
@@ -7,6 +7,8 @@ import pytest
 import torch
 from small_models import SHAPES, ours, tokens
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -46,6 +48,13 @@ def in_double(monkeypatch):
 
 
 def theirs(c: TransformerConfig):
+    if c.post_norm:
+        shape = BertConfig(
+            vocab_size=c.vocabulary, hidden_size=c.width, num_hidden_layers=c.layers, num_attention_heads=c.heads,
+            intermediate_size=c.mlp_width, max_position_embeddings=c.sequence, type_vocab_size=c.token_types,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=None, attn_implementation="eager",
+        )  # fmt: skip
+        return BertForMaskedLM(shape).double()
     if c.positions == "learned":
         shape = GPT2Config(
             vocab_size=c.vocabulary, n_positions=c.sequence, n_embd=c.width, n_layer=c.layers, n_head=c.heads,
@@ -82,7 +91,10 @@ def in_memory(c: TransformerConfig, tensors: dict) -> dict:
 
 def load(hf, model: Transformer) -> None:
     weights = in_memory(model.config, to_huggingface(model.config, dict(model.named_parameters())))
-    if model.config.tied:
+    if model.config.masked_head:
+        weights["cls.predictions.decoder.weight"] = model.embed_tokens.weight
+        weights["cls.predictions.decoder.bias"] = model.unembed.bias
+    elif model.config.tied:
         weights["lm_head.weight"] = model.embed_tokens.weight
     hf.load_state_dict(weights)  # strict: every name of theirs, and no other
 
@@ -98,7 +110,8 @@ def test_equals_transformers(name, in_double):
     )
     expected = hf(input_ids=tokens_BS, labels=labels_BS)
     logits_BSV = model(tokens_BS)
-    total, count = cross_entropy_sum(logits_BSV[:, :-1], labels_BS[:, 1:])
+    predicted = (logits_BSV[:, :-1], labels_BS[:, 1:]) if model.config.causal else (logits_BSV, labels_BS)
+    total, count = cross_entropy_sum(*predicted)
     loss = total / count
     torch.testing.assert_close(logits_BSV, expected.logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-10)
@@ -109,7 +122,8 @@ def test_equals_transformers(name, in_double):
     wanted = {name: p.grad for name, p in hf.named_parameters()}
     assert gradients.keys() == wanted.keys()
     for key, gradient in wanted.items():
-        assert gradient.abs().max() > 1e-6, f"{key} is not tested by this batch"
+        no_effect = key.endswith("key.bias")  # adds the same number to all scores of a query
+        assert no_effect or gradient.abs().max() > 1e-6, f"{key} is not tested by this batch"
         torch.testing.assert_close(
             gradients[key], gradient, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}"
         )
@@ -125,6 +139,8 @@ def test_the_known_numbers_are_those_of_transformers(family, in_double):
     labels_BS[0, -(known.SEQUENCE // 4) :] = -100
     model, hf = known.model_of(c, torch.device("cpu")), theirs(c)
     load(hf, model)
+    if not c.causal:  # transformers then predicts the token at the label's own place
+        tokens_BS, labels_BS = tokens_BS[:, :-1], labels_BS[:, 1:].contiguous()
     found = hf(input_ids=tokens_BS, labels=labels_BS)
     found.loss.backward()
     ours_named = {name: known.direction(name, p.shape) for name, p in model.named_parameters()}
@@ -215,7 +231,7 @@ def damage_json(folder):
         (damage_truncated, "cannot read .*model.safetensors"),
         (damage_empty, "cannot read .*model.safetensors"),
         (damage_json, "cannot read .*config.json"),
-        (damage_config(model_type="t5"), "model_type 't5' is unknown; gpt2, llama and mixtral"),
+        (damage_config(model_type="t5"), "model_type 't5' is unknown; gpt2, llama, mixtral and bert"),
         (damage_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
         (damage_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
         (damage_config(hidden_size=None), "does not say hidden_size"),
@@ -241,5 +257,5 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         write(Transformer(SHAPES["llama"]), tmp_path)
     (tmp_path / ".partial").rmdir()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    with pytest.raises(UsageError, match="only GPT-2, LLaMA and Mixtral"):
+    with pytest.raises(UsageError, match="only GPT-2, LLaMA, Mixtral and BERT"):
         write(Transformer(dataclasses.replace(SHAPES["gpt2"], bias=False)), tmp_path)

@@ -70,12 +70,14 @@ def test_counts_and_flops():
         with torch.device("meta"):
             counts[name] = Transformer(config(name)).parameter_count()
     assert counts["gpt2"] == 124_439_808  # as published
+    assert counts["bert-base"] == 109_514_298  # as transformers has it
     assert counts["llama2-7b"] == 6_738_415_616  # as published
     assert counts["mixtral-8x7b"] == 46_702_792_704  # as published
     assert 9e6 < counts["gpt2-10m"] < 11e6
+    assert 9e6 < counts["bert-10m"] < 11e6
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama-tied", "mixtral"])
 def test_flops_are_those_that_torch_counts(name):
     def attend(q_BHSK, k_BHSK, v_BHSK, causal):  # as matrix products, which the counter sees
         return (q_BHSK @ k_BHSK.mT).softmax(-1) @ v_BHSK

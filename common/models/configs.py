@@ -1,9 +1,8 @@
-"""Shapes of Transformers, by name: GPT-2, LLaMA, and both with experts (Switch, Mixtral), from tiny to real.
+"""Shapes of Transformers, by name: GPT-2, LLaMA, both with experts (Switch, Mixtral), and BERT, from tiny to real.
 
     config("gpt2-10m"), gpt2(layers=6, width=384, heads=6, sequence=256)
 
-BERT is `causal=False`; `experts` above 0 makes every MLP a mixture of that many experts, each `mlp_width`
-wide.
+`experts` above 0 makes every MLP a mixture of that many experts, each `mlp_width` wide.
 """
 
 from __future__ import annotations
@@ -30,10 +29,18 @@ class TransformerConfig:
     epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rotary_base: float = 10000.0
+    post_norm: bool = False
+    """True: a norm after each sum, of the embeddings and of the residual stream; False: before each half of a layer."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
+    gelu: Literal["tanh", "none"] = "tanh"
+    """Approximation of GELU, by torch's name for it; none: x times the normal distribution function at x."""
     bias: bool = True
     tied: bool = True
     """True if the head's matrix is the embedding."""
+    masked_head: bool = False
+    """True: the head has a dense layer and GELU before its norm, and a bias after its matrix."""
+    token_types: int = 0
+    """Number of token types, each with an embedding; 0 means none."""
     causal: bool = True
     dropout: float = 0.0
     """Share of numbers that training sets to zero: of the embeddings, of the attention weights, and of the
@@ -52,6 +59,8 @@ class TransformerConfig:
         for size in ("layers", "width", "heads", "kv_heads", "mlp_width", "sequence", "vocabulary"):
             if getattr(self, size) < 1:
                 raise UsageError(f"a Transformer needs {size} of at least 1, not {getattr(self, size)}")
+        if self.token_types < 0:
+            raise UsageError(f"{self.token_types} token types: give at least 0")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"dropout {self.dropout:g}: a share of at least 0 and below 1, such as 0.1")
         if self.width % self.heads:
@@ -83,6 +92,16 @@ class TransformerConfig:
 def gpt2(layers: int, width: int, heads: int, sequence: int, vocabulary: int = 256) -> TransformerConfig:
     """GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019)."""
     return TransformerConfig(layers, width, heads, heads, 4 * width, sequence, vocabulary)
+
+
+def bert(layers: int, width: int, heads: int, sequence: int, vocabulary: int = 257) -> TransformerConfig:
+    """BERT (Devlin et al., arXiv:1810.04805) with the head for masked tokens, without that for the next sentence.
+
+    The default vocabulary is the 256 bytes and the mask token, 256.
+    """
+    sizes = (layers, width, heads, heads, 4 * width, sequence, vocabulary)
+    ends = {"masked_head": True, "token_types": 2}
+    return TransformerConfig(*sizes, epsilon=1e-12, post_norm=True, gelu="none", causal=False, **ends)
 
 
 def gpt2_moe(experts: int, **shape: int) -> TransformerConfig:
@@ -118,6 +137,11 @@ CONFIGS = {
     "gpt2-medium": gpt2(layers=24, width=1024, heads=16, sequence=1024, vocabulary=50257),
     "gpt2-large": gpt2(layers=36, width=1280, heads=20, sequence=1024, vocabulary=50257),
     "gpt2-xl": gpt2(layers=48, width=1600, heads=25, sequence=1024, vocabulary=50257),
+    "bert-tiny": bert(layers=2, width=64, heads=4, sequence=64),
+    "bert-small": bert(layers=4, width=128, heads=4, sequence=128),
+    "bert-10m": bert(layers=6, width=384, heads=6, sequence=256),
+    "bert-base": bert(layers=12, width=768, heads=12, sequence=512, vocabulary=30522),
+    "bert-large": bert(layers=24, width=1024, heads=16, sequence=512, vocabulary=30522),
     "gpt2-moe-tiny": gpt2_moe(layers=2, width=64, heads=4, sequence=64, experts=8),
     "llama-tiny": llama(layers=2, width=64, heads=4, kv_heads=2, mlp_width=176, sequence=64),
     "llama-deep": llama(layers=16, width=32, heads=2, kv_heads=1, mlp_width=88, sequence=64),

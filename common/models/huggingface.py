@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's layout: a folder with config.json and model.safetensors, for GPT-2, LLaMA and Mixtral.
+"""Weights in Hugging Face's layout: config.json and model.safetensors, for GPT-2, LLaMA, Mixtral and BERT.
 
     model = read_huggingface(Path("gpt2"))
     parameters = dict(model.named_parameters())
@@ -6,7 +6,8 @@
 
 The tables below hold all differences. LLaMA's weights only have other names. GPT-2 keeps query, key and value
 in one matrix and stores its four matrices [in, out] (`Conv1D`); here all are [out, in]. Mixtral's files have a matrix
-for each expert; here they are stacked.
+for each expert; here they are stacked. BERT is BertForMaskedLM: the pooler and the head for the next sentence, which
+published files also hold, are not read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import EllipsisType
@@ -62,7 +64,26 @@ MIXTRAL = {
         for theirs, ours in _EXPERT.items()
     },
 }
-TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
+BERT = {
+    "bert.embeddings.word_embeddings": ["embed_tokens"],
+    "bert.embeddings.position_embeddings": ["embed_positions"],
+    "bert.embeddings.token_type_embeddings": ["embed_types"],
+    "bert.embeddings.LayerNorm": ["embed_norm"],
+    "bert.encoder.layer.*.attention.self.query": ["layers.*.attention.q_proj"],
+    "bert.encoder.layer.*.attention.self.key": ["layers.*.attention.k_proj"],
+    "bert.encoder.layer.*.attention.self.value": ["layers.*.attention.v_proj"],
+    "bert.encoder.layer.*.attention.output.dense": ["layers.*.attention.o_proj"],
+    "bert.encoder.layer.*.attention.output.LayerNorm": ["layers.*.attention_norm"],
+    "bert.encoder.layer.*.intermediate.dense": ["layers.*.mlp.up_proj"],
+    "bert.encoder.layer.*.output.dense": ["layers.*.mlp.down_proj"],
+    "bert.encoder.layer.*.output.LayerNorm": ["layers.*.mlp_norm"],
+    "cls.predictions.transform.dense": ["transform"],
+    "cls.predictions.transform.LayerNorm": ["norm"],
+    "cls.predictions": ["unembed"],
+}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "bert": BERT}
+WITHOUT_BIAS = ("wte", "wpe", "lm_head", "_embeddings")
+WITHOUT_WEIGHT = ("cls.predictions",)
 # config.json: our field and theirs
 FIELDS = {
     "gpt2": {
@@ -88,6 +109,11 @@ FIELDS = {
         "tied": "tie_word_embeddings",
     },
 }
+_COMMON = ("layers", "width", "heads", "mlp_width", "sequence", "vocabulary")
+FIELDS["bert"] = {field: FIELDS["llama"][field] for field in _COMMON} | {
+    "epsilon": "layer_norm_eps",
+    "token_types": "type_vocab_size",
+}
 FIELDS["mixtral"] = FIELDS["llama"] | {
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -96,6 +122,11 @@ STYLE: dict[str, Json] = {
     "gpt2": {"norm": "layernorm", "positions": "learned", "mlp": "gelu", "bias": True, "causal": True},
     "llama": {"norm": "rmsnorm", "positions": "rotary", "mlp": "swiglu", "bias": False, "causal": True},
 }
+_PLAIN = {"post_norm": False, "masked_head": False}
+_BERT = {"causal": False, "gelu": "none", "tied": True, "post_norm": True, "masked_head": True}
+STYLE["bert"] = STYLE["gpt2"] | _BERT
+STYLE["gpt2"] |= _PLAIN | {"gelu": "tanh"}
+STYLE["llama"] |= _PLAIN
 STYLE["mixtral"] = STYLE["llama"] | {"router": "renormalised", "shared_experts": 0, "capacity_factor": None}
 # Allowed values of fields of config.json that this Transformer implements in part: other values are refused.
 ONLY: dict[str, dict[str, tuple[object, ...]]] = {
@@ -112,20 +143,40 @@ ONLY: dict[str, dict[str, tuple[object, ...]]] = {
         "rope_scaling": (None,),
         "rope_type": ("default",),
     },
+    "bert": {
+        "hidden_act": ("gelu",),
+        "position_embedding_type": ("absolute",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "tie_word_embeddings": (True,),
+    },
 }
 ONLY["mixtral"] = ONLY["llama"] | {"sliding_window": (None,), "router_jitter_noise": (0.0,)}
-# Not weights: masks and tables that old files carry, and the head of a model whose head is its embedding.
-IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
+# Not weights: masks and tables that old files carry, and the head of a model whose head is its embedding. And the parts
+# of BERT that predict no masked token.
+IGNORED = (
+    *(".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight"),
+    *("embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+    *(
+        f"{part}.{kind}"
+        for part in ("bert.pooler.dense", "cls.seq_relationship")
+        for kind in ("weight", "bias")
+    ),
+)
 
 
 def model_type(config: TransformerConfig) -> str:
     """Return Hugging Face's name of this architecture. Raises UsageError if there is none."""
     for kind, style in STYLE.items():
         same = all(getattr(config, field) == value for field, value in style.items())
-        same &= ("experts" in FIELDS[kind]) == (config.experts > 0)
+        same &= all(
+            (some in FIELDS[kind]) == (getattr(config, some) > 0) for some in ("experts", "token_types")
+        )
         if same and ("kv_heads" in FIELDS[kind] or config.kv_heads == config.heads):
             return kind
-    raise UsageError(f"only GPT-2, LLaMA and Mixtral have a layout of Hugging Face's here, not {config}")
+    raise UsageError(
+        f"only GPT-2, LLaMA, Mixtral and BERT have a layout of Hugging Face's here, not {config}"
+    )
 
 
 def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool, int | EllipsisType]]:
@@ -133,10 +184,10 @@ def _pairs(config: TransformerConfig) -> Iterator[tuple[str, list[str], bool, in
     for theirs, ours in TABLES[model_type(config)].items():
         if theirs == "lm_head" and config.tied:
             continue
-        has_bias = config.bias and not theirs.endswith(("wte", "wpe", "lm_head"))
         layers = range(config.layers) if "*" in theirs else [0]
         experts: Iterable[int | EllipsisType] = range(config.experts) if "#" in theirs else [...]
-        kinds = ("weight", "bias") if has_bias else ("weight",)
+        absent = {"weight": WITHOUT_WEIGHT, "bias": WITHOUT_BIAS if config.bias else ("",)}
+        kinds = [kind for kind, ends in absent.items() if not theirs.endswith(ends)]
         for layer, expert, kind in itertools.product(layers, experts, kinds):
             names = [f"{name}.{kind}".replace("*", str(layer)) for name in ours]
             transposed = kind == "weight" and ".c_" in theirs
@@ -249,6 +300,12 @@ def _stored(folder: Path, kind: str) -> dict[str, tuple[Path, str]]:
         with _open(single) as weights:
             files = dict.fromkeys(weights.keys(), single)
     bare = kind == "gpt2" and "wte.weight" in files  # saved as a GPT2Model, without its head
+    if kind == "bert":  # published files have the old names of LayerNorm's parameters
+        old = {".gamma": ".weight", ".beta": ".bias"}
+        return {
+            re.sub(r"\.(gamma|beta)$", lambda end: old[end[0]], name): (file, name)
+            for name, file in files.items()
+        }
     return {f"transformer.{name}" if bare else name: (file, name) for name, file in files.items()}
 
 
@@ -268,9 +325,9 @@ def read_config(folder: Path) -> TransformerConfig:
     theirs = _read_json(file)
     kind = theirs.get("model_type")
     if kind not in TABLES:
-        raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2, llama and mixtral can be read")
+        raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2, llama, mixtral and bert can be read")
     base = 1e6 if kind == "mixtral" else 10000.0
-    defaults = {"rope_theta": base, "rope_type": "default", "tie_word_embeddings": kind == "gpt2"}
+    defaults = {"rope_theta": base, "rope_type": "default", "tie_word_embeddings": kind in ("gpt2", "bert")}
     theirs = {**defaults, **(theirs.get("rope_parameters") or {}), **theirs}
     for key, allowed in ONLY[kind].items():
         if theirs.get(key, allowed[0]) not in allowed:
@@ -294,6 +351,10 @@ def _write_config(config: TransformerConfig) -> Json:
     if kind == "gpt2":  # its dropout is not 0 by default
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return theirs | {"architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"} | dropout
+    if kind == "bert":
+        dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        style = {"hidden_act": "gelu", "tie_word_embeddings": True, "pad_token_id": None}
+        return theirs | {"architectures": ["BertForMaskedLM"]} | style | dropout
     rope = {"rope_type": "default", "rope_theta": config.rotary_base}
     name = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}[kind]
     return theirs | {"architectures": [name], "hidden_act": "silu", "rope_parameters": rope}

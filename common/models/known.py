@@ -1,9 +1,9 @@
-"""Hugging Face's numbers for a step of three small models, with which every lesson compares its own step.
+"""Hugging Face's numbers for a step of four small models, with which every lesson compares its own step.
 
 A lesson compares a mesh with one device, and both run the same data, model and training step. Without the causal mask,
-say, they would still agree. `make_model` therefore calls `check` first: one step of GPT-2, LLaMA or Mixtral, whichever
-the lesson's model resembles, must have the loss and the gradients that `transformers` gives for the same weights and
-tokens, in float64. That takes some 15 ms once a process and family. `pytest -s tests/test_huggingface.py -k known`
+say, they would still agree. `make_model` therefore calls `check` first: one step of GPT-2, LLaMA, Mixtral or BERT,
+whichever the lesson's model resembles, must have the loss and the gradients that `transformers` gives for the same
+weights and tokens, in float64. That takes some 15 ms once a process and family. `pytest -s tests/test_huggingface.py -k known`
 computes NUMBERS with `transformers` and prints them.
 """
 
@@ -19,17 +19,19 @@ from torch import Tensor
 
 from common import random
 from common.data.text import Text
-from common.models.configs import TransformerConfig, gpt2, llama, mixtral
+from common.models.configs import TransformerConfig, bert, gpt2, llama, mixtral
 from common.models.transformer import Transformer
 
 SEQUENCE, BATCH = 11, 3
 SHAPES = {
     "gpt2": gpt2(layers=2, width=16, heads=2, sequence=SEQUENCE + 1),
+    "bert": bert(layers=2, width=16, heads=2, sequence=SEQUENCE + 1),
     "llama": llama(layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, sequence=SEQUENCE + 1),
     "mixtral": mixtral(4, layers=2, width=16, heads=4, kv_heads=2, mlp_width=12, sequence=SEQUENCE + 1),
 }
 NUMBERS = {  # loss, projection of the gradients
     "gpt2": (5.98630774043361, -0.0344641161577995),
+    "bert": (6.13005805699873, 0.297362993477159),
     "llama": (6.00535507071291, -3.45593159009995),
     "mixtral": (5.92996985942275, -3.72304571240756),
 }
@@ -69,7 +71,8 @@ def check(step: Step, c: TransformerConfig, device: torch.device) -> None:
     Where the model drops numbers, so does the small one, but with so small a share that nothing is dropped: attention
     then goes the way that keeps its weights, as the model's does.
     """
-    family = "mixtral" if c.experts else "gpt2" if c.positions == "learned" else "llama"
+    of_learned = "bert" if c.post_norm else "gpt2"
+    family = "mixtral" if c.experts else of_learned if c.positions == "learned" else "llama"
     check_family(step, family, replace(SHAPES[family], dropout=1e-13 if c.dropout else 0.0), device)
 
 

@@ -102,6 +102,7 @@ class Experts(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         E, outer, inner, bias = config.experts, config.width, config.mlp_width, config.bias
+        self.gelu = config.gelu
         self.gate_proj = Linears(E, outer, inner, bias) if config.mlp == "swiglu" else None
         self.up_proj = Linears(E, outer, inner, bias)
         self.down_proj = Linears(E, inner, outer, bias)
@@ -112,7 +113,7 @@ class Experts(nn.Module):
             rows_RD.split(counts_E.tolist()), self.up_proj.maps(), self.down_proj.maps(), strict=True
         )
         if self.gate_proj is None:
-            return torch.cat([down(F.gelu(up(x), approximate="tanh")) for x, up, down in pieces])
+            return torch.cat([down(F.gelu(up(x), approximate=self.gelu)) for x, up, down in pieces])
         gates = self.gate_proj.maps()
         return torch.cat(
             [down(F.silu(gate(x)) * up(x)) for gate, (x, up, down) in zip(gates, pieces, strict=True)]

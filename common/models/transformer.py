@@ -4,12 +4,12 @@
     logits_BSV = model(tokens_BS)
     loss_sum, targets = cross_entropy_sum(logits_BSV, targets_BS)
 
-GPT-2 and LLaMA are configurations of the same modules under the same names, so a strategy is written once. It may
+GPT-2, LLaMA and BERT are configurations of the same modules under the same names, so a strategy is written once. It may
 change the model at these seams, and at no others:
 
     seam                                  without a strategy     who changes it
     a module, for one with the same map   Linear, Embedding      tp, by `replace_linears`; embed_tokens
-    a module's input, output: torch hooks unchanged              tp: attention, mlp, unembed, positions, dropout
+    a module's input, output: torch hooks unchanged              tp: attention, mlp, both ends, dropout
     MatrixProduct.product                 F.linear               pp: weight gradients later than those of inputs
     Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks; a cache
     Attention.angles                      cos, sin               generated text: once for all layers
@@ -101,10 +101,14 @@ class Linear(nn.Linear, MatrixProduct):
 
 
 class Unembed(MatrixProduct):
-    """Head: x_BSD and the head's matrix, which may be the embedding, to logits_BSV."""
+    """Head: x_BSD and the head's matrix, which may be the embedding, to logits_BSV. The bias is its own."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.vocabulary)) if config.masked_head else None
 
     def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
-        return self.product(x_BSD, weight_VD)
+        return self.product(x_BSD, weight_VD, self.bias)
 
 
 class Attention(nn.Module):
@@ -144,7 +148,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))) as in GPT-2, with the tanh approximation of GELU, or SwiGLU: down(silu(gate(x)) * up(x)).
+    """down(gelu(up(x))) as in GPT-2 and BERT, or SwiGLU: down(silu(gate(x)) * up(x)).
 
     SwiGLU is of Shazeer, "GLU variants improve Transformer", 2020.
     """
@@ -152,13 +156,14 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         sizes = config.width, config.mlp_width, config.bias
+        self.gelu = config.gelu
         self.gate_proj = Linear(*sizes) if config.mlp == "swiglu" else None
         self.up_proj = Linear(*sizes)
         self.down_proj = Linear(config.mlp_width, config.width, config.bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate_proj is None:
-            inner_BSF = F.gelu(self.up_proj(x_BSD), approximate="tanh")
+            inner_BSF = F.gelu(self.up_proj(x_BSD), approximate=self.gelu)
         else:
             inner_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
         y_BSD: Tensor = self.down_proj(inner_BSF)
@@ -181,7 +186,7 @@ def make_mlp(config: TransformerConfig) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norm` norm(x + attention(x)), norm(x + mlp(x))."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -190,10 +195,15 @@ class Layer(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
         self.dropout = Dropout(config.dropout)
+        self.post_norm = config.post_norm
 
     def forward(self, x_BSD: Tensor, positions_S: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_S)
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)), positions_S)
+        if self.post_norm:
+            x_BSD = self.attention_norm(x_BSD + self.attention(x_BSD, positions_S))
+            x_BSD = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD), positions_S))
+        else:
+            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions_S)
+            x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)), positions_S)
         return x_BSD
 
 
@@ -218,11 +228,14 @@ class Transformer(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
             learned = config.positions == "learned"
             self.embed_positions = nn.Embedding(config.sequence, config.width) if learned else None
+            self.embed_types = nn.Embedding(config.token_types, config.width) if config.token_types else None
+            self.embed_norm = make_norm(config) if config.post_norm else None
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            self.transform = Linear(config.width, config.width, config.bias) if config.masked_head else None
             self.norm = make_norm(config)
             self.lm_head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False)
+            self.unembed = Unembed(config)
         self.dropout = Dropout(config.dropout)
-        self.unembed = Unembed()
         self.run_layer: Callable[[nn.Module, Tensor, Tensor], Tensor] = run_layer
         self.loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cross_entropy_sum
         for name, module in self.named_modules():
@@ -233,19 +246,23 @@ class Transformer(nn.Module):
             self.to_empty(device=device)
             initialise(self, config, seed)
 
-    def forward(self, tokens_BS: Tensor, positions_S: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, positions_S: Tensor | None = None, types_BS: Tensor | None = None
+    ) -> Tensor:
         """Return logits_BSV. `positions_S`: the tokens' positions in the sequence; default: 0 to S - 1.
 
-        Raises UsageError if the sequence is longer than the learned positions.
+        types_BS: the tokens' types, for a model that has types; default: 0.
+
+        Raises UsageError if the sequence is longer than the learned positions, and for types of a model without them.
         """
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        x_BSD = self.embed(tokens_BS, positions_S)
+        x_BSD = self.embed(tokens_BS, positions_S, types_BS)
         for layer in self.layers:
             x_BSD = self.run_layer(layer, x_BSD, positions_S)
         return self.head(x_BSD)
 
-    def embed(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+    def embed(self, tokens_BS: Tensor, positions_S: Tensor, types_BS: Tensor | None = None) -> Tensor:
         x_BSD: Tensor = self.embed_tokens(tokens_BS)
         if self.embed_positions is not None:
             if tokens_BS.shape[1] > self.config.sequence:
@@ -254,10 +271,18 @@ class Transformer(nn.Module):
                     f"{self.config.sequence} learned positions"
                 )
             x_BSD = x_BSD + self.embed_positions(positions_S)
+        if self.embed_types is not None:
+            x_BSD = x_BSD + self.embed_types(torch.zeros_like(positions_S) if types_BS is None else types_BS)
+        elif types_BS is not None:
+            raise UsageError("token types are given to a model that has none")
+        if self.embed_norm is not None:
+            x_BSD = self.embed_norm(x_BSD)
         x_BSD = self.dropout(x_BSD, positions_S)
         return x_BSD
 
     def head(self, x_BSD: Tensor) -> Tensor:
+        if self.transform is not None:
+            x_BSD = F.gelu(self.transform(x_BSD), approximate=self.config.gelu)
         matrix = self.embed_tokens if self.lm_head is None else self.lm_head
         logits_BSV: Tensor = self.unembed(self.norm(x_BSD), matrix.weight)
         return logits_BSV
@@ -276,6 +301,7 @@ class Transformer(nn.Module):
         c = self.config
         matrices = sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
         matrices += sum(m.active_weights() for m in self.layers.modules() if isinstance(m, MoE))
+        matrices += c.width**2 if c.masked_head else 0
         return 6 * (matrices + c.vocabulary * c.width) + 12 * c.layers * sequence * c.width
 
 
