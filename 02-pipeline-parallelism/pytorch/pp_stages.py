@@ -26,6 +26,11 @@ from common.models.configs import CONFIGS
 from common.models.transformer import Transformer
 
 
+# parts of the first stage and of the last; the tokens' embedding may belong to both
+EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_types", "embed_norm")
+HEAD = ("transform", "norm", "unembed")
+
+
 class Stage(nn.Module):
     """Part of a Transformer: maps tokens_BS or x_BSD to x_BSD or logits_BSV.
 
@@ -38,8 +43,12 @@ class Stage(nn.Module):
         super().__init__()
         self.number, self.first, self.last = number, number == 0, number == stages - 1
         self.layers = nn.ModuleList(model.layers[i] for i in layers)
-        embeddings = [model.embed_tokens, model.embed_positions] if self.first else []
-        head = [model.norm, model.lm_head or model.embed_tokens] if self.last else []
+        embeddings = [getattr(model, name) for name in EMBEDDINGS] if self.first else []
+        head = (
+            [*(getattr(model, name) for name in HEAD), model.lm_head or model.embed_tokens]
+            if self.last
+            else []
+        )
         self.beside = nn.ModuleList(module for module in (*embeddings, *head) if module is not None)
         # methods, since the model itself would be a submodule and add all stages
         self.embed, self.head, self.run_layer = model.embed, model.head, model.run_layer
@@ -66,11 +75,10 @@ def cut_model(
     stages = {s: Stage(model, cuts[s], len(owner), s) for s in mine}
     model.add_module("layers", nn.ModuleDict({str(i): model.layers[i] for s in mine for i in cuts[s]}))
     first, last = 0 in stages, len(owner) - 1 in stages
-    if not first:
-        model.embed_positions = None
-    if not last:
-        del model.norm
-        model.lm_head = None
+    for name in () if first else EMBEDDINGS[1:]:
+        setattr(model, name, None)
+    for name in () if last else (*HEAD, "lm_head"):
+        setattr(model, name, None)
     if model.config.tied:
         holders = mesh.part("pp", (owner[0], owner[-1]), "tied")
         if holders and holders.size > 1:

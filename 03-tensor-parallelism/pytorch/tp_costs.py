@@ -56,6 +56,7 @@ def megatron_bytes(name: str, model: Transformer, group: Group, o: Any) -> Fract
         numbers += times * c.layers * 2 * c.kv_heads * c.head_width * (c.width + c.bias)
     if outside:  # the gradients that are partial
         norm = c.width * (2 if c.norm == "layernorm" else 1)
-        numbers += (2 * c.layers + 1) * norm + 2 * c.layers * c.width * c.bias
-        numbers += c.sequence * c.width * (c.positions == "learned")
+        numbers += (2 * c.layers + 1 + c.post_norm) * norm + 2 * c.layers * c.width * c.bias
+        numbers += c.width * (c.sequence * (c.positions == "learned") + c.token_types)
+        numbers += c.width * (c.width + c.bias) * c.masked_head
     return Fraction(2 * (n - 1) * numbers * size, n)

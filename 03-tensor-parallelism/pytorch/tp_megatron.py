@@ -177,13 +177,18 @@ def split_layer(layer: Layer, config: TransformerConfig, region: Region, split: 
 
 
 def stay_outside(model: Transformer, region: Region) -> None:
-    """Give norms, residuals and positions this rank's slice of the sequence, whose gradients are partial."""
+    """Give norms, residuals and positions this rank's slice of the sequence, whose gradients are partial.
+
+    So too token types and the dense layer of a head for masked tokens.
+    """
     in_regions = [layer.attention.weights_dropout for layer in model.layers if isinstance(layer, Layer)]
+    with_places = [module for module in (model.embed_positions, model.embed_types) if module is not None]
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or module is model.embed_positions:
+        on_slices = isinstance(module, nn.LayerNorm | nn.RMSNorm) or module is model.transform
+        if on_slices or module in with_places:
             for parameter in module.parameters():
                 split_tokens_along(parameter, region.group.axis)
-        if module is model.embed_positions or (isinstance(module, Dropout) and module not in in_regions):
+        if module in with_places or (isinstance(module, Dropout) and module not in in_regions):
             module.register_forward_pre_hook(lambda _, given: (*given[:-1], region.slice(given[-1])))
 
 

@@ -145,6 +145,8 @@ def split_vocabulary(
     model.embed_tokens = VocabularyParallelEmbedding(model.embed_tokens, group, leave)
     if model.lm_head is not None:
         model.lm_head.weight = shard(model.lm_head.weight, group, 0)
+    if model.unembed.bias is not None:
+        model.unembed.bias = shard(model.unembed.bias, group, 0)
     model.unembed.register_forward_pre_hook(lambda _, given: (into(given[0]), *given[1:]))
     model.loss = partial(cross_entropy_sum_parallel, group=group, vocabulary=model.config.vocabulary)
     return model
