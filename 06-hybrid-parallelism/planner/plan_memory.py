@@ -76,7 +76,9 @@ def of_rank(job: Job, plan: Plan, rank: int) -> Memory:
     if plan.kept == "inputs":  # while one layer is computed again it keeps everything
         kept += max(layer_bytes(job, replace(plan, kept="all"), shape) for shape, _ in shapes)
     kept += first * 8 * tokens * in_flight  # token numbers
-    kept += last * 2 * tokens * c.width * e / (plan.tp if plan.sequence_parallel else 1)
+    # input and result of the head's norm, of its dense layer, and of the embeddings' norm
+    normed = last * (4 if c.masked_head else 2) + first * in_flight * (2 if c.post_norm else 0)
+    kept += normed * tokens * c.width * e / (plan.tp if plan.sequence_parallel else 1)
     logits = last * tokens * c.vocabulary / plan.tp * code.logit_bytes
 
     whole = held.dense + held.experts

@@ -134,4 +134,5 @@ def command(job: Job, plan: Plan, name: str) -> str | None:
     ranks = max(n for n in divisors(plan.ranks) if n <= job.machine.links.ranks_per_host)
     hosts = plan.ranks // ranks
     meeting = f"--nnodes={hosts} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 " if hosts > 1 else ""
-    return f"torchrun {meeting}--nproc_per_node={ranks} ../examples/train_llama.py --model {name} {' '.join(words)}"
+    script = "bert_pretraining/pretrain_bert.py" if job.config.masked_head else "train_llama.py"
+    return f"torchrun {meeting}--nproc_per_node={ranks} ../examples/{script} --model {name} {' '.join(words)}"

@@ -56,13 +56,16 @@ def layer(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
 
 def embedding(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
     """Return the parameters of the embeddings, or of a rank's part of them."""
-    positions = c.sequence * c.width if c.positions == "learned" else 0
-    return Parameters((c.vocabulary * c.width + positions) / (plan or Plan()).tp)
+    rows = c.vocabulary + c.token_types + (c.sequence if c.positions == "learned" else 0)
+    return Parameters((rows * c.width + (_norm(c) if c.post_norm else 0)) / (plan or Plan()).tp)
 
 
 def head(c: TransformerConfig, plan: Plan | None = None) -> Parameters:
     """Return the parameters behind the last layer, or a rank's part: norm and head, if that is not the embedding."""
-    return Parameters((_norm(c) + (0 if c.tied else c.vocabulary * c.width)) / (plan or Plan()).tp)
+    numbers = _norm(c) + (0 if c.tied else c.vocabulary * c.width)
+    if c.masked_head:
+        numbers += c.width * (c.width + c.bias) + c.vocabulary
+    return Parameters(numbers / (plan or Plan()).tp)
 
 
 def total(c: TransformerConfig) -> float:
@@ -74,7 +77,7 @@ def total(c: TransformerConfig) -> float:
 def flops_per_token(c: TransformerConfig, sequence: int) -> float:
     """Return a token's operations, forward and backward, as Transformer.flops_per_token counts them."""
     keys, values = head_widths(c)
-    matrices = c.vocabulary * c.width
+    matrices = c.vocabulary * c.width + (c.width**2 if c.masked_head else 0)
     for shape in layer_shapes(c):
         matrices += c.heads * values * c.width + sum(w.inner * w.columns for w in projections(c))
         active = (shape.experts_per_token + shape.shared_experts) if shape.experts else 1

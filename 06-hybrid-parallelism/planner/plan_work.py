@@ -151,13 +151,18 @@ def _out_of_region(plan: Plan, nbytes: float) -> list[Operation]:
 def embedding(c: TransformerConfig, plan: Plan, code: Code, S: int) -> list[Operation]:
     """Return the operations before the first layer."""
     e, tokens = SIZES[code.dtype], plan.micro_batch * S / plan.sp
-    return [Traffic(4 * tokens * c.width * e), *_out_of_region(plan, tokens * c.width * e)]
+    between = tokens / (plan.tp if plan.sequence_parallel else 1)
+    norm = [Traffic(2 * between * c.width * e, 1.5)] if c.post_norm else []
+    return [Traffic(4 * tokens * c.width * e), *_out_of_region(plan, tokens * c.width * e), *norm]
 
 
 def head(c: TransformerConfig, plan: Plan, code: Code, S: int) -> list[Operation]:
     """Return the operations behind the last layer: norm, logits, and a loss whose numbers have 32 bits."""
     e, tokens, V = SIZES[code.dtype], plan.micro_batch * S / plan.sp, c.vocabulary / plan.tp
+    between = tokens / (plan.tp if plan.sequence_parallel else 1)
+    dense = [Product(between, c.width, c.width), Traffic(2 * between * c.width * e, 1.5)]
     return [
+        *(dense if c.masked_head else []),
         Traffic(2 * tokens * c.width * e, 1.5),
         *_into_region(plan, tokens * c.width * e),
         Product(tokens, V, c.width),
