@@ -25,7 +25,6 @@ from common.errors import UsageError
 from common.models.configs import CONFIGS
 from common.models.transformer import Transformer
 
-
 # parts of the first stage and of the last; the tokens' embedding may belong to both
 EMBEDDINGS = ("embed_tokens", "embed_positions", "embed_types", "embed_norm")
 HEAD = ("transform", "norm", "unembed")

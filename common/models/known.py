@@ -3,8 +3,8 @@
 A lesson compares a mesh with one device, and both run the same data, model and training step. Without the causal mask,
 say, they would still agree. `make_model` therefore calls `check` first: one step of GPT-2, LLaMA, Mixtral or BERT,
 whichever the lesson's model resembles, must have the loss and the gradients that `transformers` gives for the same
-weights and tokens, in float64. That takes some 15 ms once a process and family. `pytest -s tests/test_huggingface.py -k known`
-computes NUMBERS with `transformers` and prints them.
+weights and tokens, in float64. That takes some 15 ms once a process and family. To compute NUMBERS with `transformers`
+and print them: `pytest -s tests/test_huggingface.py -k known`.
 """
 
 from __future__ import annotations
