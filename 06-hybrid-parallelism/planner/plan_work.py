@@ -160,9 +160,11 @@ def head(c: TransformerConfig, plan: Plan, code: Code, S: int) -> list[Operation
     """Return the operations behind the last layer: norm, logits, and a loss whose numbers have 32 bits."""
     e, tokens, V = SIZES[code.dtype], plan.micro_batch * S / plan.sp, c.vocabulary / plan.tp
     between = tokens / (plan.tp if plan.sequence_parallel else 1)
-    dense = [Product(between, c.width, c.width), Traffic(2 * between * c.width * e, 1.5)]
+    dense: list[Operation] = []
+    if c.masked_head:
+        dense = [Product(between, c.width, c.width), Traffic(2 * between * c.width * e, 1.5)]
     return [
-        *(dense if c.masked_head else []),
+        *dense,
         Traffic(2 * tokens * c.width * e, 1.5),
         *_into_region(plan, tokens * c.width * e),
         Product(tokens, V, c.width),

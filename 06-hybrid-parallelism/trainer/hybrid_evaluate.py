@@ -28,6 +28,7 @@ from common.comm import sizes_of
 
 from hybrid_data import Shuffled
 from hybrid_model import Hybrid
+from pp_pipeline import Loss
 
 
 @contextmanager
@@ -40,13 +41,16 @@ def evaluating(hybrid: Hybrid) -> Iterator[None]:
         hybrid.model.train()
 
 
-def validation_loss(hybrid: Hybrid, batches: Shuffled) -> float:
-    """Return the loss in nats per token over the samples of an evaluation, the same on all ranks."""
+def validation_loss(hybrid: Hybrid, batches: Shuffled, loss: Loss | None = None) -> float:
+    """Return the loss in nats per token over the samples of an evaluation, the same on all ranks.
+
+    loss: function of the last stage's logits and the targets, by default the loss of training.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=batches.device)  # of losses, and of targets
     with evaluating(hybrid):
         for first in range(0, batches.evaluated, batches.options.batch):
             parts = [hybrid.split(*part) for part in batches.validation(first)]
-            sums[0] += hybrid.pipe.evaluate(parts)
+            sums[0] += hybrid.pipe.evaluate(parts, loss)
             sums[1] += sum((targets_Bs != -100).sum() for *_, targets_Bs in parts)
     comm.all_reduce(sums, hybrid.tokens)
     return float(sums[0] / sums[1])

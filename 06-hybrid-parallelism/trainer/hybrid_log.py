@@ -29,7 +29,7 @@ from hybrid_options import TrainOptions
 # values of a record that go to TensorBoard
 SHOWN = (
     *("loss", "learning_rate", "gradient_norm", "tokens_per_second", "mfu", "memory_mb", "validation_loss"),
-    *("balance_loss", "z_loss", "load"),
+    *("balance_loss", "z_loss", "load", "masked_accuracy"),
 )
 
 

@@ -132,6 +132,7 @@ class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "c
     def validate(self) -> None:
         """Check that the options do not contradict one another. Raises UsageError."""
         super().validate()
+        self.check_model()
         if self.balances and not self.model_config().experts:
             raise UsageError(
                 f"--balance {self.balance} --z-coefficient {self.z_coefficient:g}: {self.init or self.model} has no "
@@ -148,6 +149,14 @@ class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "c
                 f"--resume {self.resume}: there is no such file; give auto, no, or a file of --save"
             )
         self.check_tokenizer()
+
+    def check_model(self) -> None:
+        """Check that the model predicts next tokens. Raises UsageError for one that sees them."""
+        if not self.model_config().causal:
+            raise UsageError(
+                f"{self.init or self.model} sees later tokens, so it cannot learn to predict the next one; "
+                f"train it with bert_pretraining/pretrain_bert.py"
+            )
 
     def check_tokenizer(self) -> None:
         """Check that the model knows the tokens of the text and of the prompt. Raises UsageError."""

@@ -49,11 +49,16 @@ from plan_here import peak_table
 
 
 class Trainer:
-    """One rank's part of a run; every rank constructs one and calls the same methods."""
+    """One rank's part of a run; every rank constructs one and calls the same methods.
+
+    A run with another task than the next token overrides `batches_of` and `validate`.
+    """
+
+    batches_of = Shuffled
 
     def __init__(self, rt: Runtime, o: TrainOptions, hybrid: Hybrid) -> None:
         self.rt, self.o, self.hybrid = rt, o, hybrid
-        self.batches = Shuffled(o, hybrid.samples, rt.device, rt.world)
+        self.batches = self.batches_of(o, hybrid.samples, rt.device, rt.world)
         self.optimizer = make_optimizer(hybrid, o)
         self.checkpoints = (
             Checkpoints(o.checkpoints, hybrid.mesh, o.keep, o.asynchronous) if o.checkpoints else None
@@ -231,11 +236,7 @@ class Trainer:
         """Log the validation loss, with --evaluate-every, and a generated text, with --generate."""
         o = self.o
         if o.evaluate_every:
-            loss = validation_loss(self.hybrid, self.batches)
-            length = self.batches.text.bytes_per_token
-            per_byte = f", {loss / length:.4f} nats per byte" if length else ""
-            self.log.say(f"{self.step:6d}  validation loss {loss:.4f}{per_byte}")
-            self.log.record("evaluation", self.step, validation_loss=loss)
+            self.validate()
         if o.generate:
             prompt = o.coder.encode(o.prompt)
             (tokens,) = generate(
@@ -244,6 +245,14 @@ class Trainer:
             text = o.coder.decode(prompt + tokens)
             self.log.say("\n".join("        | " + line for line in text.splitlines()))
             self.log.record("text", self.step, text=text)
+
+    def validate(self) -> None:
+        """Log the validation loss."""
+        loss = validation_loss(self.hybrid, self.batches)
+        length = self.batches.text.bytes_per_token
+        per_byte = f", {loss / length:.4f} nats per byte" if length else ""
+        self.log.say(f"{self.step:6d}  validation loss {loss:.4f}{per_byte}")
+        self.log.record("evaluation", self.step, validation_loss=loss)
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -275,21 +284,21 @@ def make(rt: Runtime, o: TrainOptions) -> Hybrid:
     return hybrid
 
 
-def start(rt: Runtime, o: TrainOptions) -> Trainer:
+def start(rt: Runtime, o: TrainOptions, kind: type[Trainer] = Trainer) -> Trainer:
     """Make a run from its options: this rank's part of the model, and the step to resume from.
 
     Raises UsageError for bad input.
     """
-    trainer = Trainer(rt, o, make(rt, o))
+    trainer = kind(rt, o, make(rt, o))
     if rt.rank == 0:
         o.make_folders()
     return trainer
 
 
-def train(rt: Runtime, o: TrainOptions) -> bool:
+def train(rt: Runtime, o: TrainOptions, kind: type[Trainer] = Trainer) -> bool:
     """Train from the newest good checkpoint, or from step 0, to the last step; --steps 0: only explain."""
     signal.signal(TRACE, signal.SIG_IGN)  # until there is a step to trace
     if o.steps:
-        return start(rt, o).run()
+        return start(rt, o, kind).run()
     make(rt, o)
     return True

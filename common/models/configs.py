@@ -99,9 +99,8 @@ def bert(layers: int, width: int, heads: int, sequence: int, vocabulary: int = 2
 
     The default vocabulary is the 256 bytes and the mask token, 256.
     """
-    sizes = (layers, width, heads, heads, 4 * width, sequence, vocabulary)
-    ends = {"masked_head": True, "token_types": 2}
-    return TransformerConfig(*sizes, epsilon=1e-12, post_norm=True, gelu="none", causal=False, **ends)
+    plain = replace(gpt2(layers, width, heads, sequence, vocabulary), epsilon=1e-12, causal=False)
+    return replace(plain, post_norm=True, gelu="none", masked_head=True, token_types=2)
 
 
 def gpt2_moe(experts: int, **shape: int) -> TransformerConfig:
