@@ -44,8 +44,8 @@ FILES = [
 # Options to which 0 is a value like any other, and those that may be as long as one has time for.
 TAKES_0 = (
     "seed momentum jitter coefficient rate balance_coefficient balance_rate z_coefficient dropout curve_steps "
-    "bandwidth clip warm_up learning_rate final weight_decay temperature evaluate_every generate peak_tflops debug top_k "
-    "stop"
+    "bandwidth clip warm_up learning_rate final weight_decay temperature evaluate_every generate peak_tflops debug "
+    "top_k stop mask_token"
 )
 TAKES_10_9 = (
     "steps seed curve_steps interval repeats clip rate condition rows columns learning_rate warm_up final periods "

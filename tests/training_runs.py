@@ -64,10 +64,14 @@ def options(**given: Any) -> TrainOptions:
 
 
 def go(
-    rt: Runtime, o: TrainOptions, stop_after: int = 0, change: Callable[[Trainer], None] | None = None
+    rt: Runtime,
+    o: TrainOptions,
+    stop_after: int = 0,
+    change: Callable[[Trainer], None] | None = None,
+    kind: type[Trainer] = Trainer,
 ) -> Ran:
     """Run training; after step `stop_after`, if any, the last rank gets SIGTERM. change: adds a fault."""
-    ran, trainer = Ran(), start(rt, o)
+    ran, trainer = Ran(), start(rt, o, kind)
     if change:
         change(trainer)
     train = trainer.train

@@ -121,6 +121,8 @@ def main(rt: Runtime, o: DTensorOptions) -> bool:
     """Prove both versions on one Transformer; with --benchmark only time them."""
     c, n = o.model_config(), rt.world_size
     check_split(c, n)
+    if c.masked_head:
+        raise UsageError(f"--model {o.model}: this plan does not split its head; tp_megatron.py does")
     for what, number in (("key-value heads", c.kv_heads), ("columns of the MLP", c.mlp_width)):
         if number % n:
             raise UsageError(

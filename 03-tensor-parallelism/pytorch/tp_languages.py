@@ -157,7 +157,7 @@ def main(rt: Runtime, o: LanguageOptions) -> bool:
     c, n = o.model_config(), rt.world_size
     check(rt, tuple(LANGUAGES), o)
     check_split(c, n)
-    if c.mlp != "gelu" or c.mlp_width % n:
+    if c.mlp != "gelu" or c.post_norm or c.mlp_width % n:
         raise UsageError(
             f"--model {o.model}: the three languages share GPT-2's layer, its MLP divided by {n} ranks"
         )

@@ -46,8 +46,8 @@ class MaskedOptions(TrainOptions, without=("generate", "prompt", "temperature"))
 
     model: str = "bert-small"
     """Name of a model in common/models/configs.py: bert-tiny, bert-small, bert-10m, bert-base, bert-large."""
-    sequence: Annotated[int, Within(2, 2**27)] = 64
-    """Tokens per sample."""
+    epsilon: Annotated[float, Within(1e-30, 1)] = 1e-8
+    """AdamW's epsilon; smaller than the gradients of queries and keys, which are small at first."""
     mask_token: Annotated[int, Within(0, 2**31)] | None = None
     """Number of the mask token; default: that of the tokenizer's [MASK] or <mask>, else the vocabulary's last."""
 

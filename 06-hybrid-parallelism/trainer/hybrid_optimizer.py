@@ -25,16 +25,13 @@ def decays(name: str) -> bool:
 
 
 def make_optimizer(hybrid: Hybrid, o: TrainOptions) -> torch.optim.AdamW:
-    """Return AdamW for the parameters that this rank owns, with decay on matrices and embeddings alone.
-
-    eps is LLaMA 2's (common/lesson/equality.py).
-    """
+    """Return AdamW for the parameters that this rank owns, with decay on matrices and embeddings alone."""
     named = dict(hybrid.named_parameters())
     groups = [
         {"params": [p for name, p in named.items() if decays(name)], "weight_decay": o.weight_decay},
         {"params": [p for name, p in named.items() if not decays(name)], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(0.9, 0.95), eps=1e-5)
+    return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(0.9, 0.95), eps=o.epsilon)
 
 
 def learning_rate(step: int, o: TrainOptions) -> float:

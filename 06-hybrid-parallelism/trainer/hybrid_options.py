@@ -69,6 +69,8 @@ class TrainOptions(Balancing, HybridOptions, without=("benchmark", "scaling", "c
     """Learning rate of the last step, as a share of --learning-rate."""
     weight_decay: Factor = 0.1
     """AdamW's weight decay on matrices and embeddings; norms and biases have none."""
+    epsilon: Annotated[float, Within(1e-30, 1)] = 1e-5
+    """AdamW's epsilon, beside which gradients of a parameter that are smaller count little; 1e-5 as in LLaMA 2."""
     clip: Factor = 1.0
     """Largest norm of the gradient; 0 means no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"

@@ -338,6 +338,8 @@ def read_config(folder: Path) -> TransformerConfig:
         sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
     if missing := [FIELDS[kind].get(ours, ours) for ours, value in sizes.items() if value is None]:
         raise UsageError(f"{file} does not say {missing[0]}")
+    if sizes.get("token_types") == 0:
+        raise UsageError(f"{file}: type_vocab_size is 0; give at least 1")
     config = TransformerConfig(**sizes, **STYLE[kind])
     if theirs.get("head_dim") not in (None, config.head_width):
         raise UsageError(f"{file}: head_dim is {theirs['head_dim']}; only {config.head_width} can be read")
