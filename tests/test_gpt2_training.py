@@ -42,7 +42,9 @@ from hybrid_trainer import Trainer, start
 
 EXAMPLE = ROOT / "06-hybrid-parallelism" / "examples" / "gpt2_training"
 ODD = 509  # tokens: no number of ranks divides a prime
-CONFIGS["odd-gpt2"] = gpt2(layers=5, width=20, heads=4, sequence=19)  # its vocabulary is the tokenizer's
+CONFIGS["gpt2-of-tokens"] = gpt2(
+    layers=5, width=20, heads=4, sequence=19
+)  # its vocabulary is the tokenizer's
 TEXT = "déjà vu, 中文 and 😀: x = 'ñ'\n" * 2
 MESHES: list[dict[str, Any]] = [
     dict(dp=4, zero=3, micro_batches=1),
@@ -73,7 +75,9 @@ def tokenizer(request: pytest.FixtureRequest, file: Path) -> Tokenizer:
 
 def run_options(file: Path, **given: Any) -> TrainOptions:
     """Return the options of a short run on uneven sizes: 7 samples of 13 tokens, 3 steps."""
-    odd: dict[str, Any] = dict(model="odd-gpt2", tokenizer=file, steps=3, batch=7, sequence=13, clip=0.7)
+    odd: dict[str, Any] = dict(
+        model="gpt2-of-tokens", tokenizer=file, steps=3, batch=7, sequence=13, clip=0.7
+    )
     odd |= dict(evaluate_every=3, evaluation=5, generate=2, prompt="déf ", weight_decay=0.3)
     return options(**(odd | given))
 
@@ -283,7 +287,7 @@ def test_a_run_resumes_on_another_mesh_with_its_tokenizer_alone(file: Path, tmp_
         torch.testing.assert_close(parts[1].weights[name], x, rtol=1e-9, atol=1e-10)
     other = tmp_path / "tokenizer.json"
     other.write_text(train(load_text().train.tobytes()[60_000:120_000], ODD))
-    CONFIGS["odd-bytes"] = replace(CONFIGS["odd-gpt2"], vocabulary=ODD)
+    CONFIGS["odd-bytes"] = replace(CONFIGS["gpt2-of-tokens"], vocabulary=ODD)
     for change in (dict(tokenizer=other), dict(tokenizer=None, model="odd-bytes")):
         with pytest.raises(UsageError, match=f"a run with tokenizer '{FromFile(file).name}', this one has"):
             start(ALONE, replace(kept, **change))

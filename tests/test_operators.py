@@ -21,6 +21,7 @@ from common.utils.profiler import profile
 
 import hybrid_in_turn
 from hybrid_in_turn import AS_GIVEN, Options
+from hybrid_options import parse
 from hybrid_trainer import start
 
 TRACED = 20  # products
@@ -120,15 +121,16 @@ def timed(rt: Runtime, o: Options) -> bool:
 
 
 def test_cases_are_timed_in_turn_and_keep_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    files: dict[str, Any] = {name: tmp_path / name for name in ("checkpoints", "export", "save", "trace")}
     o = in_turn_options(
-        vary=("tp=1", "tp=1 zero=1 sequence-parallel=no"), dp=None, tp=2, json=tmp_path / "json", **files
+        vary=("tp=1", "tp=1 zero=1 sequence-parallel=no"), dp=None, tp=2, json=tmp_path / "json"
     )
     assert spawn(timed, 2, o) == [True, True]
     records = [json.loads(line) for line in o.json.read_text().splitlines()] if o.json else []
     assert [record["options"] for record in records] == [AS_GIVEN, *o.vary]
     assert all(len(record["step_seconds"]) == 2 for record in records)
     assert [path.name for path in tmp_path.iterdir()] == ["json"]
+    with pytest.raises(UsageError, match="--checkpoints"):
+        parse(Options, None, ["--checkpoints", str(tmp_path)])
 
 
 def test_a_case_has_its_options_over_the_given_ones() -> None:

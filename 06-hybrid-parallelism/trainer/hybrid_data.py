@@ -110,10 +110,12 @@ class Shuffled(Batches):
             "seed": o.seed,
             "batch": o.batch,
             "sequence": o.sequence,
-            "tokenizer": o.coder.name,
             "data": self.text.name,
             "data_tokens": len(self.text.train) + len(self.text.validation),
             "data_sha256": self.sha256,
+            **(
+                {"tokenizer": o.coder.name} if isinstance(o.coder, FromFile) else {}
+            ),  # programs in C++ have bytes
         }
 
     @cached_property

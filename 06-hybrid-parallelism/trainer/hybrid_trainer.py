@@ -86,8 +86,9 @@ class Trainer:
             self.source, where, another = file, file, "another file"
         if found is None:
             return 0
-        found.setdefault("tokenizer", "bytes")  # as in a file of a program in C++
-        for name, value in self.batches.about().items():
+        bytes_of_text = {"tokenizer": "bytes"}
+        found = bytes_of_text | found
+        for name, value in (bytes_of_text | self.batches.about()).items():
             if str(found.get(name)) != str(value):
                 raise UsageError(
                     f"{where} is of a run with {name} {found.get(name)!r}, this one has {value!r}, so the order of "
