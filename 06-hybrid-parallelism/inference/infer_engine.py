@@ -28,7 +28,7 @@ from hybrid_initial import Whole
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
 from infer_cache import Blocks, Cache
-from infer_joined import Joined
+from infer_joined import Joined, in_large_pages
 from infer_sampling import choose
 from infer_scheduler import Request, Scheduler, Sequence
 from infer_step import CachedAttention, SharedAngles, Step, make_step
@@ -69,6 +69,8 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, most, budget, config.sequence)
         layers = [layer for layer in self.stage.layers if isinstance(layer, Layer)]
         keep_own_rows(self.stage)
+        for parameter in self.stage.parameters():
+            parameter.data = in_large_pages(parameter.data)
         queries, kv_heads = (
             projection.weight.shape[0] // config.head_width
             for projection in (layers[0].attention.q_proj, layers[0].attention.k_proj)

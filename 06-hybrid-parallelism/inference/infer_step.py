@@ -111,19 +111,17 @@ class CachedAttention:
         self.cache, self.layer = cache, layer
 
     def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor, _: bool) -> Tensor:
-        step = self.step
-        self.cache.write(self.layer, step.slots_T, k_1GTK, v_1GTK)
-        G = k_1GTK.shape[1]
-        q_GhTK = q_1HTK[0].unflatten(0, (G, -1))
-        return torch.cat([self.attend(part, q_GhTK) for part in step.parts], 2).flatten(0, 1)[None]
+        parts = self.step.parts
+        self.cache.write(self.layer, self.step.slots_T, k_1GTK, v_1GTK)
+        H, K, G = q_1HTK.shape[1], q_1HTK.shape[3], k_1GTK.shape[1]
+        q_GhTK = q_1HTK.reshape(G, H // G, -1, K)
+        y_GhTK = [self.attend(part, q_GhTK[:, :, part.begin : part.end]) for part in parts]
+        return (torch.cat(y_GhTK, 2) if len(parts) > 1 else y_GhTK[0]).reshape(1, H, -1, K)
 
     def attend(self, part: Part, q_GhTK: Tensor) -> Tensor:
-        """Return the attention of a part's tokens, [G, h, T of the part, K]."""
+        """Return the attention of a part's tokens, [G, h, T, K]."""
         k_RGLK, v_RGLK = self.cache.read(self.layer, part.slots_RL)
-        R, h = len(part.slots_RL), q_GhTK.shape[1]
-        q_RGmK = (
-            q_GhTK[:, :, part.begin : part.end].unflatten(2, (R, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)
-        )
+        (G, h, T, K), R = q_GhTK.shape, len(part.slots_RL)
+        q_RGmK = q_GhTK.reshape(G, h, R, T // R, K).permute(2, 0, 1, 3, 4).reshape(R, G, -1, K)
         y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.mask_R1mL)
-        y_GhTK: Tensor = y_RGmK.unflatten(2, (h, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return y_GhTK
+        return y_RGmK.reshape(R, G, h, -1, K).permute(1, 2, 0, 3, 4).reshape(G, h, T, K)
