@@ -23,12 +23,13 @@ from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.models.configs import TransformerConfig
 from common.models.transformer import FeedForward, Layer, Linear
+from common.utils.pages import in_large_pages
 
 from hybrid_initial import Whole
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
 from infer_cache import Blocks, Cache
-from infer_joined import Joined, in_large_pages
+from infer_joined import Joined
 from infer_sampling import choose
 from infer_scheduler import Request, Scheduler, Sequence
 from infer_step import CachedAttention, SharedAngles, Step, make_step

@@ -12,23 +12,13 @@ is read some 5 % faster from the large ones.
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def in_large_pages(x: Tensor) -> Tensor:
-    """Return a copy of x in pages of 2 MiB; x itself if it is small or on a GPU, or the system has no such pages."""
-    if x.device.type != "cpu" or x.nbytes < 2**21 or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return x
-    memory = mmap.mmap(-1, x.nbytes)
-    with suppress(OSError):  # the system may have been built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape).copy_(x)
+from common.utils.pages import in_large_pages
 
 
 class Joined:

@@ -45,7 +45,8 @@ class _Linear(torch.autograd.Function):
         return ctx.adjoint(grads[0]), None, None
 
 
-def _linear(x: Tensor, map: Map, adjoint: Map) -> Tensor:
+def linear_map(x: Tensor, map: Map, adjoint: Map) -> Tensor:
+    """Return map(x); the gradient is `adjoint` of the result's gradient."""
     if not torch.is_grad_enabled():
         return map(x)
     return cast(Tensor, _Linear.apply(x, map, adjoint))
@@ -68,20 +69,20 @@ def _piece(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
 @typed("I", "R")
 def copy(x: Tensor, group: Group) -> Tensor:
     """R to R; the gradients, a part on each rank, are summed. Megatron's f (arXiv:1909.08053, section 3)."""
-    return _linear(x, _same, lambda dy: _summed(dy, group))
+    return linear_map(x, _same, lambda dy: _summed(dy, group))
 
 
 @typed("PV", "I")
 def reduce(x: Tensor, group: Group) -> Tensor:
     """P to R: the sum over ranks; the gradient is unchanged. Megatron's g (arXiv:1909.08053, section 3)."""
-    return _linear(x, lambda x: _summed(x, group), _same)
+    return linear_map(x, lambda x: _summed(x, group), _same)
 
 
 @typed("I", "S")
 def scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """R to S(dim): this rank's piece, lengths as `sizes_of` cuts; the gradients are all-gathered."""
     sizes = sizes_of(x.shape[dim], group.size)
-    return _linear(
+    return linear_map(
         x, lambda x: _piece(x, group, dim, sizes), lambda dy: comm.all_gather(dy, group, dim, sizes)
     )
 
@@ -100,7 +101,7 @@ def gather(
     """
     lengths = list(sizes or [x.shape[dim]] * group.size)
     take = comm.reduce_scatter if gradient == "partial" else _piece
-    return _linear(
+    return linear_map(
         x, lambda x: comm.all_gather(x, group, dim, lengths), lambda dy: take(dy, group, dim, lengths)
     )
 
@@ -109,7 +110,7 @@ def gather(
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """P to S(dim): this rank's piece of the sum, as `sizes_of` cuts; the gradients are all-gathered."""
     sizes = sizes_of(x.shape[dim], group.size)
-    return _linear(
+    return linear_map(
         x,
         lambda x: comm.reduce_scatter(x, group, dim, sizes),
         lambda dy: comm.all_gather(dy, group, dim, sizes),
@@ -127,7 +128,7 @@ def all_to_all(
 
     send_sizes, receive_sizes: lengths along dimension 0 to and from each rank; default: equal lengths.
     """
-    return _linear(
+    return linear_map(
         x,
         lambda x: comm.all_to_all(x, group, send_sizes, receive_sizes),
         lambda dy: comm.all_to_all(dy, group, receive_sizes, send_sizes),
@@ -137,4 +138,4 @@ def all_to_all(
 @typed("SV", "V")
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
     """Round the ring: x of rank r goes to rank r + by; the gradients go back. Shapes are equal on all ranks."""
-    return _linear(x, lambda x: comm.shift(x, group, by), lambda dy: comm.shift(dy, group, -by))
+    return linear_map(x, lambda x: comm.shift(x, group, by), lambda dy: comm.shift(dy, group, -by))

@@ -1,0 +1,106 @@
+"""The mesh of ranks that tensors lie on, and the check that all of its ranks do the same.
+
+    grid = Grid(rt.world)            # one axis
+    grid = Grid(rt.world, 2, 3)      # two axes; rank = 3 * row + column
+
+Every operation is called by all ranks. Each rank keeps a digest of the operations that it has called so far; before
+ranks communicate they compare digests, so that ranks which call different operations get one error on every rank
+instead of a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from common import comm
+from common.comm import Group, ledger
+from common.comm.mesh import Mesh
+from common.errors import UsageError
+
+
+class Grid:
+    """The ranks of `world` in one axis, or in two axes of the given lengths.
+
+    check: compare what the ranks do before they communicate. Raises UsageError if the product of the lengths is not
+    the number of ranks. All ranks must call it.
+    """
+
+    def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
+        self.world, self.check = world, check
+        self.shape = shape or (world.size,)
+        if len(self.shape) > 2 or min(self.shape) < 1 or math.prod(self.shape) != world.size:
+            fits = [(n, world.size // n) for n in range(1, world.size + 1) if world.size % n == 0]
+            raise UsageError(
+                f"a grid of {' x '.join(map(str, shape))} on {world.size} rank(s): "
+                f"give one length, or two whose product is {world.size}: {', '.join(f'{a} x {b}' for a, b in fits)}"
+            )
+        self.groups: tuple[Group, ...] = (replace(world, axis="0"),)
+        if len(self.shape) == 2:
+            mesh = Mesh(world, dp=self.shape[0], tp=self.shape[1])
+            self.groups = replace(mesh.group("dp"), axis="0"), replace(mesh.group("tp"), axis="1")
+        self.places = [tuple(map(int, np.unravel_index(r, self.shape))) for r in range(world.size)]
+        self.place = self.places[world.rank]
+        self._done = hashlib.sha256()
+        self._last = "nothing"
+        self._depth = 0
+
+    def __repr__(self) -> str:
+        return f"Grid({' x '.join(map(str, self.shape))})"
+
+    @contextmanager
+    def operation(self, description: str) -> Iterator[None]:
+        """Note that this rank enters an operation; operations inside it belong to it and are not noted."""
+        if self._depth == 0 and self.check:
+            self._done.update(description.encode())
+            self._last = description
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def meet(self, problem: str = "") -> None:
+        """Compare what the ranks have called, before they communicate.
+
+        problem: why this rank cannot take part. Raises UsageError on every rank if a rank has a problem or calls
+        something else.
+        """
+        if self.world.size == 1 or not self.check:
+            if problem:
+                raise UsageError(problem)
+            return
+        mine = int.from_bytes(self._done.digest()[:7], "little")
+        with ledger.uncounted():
+            found = torch.tensor([mine, -mine, 1 if problem else 0])
+            comm.all_reduce(found, self.world, "max")
+            if int(found[0]) == mine == -int(found[1]) and not found[2]:
+                return
+            said = comm.everyones((self._last, problem), self.world)
+        if problems := [f"rank {r}: {text}" for r, (_, text) in enumerate(said) if text]:
+            raise UsageError("; ".join(problems))
+        ranks: dict[str, list[int]] = {}
+        for r, (last, _) in enumerate(said):
+            ranks.setdefault(last, []).append(r)
+        by = "; ".join(f"{last} on rank(s) {', '.join(map(str, of))}" for last, of in ranks.items())
+        earlier = "" if len(ranks) > 1 else " (earlier operations differed)"
+        raise UsageError(
+            f"all ranks must call the same operations in the same order, but called {by}{earlier}"
+        )
+
+
+def same_grid(grids: Sequence[Grid], operation: str) -> Grid:
+    """Return the grid that all operands lie on. Raises UsageError if they differ."""
+    first, *others = grids
+    if any(other is not first for other in others):
+        shown = ", ".join(map(repr, grids))
+        raise UsageError(
+            f"{operation}: the operands lie on different grids, {shown}; redistribute within one grid"
+        )
+    return first

@@ -1,0 +1,272 @@
+"""Making distributed tensors: in parallel, each rank its own piece, or from what one rank holds.
+
+from_function(lambda i, j: i + j, (1000, 800), grid, Shard(0))
+normal((1000, 800), grid, Shard(0), seed=1)               # the same numbers on any number of ranks
+load("weights.safetensors", "layers.0.weight", grid, Shard(1))
+from_root(x if grid.world.rank == 0 else None, grid, Shard(0))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import comm
+from common import random as by_position
+from common.comm import ledger
+from common.errors import UsageError
+from common.tensors.grid import Grid
+from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard
+from common.tensors.tensor import DistributedTensor, on_one_rank, to_layout
+from common.tensors.transfer import moved
+
+Placements = Placement | Sequence[Placement]
+
+
+def _laid_out(grid: Grid, shape: Sequence[int], placements: Placements) -> Layout:
+    layout = Layout.of(grid, shape, placements)
+    if layout.partial:
+        raise UsageError("a new tensor is split or replicated: Partial() is the placement of a result")
+    return layout
+
+
+def from_function(
+    function: Callable[..., Tensor],
+    shape: Sequence[int],
+    grid: Grid,
+    placements: Placements,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DistributedTensor:
+    """Return the tensor whose number at [i, j, ...] is function(i, j, ...). Sends nothing.
+
+    function: of one index tensor per dimension, which broadcast against one another, as in `numpy.fromfunction`.
+    """
+    layout = _laid_out(grid, shape, placements)
+    index = [
+        torch.arange(lo, hi, device=device).view([-1 if d == k else 1 for d in range(len(shape))])
+        for k, (lo, hi) in enumerate(layout.mine)
+    ]
+    made = torch.as_tensor(function(*index), device=device).to(dtype)
+    return DistributedTensor(made.expand(layout.local_shape).contiguous(), layout)
+
+
+def full(
+    shape: Sequence[int],
+    value: complex,
+    grid: Grid,
+    placements: Placements,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DistributedTensor:
+    """Return a tensor of one value. Sends nothing."""
+    layout = _laid_out(grid, shape, placements)
+    return DistributedTensor(torch.full(layout.local_shape, value, dtype=dtype, device=device), layout)
+
+
+def _random(
+    numbers: Callable[[int, int, Any], Any],
+    shape: Sequence[int],
+    grid: Grid,
+    placements: Placements,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> DistributedTensor:
+    layout = _laid_out(grid, shape, placements)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    made = torch.empty(layout.local_shape, dtype=dtype)
+    rows = layout.mine[0] if shape else (0, 1)
+    inner = np.zeros((1,) * max(len(shape) - 1, 0), np.uint64)
+    for d, (lo, hi) in enumerate(layout.mine[1:]):
+        along = np.arange(lo, hi, dtype=np.uint64) * np.uint64(strides[d + 1])
+        inner = inner + along.reshape([-1 if k == d else 1 for k in range(len(shape) - 1)])
+    for k in range(*rows):  # a row at a time, so that the indices take little memory
+        first = np.uint64(k * strides[0] if shape else 0)
+        words = 2 if dtype.is_complex else 1
+        parts = [
+            torch.from_numpy(numbers(seed, word, (inner + first).reshape(-1))).view(inner.shape)
+            for word in range(words)
+        ]
+        row = torch.complex(*parts) if words == 2 else parts[0]
+        if shape:
+            made[k - rows[0]] = row
+        else:
+            made.copy_(row.view(()))
+    return DistributedTensor(made.to(device), layout)
+
+
+def uniform(
+    shape: Sequence[int],
+    grid: Grid,
+    placements: Placements,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DistributedTensor:
+    """Return numbers from [0, 1), which depend on the seed and the index alone. Sends nothing."""
+    return _random(by_position.uniform, shape, grid, placements, seed, dtype, device)
+
+
+def normal(
+    shape: Sequence[int],
+    grid: Grid,
+    placements: Placements,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DistributedTensor:
+    """Return standard normal numbers, which depend on the seed and the index alone. Sends nothing.
+
+    The real and the imaginary part of complex numbers are standard normal each.
+    """
+    return _random(by_position.normal, shape, grid, placements, seed, dtype, device)
+
+
+def from_root(whole: Tensor | None, grid: Grid, placements: Placements, root: int = 0) -> DistributedTensor:
+    """Return the tensor that rank `root` holds, spread over all ranks; the others give None. Not differentiable.
+
+    Rank `root` sends each rank its piece. Raises UsageError on every rank if `root` gives no tensor.
+    """
+    n = grid.world.size
+    if not 0 <= root < n:
+        raise UsageError(f"from_root: rank {root} of {n}; give one from 0 to {n - 1}")
+    with grid.operation(f"from_root({placements!r}, root {root})"):
+        given = isinstance(whole, Tensor)
+        grid.meet("from_root: this rank must give a tensor" if grid.world.rank == root and not given else "")
+        with ledger.uncounted():
+            shape, dtype, device = comm.everyones(
+                (tuple(whole.shape), whole.dtype, whole.device.type) if isinstance(whole, Tensor) else None,
+                grid.world,
+            )[root] or ((), torch.float32, "cpu")
+        more = (1,) * max(0, len(grid.shape) - len(shape))
+        before = on_one_rank(grid, (*shape, *more), root)
+        target = _laid_out(grid, shape, placements)
+        if isinstance(whole, Tensor) and grid.world.rank == root:
+            piece = whole.detach().reshape((*shape, *more))
+        else:
+            piece = torch.empty(before.local_shape, dtype=dtype, device=device)
+        wide = Layout.of(grid, (*shape, *more), target.placements)
+        return DistributedTensor(moved(piece, before, wide).reshape(target.local_shape).contiguous(), target)
+
+
+def from_full(whole: Tensor, grid: Grid, placements: Placements) -> DistributedTensor:
+    """Return a tensor that every rank holds whole, cut to its layout. Differentiable; sends nothing.
+
+    The gradient of `whole` is complete on every rank: an all-gather sends it.
+    """
+    target = _laid_out(grid, whole.shape, placements)
+    replicated = target.placed(*(Replicate() for _ in target.placements))
+    with grid.operation(f"from_full({list(whole.shape)} to {target.placements})"):
+        return to_layout(DistributedTensor(whole, replicated), target)
+
+
+def from_pieces(piece: Tensor, shape: Sequence[int], grid: Grid, placements: Placements) -> DistributedTensor:
+    """Return the tensor of which each rank gives its piece, or its term where a placement is Partial().
+
+    Raises UsageError on every rank if a piece has not the shape of its box.
+    """
+    layout = Layout.of(grid, shape, placements)
+    with grid.operation(f"from_pieces({list(shape)} as {placements!r})"):
+        wrong = tuple(piece.shape) != layout.local_shape
+        grid.meet(f"a piece of {list(piece.shape)}, needed is {list(layout.local_shape)}" if wrong else "")
+    return DistributedTensor(piece, layout)
+
+
+def load(path: str | Path, grid: Grid, placements: Placements, name: str | None = None) -> DistributedTensor:
+    """Return a tensor of a .npy or .safetensors file; every rank reads its own piece.
+
+    name: of the tensor in a .safetensors file. Raises UsageError on every rank if a rank cannot read it.
+    """
+    path, problem = Path(path), ""
+    read: Callable[[tuple[slice, ...]], Tensor] | None = None
+    shape: tuple[int, ...] = ()
+    with grid.operation(f"load({path.name}, {name}, {placements!r})"):
+        try:
+            shape, read = _opened(path, name)
+        except Exception as error:
+            problem = f"{path}: {error or type(error).__name__}"
+        grid.meet(problem)
+        assert read is not None
+        layout = _laid_out(grid, shape, placements)
+        return DistributedTensor(read(tuple(slice(lo, hi) for lo, hi in layout.mine)), layout)
+
+
+def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tuple[slice, ...]], Tensor]]:
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r")
+        return array.shape, lambda box: torch.from_numpy(np.array(array[box]))
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        file = safe_open(path, "pt")
+        if name not in file.keys():  # noqa: SIM118
+            raise UsageError(f"no tensor {name!r}; it has {', '.join(sorted(file.keys())[:5])}")
+        part = file.get_slice(name)
+        return tuple(part.get_shape()), lambda box: part[box].contiguous()
+    raise UsageError("give a .npy or a .safetensors file")
+
+
+def from_dtensor(x: Any, grid: Grid) -> DistributedTensor:
+    """Return a DTensor of torch on the same ranks; shares its piece. Sends nothing.
+
+    Raises UsageError for placements that we do not have, such as a Partial with another operation than sum.
+    """
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
+
+    if tuple(x.device_mesh.shape) != grid.shape:
+        raise UsageError(f"a DTensor on a mesh of {tuple(x.device_mesh.shape)}, but {grid}")
+    placements: list[Placement] = []
+    lengths = list(x.shape)
+    for p, n in zip(x.placements, grid.shape, strict=True):
+        if type(p) is TorchShard:
+            each = math.ceil(lengths[p.dim] / n) if n else 0
+            sizes = tuple(max(0, min(each, lengths[p.dim] - i * each)) for i in range(n))
+            placements.append(Shard(p.dim, sizes if lengths[p.dim] % n else None))
+        elif type(p) is TorchReplicate:
+            placements.append(Replicate())
+        elif type(p) is TorchPartial and p.reduce_op == "sum":
+            placements.append(Partial())
+        else:
+            raise UsageError(f"a DTensor as {p}: it can be Shard, Replicate or Partial of a sum")
+    return DistributedTensor(x.to_local(), Layout.of(grid, tuple(x.shape), placements))
+
+
+def to_dtensor(x: DistributedTensor, mesh: Any) -> Any:
+    """Return x as a DTensor of torch on `mesh`, which has the same ranks in the same shape.
+
+    Moves what torch cuts in another way: it gives the first ranks ceil(L / n) rows each. Raises UsageError for a
+    dimension that both axes cut unevenly.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Partial as TorchPartial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
+
+    if tuple(mesh.shape) != x.grid.shape:
+        raise UsageError(f"a mesh of {tuple(mesh.shape)}, but {x.grid}")
+    ours: list[Placement] = []
+    theirs: list[Any] = []
+    for p, n in zip(x.placements, x.grid.shape, strict=True):
+        if isinstance(p, Shard):
+            each = math.ceil(x.shape[p.dim] / n)
+            sizes = tuple(max(0, min(each, x.shape[p.dim] - i * each)) for i in range(n))
+            uneven = x.shape[p.dim] % math.prod(x.grid.shape) and len(x.layout.cut_along(p.dim)) > 1
+            if uneven:
+                raise UsageError(f"to_dtensor: both axes cut dimension {p.dim} of {list(x.shape)} unevenly")
+            ours.append(Shard(p.dim, sizes if len(x.layout.cut_along(p.dim)) == 1 else None))
+            theirs.append(TorchShard(p.dim))
+        else:
+            ours.append(p)
+            theirs.append(TorchPartial() if isinstance(p, Partial) else TorchReplicate())
+    local = x.redistribute(*ours).local
+    strides = tuple(math.prod(x.shape[d + 1 :]) for d in range(x.ndim))
+    return DTensor.from_local(local, mesh, theirs, run_check=False, shape=x.shape, stride=strides)

@@ -1,0 +1,1 @@
+"""Reductions of distributed tensors along any dimensions."""

@@ -1,0 +1,340 @@
+"""A tensor that is split over a grid of ranks: its global shape, its layout, and this rank's piece.
+
+    x = random.normal((1000, 800), grid, Shard(0), seed=1)
+    y = x @ x.T + 1                       # stays split
+    y.redistribute(Replicate())           # explicit
+    y.full()                              # a plain tensor on every rank, explicit
+
+Operations are made of four parts, each with its adjoint: a change of layout, a local operation of torch, a sum of the
+gradients of what ranks share, and terms whose sum is the result.
+
+    gradient of Shard(d)      Shard(d)
+    gradient of Replicate()   Replicate(): the whole gradient, the same on every rank
+    gradient of Partial()     Replicate(): every term has the gradient of the sum
+
+So the adjoint of `redistribute` from one layout to another is `redistribute` in the opposite direction between the
+layouts of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.comm.collectives import linear_map
+from common.errors import UsageError
+from common.tensors.grid import Grid, same_grid
+from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, show
+from common.tensors.transfer import moved
+
+Number = int | float | complex
+
+
+class DistributedTensor:
+    """A tensor of a global shape, of which `local` is this rank's piece as `layout` says.
+
+    Autograd works through `local`: `requires_grad_()`, `backward()` and `grad` are those of torch. Raises ValueError
+    if the piece has not the shape of its box.
+    """
+
+    def __init__(self, local: Tensor, layout: Layout) -> None:
+        if tuple(local.shape) != layout.local_shape:
+            raise ValueError(
+                f"a piece of {list(local.shape)}, but {layout} has {list(layout.local_shape)} here"
+            )
+        self.local, self.layout = local, layout
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.layout.shape)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement along each axis of the grid."""
+        return self.layout.placements
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks that hold the tensor."""
+        return self.layout.grid
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers."""
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank's piece."""
+        return self.local.device
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        box = ", ".join(f"{lo}:{hi}" for lo, hi in self.layout.mine)
+        term = "a term of " if self.layout.partial else ""
+        here = f"rank {self.grid.world.rank} of {self.grid.world.size} holds {term}[{box}]"
+        return f"DistributedTensor({list(self.shape)}, {kind}, {show(self.placements)}; {here})\n{self.local}"
+
+    def redistribute(self, *placements: Placement) -> DistributedTensor:
+        """Return the same tensor with other placements, one for each axis of the grid. Differentiable.
+
+        Sends the numbers that a rank does not hold yet, each once; a sum that every rank needs is an all-reduce.
+        """
+        target = Layout.of(self.grid, self.shape, placements)
+        with self.grid.operation(f"redistribute({describe(self)} to {show(target.placements)})"):
+            return to_layout(self, target)
+
+    def full(self) -> Tensor:
+        """Return the whole tensor, a plain one, on every rank. Differentiable; every rank passes the same gradient."""
+        return self.redistribute(*(Replicate() for _ in self.placements)).local
+
+    def on_root(self, root: int = 0) -> Tensor | None:
+        """Return the whole tensor on rank `root`, None elsewhere. Not differentiable."""
+        with self.grid.operation(f"on_root({describe(self)}, {root})"):
+            return gathered(self, root)
+
+    def requires_grad_(self, needed: bool = True) -> DistributedTensor:
+        """Let autograd record operations on this tensor."""
+        self.local.requires_grad_(needed)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if autograd records operations on this tensor."""
+        return self.local.requires_grad
+
+    @property
+    def grad(self) -> DistributedTensor | None:
+        """The gradient, which lies as the tensor does, replicated where the tensor is a sum of terms."""
+        return None if self.local.grad is None else DistributedTensor(self.local.grad, self.layout.dual())
+
+    def backward(self, gradient: DistributedTensor | None = None) -> None:
+        """Add the gradients of all leaves to their `grad`. gradient: of this tensor; may be left out for one number.
+
+        All ranks call it.
+        """
+        with self.grid.operation(f"backward({describe(self)})"):
+            if gradient is None:
+                if self.shape.numel() != 1:
+                    raise UsageError(f"backward() of a shape {list(self.shape)}: give its gradient")
+                seed = torch.ones_like(self.local)
+            else:
+                same_grid([self.grid, gradient.grid], "backward")
+                if gradient.shape != self.shape:
+                    raise UsageError(
+                        f"backward of a shape {list(self.shape)}: the gradient has {list(gradient.shape)}"
+                    )
+                seed = to_layout(gradient, self.layout.dual()).local
+            self.local.backward(seed)
+
+    def detach(self) -> DistributedTensor:
+        """Return the same numbers without their history."""
+        return DistributedTensor(self.local.detach(), self.layout)
+
+    def clone(self) -> DistributedTensor:
+        """Return a copy. Differentiable."""
+        return DistributedTensor(self.local.clone(), self.layout)
+
+    def to(self, dtype: torch.dtype) -> DistributedTensor:
+        """Return the tensor in another type. Differentiable. A sum of terms is summed first."""
+        return pointwise("to", lambda x: x.to(dtype), self)
+
+    def __add__(self, other: Operand) -> DistributedTensor:
+        return pointwise("add", torch.add, self, other)
+
+    def __sub__(self, other: Operand) -> DistributedTensor:
+        return pointwise("sub", torch.sub, self, other)
+
+    def __mul__(self, other: Operand) -> DistributedTensor:
+        return pointwise("mul", torch.mul, self, other)
+
+    def __truediv__(self, other: Operand) -> DistributedTensor:
+        return pointwise("div", torch.div, self, other)
+
+    def __pow__(self, other: Operand) -> DistributedTensor:
+        return pointwise("pow", torch.pow, self, other)
+
+    def __radd__(self, other: Number) -> DistributedTensor:
+        return pointwise("add", torch.add, other, self)
+
+    def __rsub__(self, other: Number) -> DistributedTensor:
+        return pointwise("sub", lambda a, b: a - b, other, self)
+
+    def __rmul__(self, other: Number) -> DistributedTensor:
+        return pointwise("mul", torch.mul, other, self)
+
+    def __rtruediv__(self, other: Number) -> DistributedTensor:
+        return pointwise("div", lambda a, b: a / b, other, self)
+
+    def __neg__(self) -> DistributedTensor:
+        return pointwise("neg", torch.neg, self)
+
+    def __abs__(self) -> DistributedTensor:
+        return pointwise("abs", torch.abs, self)
+
+    def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
+        from common.tensors.products import matmul
+
+        return matmul(self, other)
+
+    def transpose(self, dim0: int, dim1: int) -> DistributedTensor:
+        """Return the tensor with two dimensions exchanged; its pieces stay where they are."""
+        a, b = (_dimension(d, self.ndim, "transpose") for d in (dim0, dim1))
+        order = list(range(self.ndim))
+        order[a], order[b] = order[b], order[a]
+        return self.permute(*order)
+
+    def permute(self, *dims: int) -> DistributedTensor:
+        """Return the tensor with its dimensions in another order; its pieces stay where they are."""
+        order = [_dimension(d, self.ndim, "permute") for d in dims]
+        if sorted(order) != list(range(self.ndim)):
+            raise UsageError(f"permute{dims}: give each of the {self.ndim} dimensions once")
+        shape = [self.shape[d] for d in order]
+        placements = [
+            Shard(order.index(p.dim), p.sizes) if isinstance(p, Shard) else p for p in self.placements
+        ]
+        return DistributedTensor(self.local.permute(order), Layout.of(self.grid, shape, placements))
+
+    @property
+    def T(self) -> DistributedTensor:
+        """The transposed matrix; its pieces stay where they are."""
+        return self.permute(*reversed(range(self.ndim)))
+
+    def sum(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
+        """Return the sum along dimensions; see `reductions.sum`."""
+        from common.tensors import reductions
+
+        return reductions.sum(self, dim, keepdim)
+
+    def mean(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
+        """Return the mean along dimensions; see `reductions.mean`."""
+        from common.tensors import reductions
+
+        return reductions.mean(self, dim, keepdim)
+
+
+Operand = DistributedTensor | Number
+
+
+def describe(*operands: object) -> str:
+    """Return operands as errors show them: shape, type, placements."""
+    return ", ".join(
+        f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} {show(x.placements)}"
+        if isinstance(x, DistributedTensor)
+        else repr(x)
+        for x in operands
+    )
+
+
+def _dimension(dim: int, dims: int, operation: str) -> int:
+    if not -dims <= dim < dims:
+        raise UsageError(
+            f"{operation}: dimension {dim} of a tensor with {dims}; give one from 0 to {dims - 1}"
+        )
+    return dim % dims
+
+
+def to_layout(x: DistributedTensor, target: Layout) -> DistributedTensor:
+    """Return x in another layout. Differentiable; for use inside operations."""
+    if x.layout == target:
+        return x
+    back = target.dual(), x.layout.dual()
+    found = linear_map(x.local, lambda y: moved(y, x.layout, target), lambda dy: moved(dy, *back))
+    return DistributedTensor(found, target)
+
+
+def on_one_rank(grid: Grid, shape: Sequence[int], root: int) -> Layout:
+    """Return the layout that gives one rank everything; shape has as many dimensions as the grid, or more."""
+    placements = [
+        Shard(axis, tuple(shape[axis] if i == at else 0 for i in range(n)))
+        for axis, (at, n) in enumerate(zip(grid.places[root], grid.shape, strict=True))
+    ]
+    return Layout.of(grid, shape, placements)
+
+
+def gathered(x: DistributedTensor, root: int) -> Tensor | None:
+    """Return the whole tensor on rank `root`, None elsewhere; not differentiable."""
+    more = (1,) * max(0, len(x.grid.shape) - x.ndim)  # a grid of two axes cuts two dimensions
+    wide = Layout.of(x.grid, (*x.shape, *more), x.placements)
+    piece = x.local.detach().reshape(wide.local_shape)
+    whole = moved(piece, wide, on_one_rank(x.grid, wide.shape, root))
+    return whole.view(x.shape) if x.grid.world.rank == root else None
+
+
+def shared(x: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Return x; its gradient, of which each rank of the groups has a term, is summed over them."""
+
+    def summed(dy: Tensor) -> Tensor:
+        total = dy.resolve_conj().clone(memory_format=torch.contiguous_format)
+        for group in groups:
+            if total.numel() and group.size > 1:
+                comm.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group)
+        return total
+
+    return linear_map(x, lambda x: x.view_as(x), summed) if any(g.size > 1 for g in groups) else x
+
+
+def settled(layout: Layout) -> Layout:
+    """Return the layout in which the terms are summed and split along the longest dimension."""
+    if not layout.partial:
+        return layout
+    cut = {p.dim for p in layout.placements if isinstance(p, Shard)}
+    free = [d for d in range(len(layout.shape)) if d not in cut] or [*range(len(layout.shape))]
+    best: Placement = Shard(max(free, key=lambda d: layout.shape[d])) if free else Replicate()
+    return layout.placed(*(best if isinstance(p, Partial) else p for p in layout.placements))
+
+
+def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) -> DistributedTensor:
+    """Apply a function of torch to each number of broadcast operands. Differentiable.
+
+    The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
+    Raises UsageError for shapes that do not broadcast.
+    """
+    tensors = [x for x in operands if isinstance(x, DistributedTensor)]
+    grid = same_grid([x.grid for x in tensors], name)
+    try:
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    except RuntimeError:
+        raise UsageError(f"{name}: shapes {describe(*tensors)} do not broadcast") from None
+    with grid.operation(f"{name}({describe(*operands)})"):
+        leading = max(
+            tensors, key=lambda x: (x.shape.numel(), any(isinstance(p, Shard) for p in x.placements))
+        )
+        result = _lifted(settled(leading.layout), shape)
+        found = [aligned(x, result) if isinstance(x, DistributedTensor) else x for x in operands]
+        return DistributedTensor(function(*found), result)
+
+
+def _lifted(layout: Layout, shape: torch.Size) -> Layout:
+    """Return the layout of a result of `shape` that an operand's layout is broadcast to."""
+    more = len(shape) - len(layout.shape)
+    placements: list[Placement] = []
+    for p in layout.placements:
+        if isinstance(p, Shard) and layout.shape[p.dim] == shape[p.dim + more]:
+            placements.append(Shard(p.dim + more, p.sizes))
+        else:
+            placements.append(Shard(max(range(len(shape)), key=lambda d: shape[d])) if shape else Replicate())
+    return Layout.of(layout.grid, shape, placements)
+
+
+def aligned(x: DistributedTensor, result: Layout) -> Tensor:
+    """Return the piece of x that broadcasts to this rank's piece of the result."""
+    more, placements, groups = len(result.shape) - x.ndim, list[Placement](), []
+    for p, group in zip(result.placements, x.grid.groups, strict=True):
+        if isinstance(p, Shard) and p.dim >= more and x.shape[p.dim - more] == result.shape[p.dim]:
+            placements.append(Shard(p.dim - more, p.sizes))
+        else:
+            placements.append(Replicate())
+            if isinstance(p, Shard):  # each rank uses the same numbers for other parts of the result
+                groups.append(group)
+    return shared(to_layout(x, Layout.of(x.grid, x.shape, placements)).local, groups)

@@ -1,0 +1,211 @@
+"""Moving a tensor from one layout to another: one all-to-all for any pair of layouts.
+
+    source (Shard(0))        target (Shard(1))        rank 0 sends its part of rank 1's box, and the reverse
+    rank 0  a a | b b        rank 0  a a   rank 1  b b
+    rank 1  c c | d d                c c           d d
+
+Each rank fills the box that it holds in the target from the ranks that hold its parts in the source: from its own
+copy along a replicated axis, from every rank along an axis of terms, which are added in the order of the ranks. No
+number is sent twice to the same rank, and none is padded. Sums that every rank needs are all-reduces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from common.tensors.layout import Box, Layout, Partial, Replicate, Shard, inside, intersect, size_of
+from common.utils.pages import new_empty
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def sources(rank: int, source: Layout, target: Layout) -> list[tuple[int, Box]]:
+    """Return the ranks from which `rank` fills its target box, in order, each with the box that it gives."""
+    grid, at = source.grid, source.grid.places[rank]
+    lines: list[Sequence[int]] = []
+    for here, n, before, after in zip(at, grid.shape, source.placements, target.placements, strict=True):
+        if isinstance(after, Partial):  # a term each; of a replicated tensor the first rank has it all
+            lines.append([here] if here == 0 or not isinstance(before, Replicate) else [])
+        else:
+            lines.append([here] if isinstance(before, Replicate) else range(n))
+    wanted, found = target.box(rank), []
+    for place in itertools.product(*lines):
+        other = grid.places.index(place)
+        box = intersect(source.box(other), wanted)
+        if size_of(box):
+            found.append((other, box))
+    return found
+
+
+@lru_cache(4096)
+def _plan(source: Layout, target: Layout) -> tuple[list[Box | None], list[Box | None], bool]:
+    """Return (box for each rank, box from each rank, True if any rank sends); None where nothing travels."""
+    grid, me = source.grid, source.grid.world.rank
+    to: list[Box | None] = [None] * grid.world.size
+    came: list[Box | None] = [None] * grid.world.size
+    any_moves = False
+    for rank in range(grid.world.size):
+        for other, box in sources(rank, source, target):
+            any_moves |= other != rank
+            if other == me:
+                to[rank] = box
+            if rank == me:
+                came[other] = box
+    return to, came, any_moves
+
+
+def settled_sums(source: Layout, target: Layout) -> Layout:
+    """Return the layout after the all-reduce: terms that every rank needs summed are replicated."""
+    return source.placed(
+        *(
+            Replicate() if isinstance(p, Partial) and isinstance(q, Replicate) else p
+            for p, q in zip(source.placements, target.placements, strict=True)
+        )
+    )
+
+
+def summed_along(source: Layout, target: Layout) -> list[Group]:
+    """Return the groups in which terms are summed by all-reduce: the whole grid at once where all axes are."""
+    summed = settled_sums(source, target).placements
+    axes = [a for a, (p, q) in enumerate(zip(source.placements, summed, strict=True)) if p != q]
+    if len(axes) == len(source.placements):
+        return [replace(source.grid.world, axis="grid")]
+    return [source.grid.groups[a] for a in axes]
+
+
+def moved(piece: Tensor, source: Layout, target: Layout) -> Tensor:
+    """Return this rank's piece in the target layout, of its piece in the source layout. Not differentiable.
+
+    Raises UsageError on every rank if the ranks do not call the same operations.
+    """
+    if source == target:
+        return piece
+    if groups := [g for g in summed_along(source, target) if g.size > 1]:
+        source.grid.meet()
+        piece = piece.clone(memory_format=torch.contiguous_format)
+        for group in groups:
+            if piece.numel():
+                comm.all_reduce(torch.view_as_real(piece) if piece.is_complex() else piece, group)
+    source = settled_sums(source, target)
+    to, came, any_moves = _plan(source, target)
+    me = source.grid.world.rank
+    if not any_moves:
+        box = came[me]
+        if box is not None and box == target.mine:
+            return piece[inside(box, source.mine)].contiguous()
+        out = piece.new_zeros(target.local_shape)
+        if box is not None:
+            out[inside(box, target.mine)] = piece[inside(box, source.mine)]
+        return out
+    source.grid.meet()
+    whole = _all_gathered(piece, source, target)
+    return _exchanged(piece, source, target, to, came) if whole is None else whole
+
+
+def _all_gathered(piece: Tensor, source: Layout, target: Layout) -> Tensor | None:
+    """Return the result of an all-gather of equal pieces along one axis; None for any other move.
+
+    It sends the bytes of the all-to-all, of which each rank would hold a copy for every other.
+    """
+    changed = [a for a, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)) if p != q]
+    before = source.placements[changed[0]]
+    if (
+        len(changed) > 1
+        or not isinstance(before, Shard)
+        or not isinstance(target.placements[changed[0]], Replicate)
+    ):
+        return None
+    group, dim = source.grid.groups[changed[0]], before.dim
+    n = source.shape[dim]
+    if before.sizes or n % group.size or len(source.cut_along(dim)) > 1:
+        return None
+    first = piece.movedim(dim, 0).contiguous()
+    out = new_empty((n, *first.shape[1:]), piece.dtype, piece.device)
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in (out, first)]
+    parts = [x.view(torch.uint8) if x.dtype == torch.bool else x for x in parts]
+    comm.all_gather_into(parts[0], parts[1], group)
+    return out.movedim(0, dim).contiguous()
+
+
+def _exchanged(
+    piece: Tensor, source: Layout, target: Layout, to: list[Box | None], came: list[Box | None]
+) -> Tensor:
+    adds = sum(size_of(b) for b in came if b) > size_of(target.mine)
+    full = sum(size_of(b) for b in came if b) == size_of(target.mine)
+    received = new_empty((sum(size_of(b) for b in came if b),), piece.dtype, piece.device)
+    if tiles(to, source.mine) and piece.is_contiguous():
+        packed = piece.flatten()
+    else:
+        packed = new_empty((sum(size_of(b) for b in to if b),), piece.dtype, piece.device)
+        begin = 0
+        for box in to:
+            if box is not None:
+                end = begin + size_of(box)
+                packed[begin:end].view([hi - lo for lo, hi in box]).copy_(piece[inside(box, source.mine)])
+                begin = end
+    _all_to_all(received, packed, to, came, source.grid.world)
+    if tiles(came, target.mine) and not adds:
+        return received.view(target.local_shape)
+    wide = torch.float32 if adds and piece.dtype in HALF else piece.dtype
+    empty = full and not adds
+    out = new_empty(target.local_shape, wide, piece.device)
+    if not empty:
+        out.zero_()
+    begin = 0
+    for box in came:
+        if box is not None:
+            part = received[begin : begin + size_of(box)].view([hi - lo for lo, hi in box])
+            place = out[inside(box, target.mine)]
+            place.add_(part) if adds else place.copy_(part)
+            begin += size_of(box)
+    return out.to(piece.dtype)
+
+
+def tiles(boxes: Sequence[Box | None], whole: Box) -> bool:
+    """Return True if the boxes, in order, are runs of rows that fill `whole`: no copy is needed to join them."""
+    at = whole[0][0] if whole else 0
+    for box in boxes:
+        if box is not None:
+            if not whole or box[0][0] != at or box[1:] != whole[1:]:
+                return False
+            at = box[0][1]
+    return bool(whole) and at == whole[0][1]
+
+
+def _all_to_all(
+    out: Tensor, x: Tensor, to: Sequence[Box | None], came: Sequence[Box | None], world: Group
+) -> None:
+    words = 2 if x.is_complex() else 1
+    if x.is_complex():
+        out, x = torch.view_as_real(out).view(-1), torch.view_as_real(x).view(-1)
+    if x.dtype == torch.bool:
+        out, x = out.view(torch.uint8), x.view(torch.uint8)
+    send, receive = ([size_of(b) * words if b else 0 for b in boxes] for boxes in (to, came))
+    comm.all_to_all_into(out, x, replace(world, axis="grid"), send, receive)
+
+
+def bytes_sent(source: Layout, target: Layout, item: int, rank: int | None = None) -> Fraction:
+    """Return the bytes that a rank sends in `moved`, this one by default. item: bytes per number."""
+    rank = source.grid.world.rank if rank is None else rank
+    local = size_of(source.box(rank)) * item
+    summed = sum(
+        (Fraction(2 * (g.size - 1) * local, g.size) for g in summed_along(source, target)), Fraction(0)
+    )
+    source = settled_sums(source, target)
+    boxes = (
+        box
+        for other in range(source.grid.world.size)
+        if other != rank
+        for owner, box in sources(other, source, target)
+        if owner == rank
+    )
+    return summed + item * sum(map(size_of, boxes))

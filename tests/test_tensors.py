@@ -1,0 +1,43 @@
+"""Distributed tensors: layouts, moves between them and their gradients, how they are made, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensor_cases as cases
+from hypothesis import strategies as st
+
+from common.comm.ledger import Ledger
+from common.launch.spawn import spawn
+from common.tensors import Grid
+from common.tensors.transfer import bytes_sent
+
+WORLDS = (1, 2, 3, 4, 5, 6)
+
+
+def move(grid: Grid, data: Any) -> None:
+    """Compare a move between two layouts, its gradient and its bytes with the whole tensor."""
+    shape = data.draw(cases.shapes())
+    dtype = data.draw(st.sampled_from(cases.NUMBERS))
+    before, after = (data.draw(cases.placements(grid, shape)) for _ in range(2))
+    whole = cases.numbers(shape, dtype)
+    x = cases.spread(whole, grid, before).requires_grad_()
+    with Ledger() as ledger:
+        y = x.redistribute(*after)
+    assert ledger.bytes() == bytes_sent(x.layout, y.layout, dtype.itemsize)
+    cases.assert_close(y.full().detach(), whole)
+    gradient = cases.numbers(shape, dtype, seed=1)
+    y.backward(cases.spread(gradient, grid, data.draw(cases.placements(grid, shape))))
+    assert x.grad is not None
+    cases.assert_close(x.grad.full(), gradient)
+    root = data.draw(st.integers(0, grid.world.size - 1))
+    found = x.on_root(root)
+    assert (found is not None) == (grid.world.rank == root)
+    if found is not None:
+        cases.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_move(n: int) -> None:
+    spawn(cases.on_grids, n, move)
