@@ -417,11 +417,13 @@ def test_a_killed_rank_ends_the_run_with_a_line(tmp_path: Path) -> None:
         "--tokens",
         "250",
     ]
-    with subprocess.Popen(
-        [*command, "--prompts", *"abcdefgh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as started:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as started:
+        assert started.stdin is not None
         assert started.stdout is not None
-        assert started.stdout.read(2)  # the first request is being written
+        started.stdin.write("a\n")  # more lines may follow, so the ranks do not end
+        started.stdin.flush()
+        assert started.stdout.read(2)  # the request is being written
         ranks = [
             p
             for p in psutil.Process(started.pid).children(True)
