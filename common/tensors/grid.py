@@ -23,6 +23,7 @@ from common import comm
 from common.comm import Group, ledger
 from common.comm.mesh import Mesh
 from common.errors import UsageError
+from common.tensors.rates import Rates
 
 
 class Grid:
@@ -30,7 +31,11 @@ class Grid:
 
     check: compare what the ranks do before they communicate. Raises UsageError if the product of the lengths is not
     the number of ranks. All ranks must call it.
+
+    rates: what a rank computes, sends and holds, by which operations choose how to split; equal on all ranks.
     """
+
+    rates: Rates = Rates()
 
     def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
         self.world, self.check = world, check
