@@ -66,7 +66,7 @@ class Rates:
         return term.times * one
 
     def predict(self, terms: Sequence[Term]) -> float:
-        """Return the predicted seconds of an operation; what travels meanwhile counts where it exceeds the arithmetic."""
+        """Return the predicted seconds of an operation; what travels meanwhile counts beyond the arithmetic."""
         hidden = sum(self.seconds(t) for t in terms if t.hidden)
         arithmetic = {"product", "convolution", "transform"}
         shown = [t for t in terms if not t.hidden]
