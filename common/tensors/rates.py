@@ -1,12 +1,25 @@
-"""Terms of an operation, and the seconds that a rank of this machine needs for each."""
+"""Terms of an operation, and the seconds that a rank of this machine needs for each.
+
+rates = Rates()                    # round figures of a laptop, enough to choose by
+rates = calibrate(grid)            # of this machine, see calibrate.py
+rates.save("machine.json"); grid.rates = Rates.load("machine.json")
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
+
+from common.errors import UsageError
+
+ARITHMETIC = {"product", "convolution", "transform"}
+FRESH = 32 << 20  # bytes; larger blocks are new memory each time, whose pages the kernel must map first
 
 
 @dataclass(frozen=True)
@@ -33,43 +46,102 @@ class Term:
     """True if it travels while the way's arithmetic goes on."""
 
 
+def product_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
+    """Return what a batched product's time is linear in: its start, real FLOPs, bytes read, written, and fresh."""
+    b, m, k, n = sizes
+    item = dtype.itemsize
+    out = b * m * n * item
+    flops = 2.0 * b * m * k * n * (4 if dtype.is_complex else 1)
+    return 1.0, flops, float(b * (m * k + k * n) * item), float(out), float(out if out > FRESH else 0)
+
+
+def transform_work(rows: int, length: int) -> float:
+    """Return the FLOPs of complex transforms by the usual count, 5 n log2 n each."""
+    return 5.0 * rows * length * math.log2(max(length, 2))
+
+
 @dataclass(frozen=True)
 class Rates:
-    """What a rank computes and sends in a second, the same on all ranks.
+    """What a rank computes, moves and holds; equal on all ranks.
 
-    memory: bytes that an operation may need beyond its operands, per rank.
+    products: per dtype, seconds for each of `product_features`. curves: of the other kinds, points (amount, seconds),
+    between which it is interpolated on logarithmic axes. Amounts: bytes; FLOPs of a convolution; of a transform the
+    length, with the seconds of a FLOP. memory: bytes that an operation may need beyond its operands.
     """
 
-    flops: float = 50e9
-    copy: float = 8e9
-    bandwidth: float = 5e9
-    latency: float = 20e-6
     memory: float = math.inf
+    products: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     def seconds(self, term: Term) -> float:
         """Return the predicted seconds of a term."""
-        item = term.dtype.itemsize
+        kind, wide = str(term.dtype).removeprefix("torch."), term.dtype.to_real().itemsize / 4
         if term.kind == "product":
-            b, m, k, n = term.sizes
-            words = 4 if term.dtype.is_complex else 1
-            one = 2 * b * m * k * n * words / self.flops * (item / words / 4)
-            one += b * (m * k + k * n + m * n) * item / self.copy
-        elif term.kind == "convolution":
-            one = term.sizes[0] / self.flops * (item / 4)
+            default = (2e-6, wide / 50e9, 1 / 20e9, 1 / 10e9, 1 / 4e9)
+            features = product_features(term.sizes, term.dtype)
+            one = sum(f * c for f, c in zip(features, self.products.get(kind, default), strict=True))
         elif term.kind == "transform":
-            rows, length = term.sizes
-            one = 5 * rows * length * math.log2(max(length, 2)) / (self.flops / 8)
+            rate = self._curve(f"transform {kind}", term.sizes[1], wide / 4e9)
+            one = transform_work(*term.sizes) * rate
+        elif term.kind == "convolution":
+            one = self._curve(f"convolution {kind}", term.sizes[0], 5e-6 + term.sizes[0] * wide / 50e9)
         elif term.kind == "copy":
-            one = term.sizes[0] / self.copy
+            one = self._curve("copy", term.sizes[0], 1e-6 + term.sizes[0] / 8e9)
         else:
-            one = self.latency + term.sizes[0] / self.bandwidth
+            one = self._curve(term.kind, term.sizes[0], 20e-6 + term.sizes[0] / 5e9)
         return term.times * one
+
+    def _curve(self, name: str, amount: float, default: float) -> float:
+        points = self.curves.get(name)
+        if not points:
+            return default
+        x, y = np.log(np.maximum(np.array(points, float), 1e-30)).T
+        at = math.log(max(amount, 1e-30))
+        if at > x[-1] and not name.startswith("transform"):
+            return float(np.exp(y[-1] + at - x[-1]))  # beyond what was measured, in proportion
+        return float(np.exp(np.interp(at, x, y)))
 
     def predict(self, terms: Sequence[Term]) -> float:
         """Return the predicted seconds of an operation; what travels meanwhile counts beyond the arithmetic."""
         hidden = sum(self.seconds(t) for t in terms if t.hidden)
-        arithmetic = {"product", "convolution", "transform"}
         shown = [t for t in terms if not t.hidden]
-        work = sum(self.seconds(t) for t in shown if t.kind in arithmetic)
-        rest = sum(self.seconds(t) for t in shown if t.kind not in arithmetic)
+        work = sum(self.seconds(t) for t in shown if t.kind in ARITHMETIC)
+        rest = sum(self.seconds(t) for t in shown if t.kind not in ARITHMETIC)
         return rest + max(work, hidden)
+
+    def save(self, path: str | Path) -> None:
+        """Write the rates as JSON."""
+        about = asdict(self) | {"memory": None if math.isinf(self.memory) else self.memory}
+        Path(path).write_text(json.dumps(about, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rates:
+        """Return the rates of a JSON file that `save` wrote, or of a machine's TOML file of the planner.
+
+        A planner's file has the rates of products and the links. Raises UsageError for any other file.
+        """
+        path = Path(path)
+        try:
+            if path.suffix == ".toml":
+                return _of_planner(path.read_text())
+            about = json.loads(path.read_text())
+            memory = about["memory"]
+            return cls(math.inf if memory is None else memory, about["products"], about["curves"])
+        except (OSError, KeyError, ValueError, TypeError) as error:
+            raise UsageError(f"{path}: not the rates of a machine: {error}") from None
+
+
+def _of_planner(text: str) -> Rates:
+    import importlib
+    import sys
+
+    about = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
+    moved = 1 / (about["bandwidth"] * about["sustained_memory"])
+    flops = {kind: 1 / (peak * about["sustained_products"]) for kind, peak in about["peak"].items()}
+    products = {kind: (about["start"], each, moved, moved, 0.0) for kind, each in flops.items()}
+    inside = about["links"]["inside"]
+    latency, bandwidth = inside[min(inside, key=int)]
+    line = [(n, latency + n / bandwidth) for n in (1.0, 1e4, 1e6, 1e8, 1e10)]
+    curves = dict.fromkeys(("exchange", "all-gather", "reduce-scatter", "all-reduce"), line)
+    curves["copy"] = [(n, about["launch"] + n * moved) for n in (1.0, 1e4, 1e6, 1e8, 1e10)]
+    return Rates(about["memory"], products, curves)

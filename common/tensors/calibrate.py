@@ -1,0 +1,185 @@
+"""Measure the rates of this machine: products, transforms, convolutions, copies, and moves between ranks.
+
+    grid.rates = calibrate(grid)
+
+    mpirun -np 2 --bind-to core python common/tensors/calibrate.py --write machine.json
+
+Call `keep_freed_memory` first if the program does, as this one does: otherwise new memory is most of what large
+operations cost. All ranks measure at once, so that they share memory and links as they do in an operation. Each time
+is the median of several; of the ranks' medians the largest counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from scipy.optimize import nnls
+from torch import Tensor
+
+from common import comm
+from common.comm import Group, ledger
+from common.launch.command_line import check_folder
+from common.launch.runtime import Runtime
+from common.lesson.runner import DTYPES, LessonOptions, console, run
+from common.tensors.grid import Grid
+from common.tensors.rates import Rates, product_features, transform_work
+from common.utils.pages import keep_freed_memory, new_empty
+
+SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the parts of split products are
+    *((1, n, n, n) for n in (32, 64, 128, 256, 512, 1024, 1536)),
+    *(
+        (1, 64, 2048, 2048),
+        (1, 2048, 64, 2048),
+        (1, 2048, 2048, 64),
+        (1, 256, 2048, 256),
+        (1, 512, 1024, 2048),
+    ),
+    *((1, 1, 2048, 2048), (1, 2048, 2048, 1), (1, 2048, 8, 2048), (1, 8, 2048, 2048), (1, 3072, 256, 3072)),
+    *((16, 64, 64, 64), (16, 128, 256, 128), (256, 16, 32, 16), (8, 256, 256, 256)),
+)
+LENGTHS = (8, 32, 128, 512, 1024, 2048, 4096, 16384, 65536, 1 << 18, 1 << 20)
+BYTES = tuple(1 << k for k in range(6, 28, 2))
+CHANNELS = (
+    (4, 16),
+    (16, 32),
+    (32, 64),
+    (64, 64),
+    (64, 128),
+    (128, 128),
+)  # channels and side of a 3 x 3 convolution
+
+
+def measured(call: Callable[[], object], group: Group, least: int = 5, seconds: float = 0.15) -> float:
+    """Return the median seconds of a call that all ranks make at once; the slowest rank's."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < least + 1 or (time.perf_counter() - began < seconds and len(times) < 200):
+        comm.barrier(group)
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - start, time.perf_counter() - began], dtype=torch.float64)
+        comm.all_reduce(took, group, "max")  # one clock, so that all ranks stop together
+        times.append(float(took[0]))
+        began = time.perf_counter() - float(took[1])
+    return statistics.median(times[1:])
+
+
+def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the coefficients, none negative, whose sums of features differ least from the times, relatively."""
+    A = np.array(features) / np.array(seconds)[:, None]
+    scale = A.max(0) + 1e-300
+    found, _ = nnls(A / scale, np.ones(len(seconds)))
+    return tuple(float(x) for x in found / scale)
+
+
+def calibrate(grid: Grid, dtypes: Sequence[torch.dtype] = (torch.float32,), device: str = "cpu") -> Rates:
+    """Return the rates of this machine's ranks, the same on all; memory: what is free, shared by the ranks here.
+
+    All ranks call it. dtypes: of products and convolutions; transforms are measured in their complex type.
+    """
+    group = grid.world
+    with grid.operation(f"calibrate({dtypes})"), ledger.uncounted(), torch.no_grad():
+        grid.meet()
+        products: dict[str, tuple[float, ...]] = {}
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for dtype in dtypes:
+            kind = str(dtype).removeprefix("torch.")
+            sizes = list(SHAPES)
+            times = [measured(_product(s, dtype, device), group) for s in sizes]
+            products[kind] = fitted([product_features(s, dtype) for s in sizes], times)
+            if dtype.is_complex:
+                continue
+            curves[f"convolution {kind}"] = sorted(
+                _convolution(c, side, dtype, device, group) for c, side in CHANNELS
+            )
+            of = dtype.to_complex()
+            curves[f"transform {str(of).removeprefix('torch.')}"] = [
+                _transform(length, of, device, group) for length in LENGTHS
+            ]
+        curves["copy"] = [(n, measured(_copy(n // 2, device), group)) for n in BYTES]
+        if group.size > 1:
+            for name in ("exchange", "all-gather", "reduce-scatter", "all-reduce"):
+                curves[name] = [(n, measured(_move(name, n, device, group), group)) for n in BYTES]
+        free = min(comm.everyones(psutil.virtual_memory().available, group)) / group.size
+        return Rates(free, products, curves)
+
+
+def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    b, m, k, n = sizes
+    x, y = torch.ones(b, m, k, dtype=dtype, device=device), torch.ones(b, k, n, dtype=dtype, device=device)
+    if b == 1:
+        return lambda: torch.mm(x[0], y[0])
+    return lambda: torch.bmm(x, y)
+
+
+def _convolution(
+    channels: int, side: int, dtype: torch.dtype, device: str, group: Group
+) -> tuple[float, float]:
+    x = torch.ones(2, channels, side, side, dtype=dtype, device=device)
+    w = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device)
+    flops = 2.0 * 9 * channels * channels * 2 * side * side
+    return flops, measured(lambda: torch.conv2d(x, w, padding=1), group)
+
+
+def _transform(length: int, dtype: torch.dtype, device: str, group: Group) -> tuple[float, float]:
+    rows = max(1, (1 << 20) // length)
+    x = torch.ones(rows, length, dtype=dtype, device=device)
+    return length, measured(lambda: torch.fft.fft(x), group) / transform_work(rows, length)
+
+
+def _copy(half: int, device: str) -> Callable[[], Tensor]:
+    x = torch.ones(half, dtype=torch.uint8, device=device)
+    return lambda: x.clone()
+
+
+def _move(name: str, nbytes: int, device: str, group: Group) -> Callable[[], object]:
+    """Return a call in which each rank sends that many bytes."""
+    n = group.size
+    each = max(1, nbytes // (n - 1) // 4)  # float32 numbers of a piece
+    whole = torch.ones(n * each, device=device)
+    if name == "all-reduce":
+        part = torch.ones(max(1, nbytes * n // (2 * (n - 1)) // 4), device=device)
+        return lambda: comm.all_reduce(part, group)
+    if name == "all-gather":
+        return lambda: comm.all_gather_into(
+            new_empty((n * each,), torch.float32, device), whole[:each], group
+        )
+    if name == "reduce-scatter":
+        return lambda: comm.reduce_scatter_into(new_empty((each,), torch.float32, device), whole, group)
+    return lambda: comm.all_to_all_into(
+        new_empty((n * each,), torch.float32, device), whole, group, [each] * n, [each] * n
+    )
+
+
+@dataclass
+class CalibrateOptions(
+    LessonOptions, without=("steps", "seed", "data", "json", "trace", "plot", "debug", "check")
+):
+    """Options of the calibration. --dtype: of products and convolutions; the other type is measured too."""
+
+    write: Path = Path("machine.json")
+    """File for the rates, as JSON; `Rates.load` reads it."""
+
+
+def main(rt: Runtime, o: CalibrateOptions) -> bool:
+    """Measure, and write the rates on rank 0."""
+    check_folder("write", o.write, o.write.absolute().parent)
+    keep_freed_memory()
+    rates = calibrate(Grid(rt.world), list(DTYPES.values()), rt.device.type)
+    if rt.rank == 0:
+        rates.save(o.write)
+    console(rt).print(f"{o.write}: rates of {rt.world_size} rank(s)")
+    return True
+
+
+if __name__ == "__main__":
+    run(main, CalibrateOptions)

@@ -1,0 +1,116 @@
+"""What each way to split an operation would cost, as predicted and, on request, as measured.
+
+print(explain(matmul, a, b))
+found = explain(matmul, a, b, measure=5)       # runs each way that fits, five times
+found.chosen, found.regret
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from common.launch.terminal import WIDE, make_table
+from common.lesson.measure import in_turn
+from common.tensors.cost import Way, choose
+from common.tensors.rates import ARITHMETIC
+from common.tensors.tensor import DistributedTensor
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way with its predicted seconds and, if it was run, the median of its measured ones.
+
+    arithmetic, moves: predicted seconds of products and transforms, and of copies and messages; messages that travel
+    meanwhile count in both.
+    """
+
+    way: Way
+    arithmetic: float
+    moves: float
+    predicted: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All ways of an operation, the cheapest by prediction first. Prints as a table."""
+
+    operation: str
+    candidates: Sequence[Candidate]
+    chosen: str
+
+    @property
+    def regret(self) -> float:
+        """Measured seconds of the chosen way beyond those of the fastest one, as a share. Needs measured times."""
+        times = {c.way.name: c.measured for c in self.candidates if c.measured is not None}
+        return times[self.chosen] / min(times.values()) - 1
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                c.way.name + (" *" if c.way.name == self.chosen else ""),
+                f"{c.arithmetic * 1e3:.3f}",
+                f"{c.moves * 1e3:.3f}",
+                f"{c.predicted * 1e3:.3f}",
+                "" if c.measured is None else f"{c.measured * 1e3:.3f}",
+                f"{c.way.memory / 1e6:,.2f}",
+            )
+            for c in self.candidates
+        ]
+        heads = (
+            "way (* chosen)",
+            ">arithmetic ms",
+            ">moves ms",
+            ">predicted ms",
+            ">measured ms",
+            ">extra MB",
+        )
+        out = Console(width=WIDE, force_terminal=False, highlight=False)
+        with out.capture() as text:
+            out.print(make_table(self.operation, heads, rows))
+        return text.get()
+
+
+def explain(
+    operation: Callable[..., DistributedTensor], *args: Any, measure: int = 0, **kwargs: Any
+) -> Explanation:
+    """Return what each way to split `operation(*args, **kwargs)` costs on `grid.rates`.
+
+    measure: how often to run each way that fits into memory, in turn, without gradients; 0 runs none. All ranks
+    call it.
+    """
+    module = importlib.import_module(operation.__module__)
+    name = operation.__name__
+    ways: list[Way] = getattr(module, f"{name}_ways")(*args, **kwargs)
+    tensors = [
+        x
+        for a in args
+        for x in (a if isinstance(a, (list, tuple)) else [a])
+        if isinstance(x, DistributedTensor)
+    ]
+    grid = tensors[0].grid
+    rates, best = grid.rates, choose(grid, name, ways)
+    times: dict[str, float] = {}
+    if measure:
+        fits = [w for w in ways if w.memory <= rates.memory]
+        with torch.no_grad(), grid.operation(f"explain({name})"):
+            cases: dict[str, Callable[[], object]] = {w.name: w.run for w in fits}
+            found = in_turn(cases, measure, grid.world, device=tensors[0].device.type)
+        times = {n: m.median for n, m in found.items()}
+    candidates = [
+        Candidate(
+            w,
+            sum(rates.seconds(t) for t in w.terms if t.kind in ARITHMETIC),
+            sum(rates.seconds(t) for t in w.terms if t.kind not in ARITHMETIC),
+            rates.predict(w.terms),
+            times.get(w.name),
+        )
+        for w in ways
+    ]
+    return Explanation(name, sorted(candidates, key=lambda c: c.predicted), best.name)
