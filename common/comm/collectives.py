@@ -33,16 +33,16 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map and its adjoint: the backward of y = A x is dx = A^T dy."""
+    """A linear map and its adjoint: the backward of y = A x is dx = A^T dy, whose own backward is A again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, map: Map, adjoint: Map) -> Tensor:
-        ctx.adjoint = adjoint
+        ctx.map, ctx.adjoint = map, adjoint
         return map(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return ctx.adjoint(grads[0]), None, None
+        return linear_map(grads[0], ctx.adjoint, ctx.map), None, None
 
 
 def linear_map(x: Tensor, map: Map, adjoint: Map) -> Tensor:

@@ -145,6 +145,19 @@ class Layout:
         return f"{list(self.shape)} as {show(self.placements)} on {self.grid}"
 
 
+def together(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return placements without the lengths that do not go together: where an earlier axis cuts the dimension too."""
+    cut: set[int] = set()
+    found: list[Placement] = []
+    for p in placements:
+        if isinstance(p, Shard):
+            found.append(Shard(p.dim, None if p.dim in cut else p.sizes))
+            cut.add(p.dim)
+        else:
+            found.append(p)
+    return tuple(found)
+
+
 def show(placements: Sequence[object]) -> str:
     """Return placements as they are written in a program."""
     shown = [

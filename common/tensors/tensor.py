@@ -28,7 +28,7 @@ from common.comm import Group
 from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.grid import Grid, same_grid
-from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, show
+from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, show, together
 from common.tensors.transfer import moved
 
 Number = int | float | complex
@@ -291,7 +291,7 @@ def settled(layout: Layout) -> Layout:
     cut = {p.dim for p in layout.placements if isinstance(p, Shard)}
     free = [d for d in range(len(layout.shape)) if d not in cut] or [*range(len(layout.shape))]
     best: Placement = Shard(max(free, key=lambda d: layout.shape[d])) if free else Replicate()
-    return layout.placed(*(best if isinstance(p, Partial) else p for p in layout.placements))
+    return layout.placed(*together([best if isinstance(p, Partial) else p for p in layout.placements]))
 
 
 def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) -> DistributedTensor:
@@ -324,7 +324,7 @@ def _lifted(layout: Layout, shape: torch.Size) -> Layout:
             placements.append(Shard(p.dim + more, p.sizes))
         else:
             placements.append(Shard(max(range(len(shape)), key=lambda d: shape[d])) if shape else Replicate())
-    return Layout.of(layout.grid, shape, placements)
+    return Layout.of(layout.grid, shape, together(placements))
 
 
 def aligned(x: DistributedTensor, result: Layout) -> Tensor:

@@ -1,0 +1,231 @@
+"""Distributed tensors: how they are made, elementwise operations and their gradients, bad input on some ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensor_cases as cases
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import common.tensors as dt
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.errors import RankError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.tensors import Grid, Partial, Replicate, Shard
+
+WORLDS = (1, 2, 3, 4, 5)
+
+
+def made(grid: Grid, data: Any) -> None:
+    """Compare tensors of which every rank makes its piece with those that one rank makes."""
+    shape = data.draw(cases.shapes())
+    placed = data.draw(cases.placements(grid, shape, partial=False))
+    seed = data.draw(st.integers(0, 2**63 - 1))
+    alone = Grid(Group.alone())
+    for make in (dt.uniform, dt.normal):
+        for dtype in (torch.float64, torch.float32, torch.complex64):
+            found = make(shape, grid, placed, seed, dtype)
+            assert found.dtype == dtype
+            assert torch.equal(found.full(), make(shape, alone, Replicate(), seed, dtype).local)
+    index = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    strides = index.stride()
+
+    def position(*at: Tensor) -> Tensor:
+        return sum((i * s for i, s in zip(at, strides, strict=True)), torch.zeros(())).to(torch.float64)
+
+    assert torch.equal(dt.from_function(position, shape, grid, placed).full(), index)
+    root = data.draw(st.integers(0, grid.world.size - 1))
+    with Ledger() as ledger:
+        spread = dt.from_root(index if grid.world.rank == root else None, grid, placed, root)
+    assert grid.world.rank == root or ledger.bytes() == 0
+    assert torch.equal(spread.full(), index)
+    assert torch.equal(dt.full(shape, 2.5, grid, placed, torch.float64).full(), 0 * index + 2.5)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_made_in_parallel(n: int) -> None:
+    spawn(cases.on_grids, n, made)
+
+
+def elementwise(grid: Grid, data: Any) -> None:
+    """Compare an operation on broadcast operands, and the gradients, with torch on whole tensors."""
+    longest = data.draw(cases.shapes())
+    dtype = data.draw(st.sampled_from(cases.NUMBERS))
+    name = data.draw(st.sampled_from(["add", "sub", "mul", "truediv"]))
+    operation: Callable[[Any, Any], Any] = getattr(operator, name)
+    wholes, tensors = [], []
+    for seed in range(2):
+        cut = data.draw(st.integers(0, len(longest)))
+        shape = tuple(
+            1 if data.draw(st.booleans()) and data.draw(st.booleans()) else n for n in longest[cut:]
+        )
+        whole = cases.numbers(shape, dtype, seed) + (3 if name == "truediv" else 0)
+        wholes.append(whole.requires_grad_())
+        placed = data.draw(cases.placements(grid, shape))
+        tensors.append(cases.spread(whole.detach(), grid, placed).requires_grad_())
+    expected, found = operation(*wholes), operation(*tensors)
+    cases.assert_close(found.full().detach(), expected.detach())
+    gradient = cases.numbers(expected.shape, dtype, seed=2)
+    expected.backward(gradient)
+    found.backward(cases.spread(gradient, grid, data.draw(cases.placements(grid, expected.shape))))
+    for x, whole in zip(tensors, wholes, strict=True):
+        assert x.grad is not None
+        assert whole.grad is not None
+        cases.assert_close(x.grad.full(), whole.grad, times=500)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_elementwise(n: int) -> None:
+    spawn(cases.on_grids, n, elementwise)
+
+
+def views_and_scalars(rt: Runtime) -> None:
+    """Compare what keeps the pieces in place, or takes a number, with torch."""
+    grid = Grid(rt.world)
+    whole = cases.numbers((3, 5, 2))
+    for placed in (Shard(0), Shard(1), Shard(2), Replicate(), Partial()):
+        x = cases.spread(whole, grid, [placed])
+        with Ledger() as ledger:
+            swapped, turned = x.transpose(0, -1), x.permute(1, 2, 0)
+        assert ledger.bytes() == 0
+        cases.assert_close(swapped.full(), whole.transpose(0, -1))
+        cases.assert_close(turned.full(), whole.permute(1, 2, 0))
+        cases.assert_close((2 - x).full(), 2 - whole)
+        cases.assert_close((1 / (abs(x) + 1)).full(), 1 / (whole.abs() + 1))
+        cases.assert_close((3 * x + 1 - x / 4).full(), 3 * whole + 1 - whole / 4)
+        cases.assert_close(((-x) ** 2).full(), whole**2)
+        assert x.to(torch.float32).full().dtype == torch.float32
+        assert f"[3, 5, 2], float64, {dt.layout.show(x.placements)}" in repr(x)
+        assert torch.equal(x.clone().detach().local, x.local)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_views_and_scalars(n: int) -> None:
+    spawn(views_and_scalars, n)
+
+
+def checked_by_differences(rt: Runtime) -> None:
+    """Compare gradients with finite differences, and gradients of gradients: all ranks change the same number."""
+    for shape in ((2,), (1, 2), (2, 1)):
+        grid = Grid(rt.world, *shape)
+        a, b = (cases.numbers((3, 2), seed=s).requires_grad_() for s in (0, 1))
+
+        def f(a: Tensor, b: Tensor, grid: Grid = grid) -> Tensor:
+            ways = [Shard(0), Replicate()][: len(grid.shape)]
+            x = dt.from_full(a, grid, ways)
+            y = dt.from_full(b, grid, [Replicate(), Shard(1)][-len(grid.shape) :])
+            return (x * y + y / (x * x + 2)).full()
+
+        assert torch.autograd.gradcheck(f, (a, b))
+        assert torch.autograd.gradgradcheck(f, (a, b))
+
+
+def test_gradients_by_differences() -> None:
+    spawn(checked_by_differences, 2)
+
+
+def from_files(rt: Runtime, folder: Path) -> None:
+    """Read files by pieces."""
+    grid = Grid(rt.world)
+    whole = cases.numbers((7, 3))
+    for placed in (Shard(0), Shard(1), Shard(0, (7,) + (0,) * (rt.world_size - 1)), Replicate()):
+        assert torch.equal(dt.load(folder / "x.npy", grid, placed).full(), whole)
+        assert torch.equal(dt.load(folder / "x.safetensors", grid, placed, "x").full(), whole)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_files(n: int, tmp_path: Path) -> None:
+    whole = cases.numbers((7, 3))
+    np.save(tmp_path / "x.npy", whole.numpy())
+    save_file({"x": whole}, tmp_path / "x.safetensors")
+    spawn(from_files, n, tmp_path)
+
+
+def with_dtensor(rt: Runtime) -> None:
+    """Turn tensors into DTensors of torch and back; DTensor's own full_tensor must agree."""
+    for shape in cases.GRIDS[rt.world_size]:
+        grid = Grid(rt.world, *shape)
+        mesh = init_device_mesh("cpu", shape)
+        for size in ((8, 4), (5, 3), (1, 7)):
+            whole = cases.numbers(size)
+            for placed in ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Partial(), Shard(1)]):
+                x = cases.spread(whole, grid, placed[: len(shape)])
+                theirs = dt.to_dtensor(x, mesh)
+                cases.assert_close(theirs.full_tensor(), whole)
+                cases.assert_close(dt.from_dtensor(theirs, grid).full(), whole)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_dtensor(n: int) -> None:
+    spawn(with_dtensor, n)
+
+
+def wrong(rt: Runtime, what: str, folder: Path) -> None:
+    """Do something wrong, on all ranks or on one; every rank must raise a UsageError."""
+    grid = Grid(rt.world)
+    x = dt.uniform((4, 6), grid, Shard(0))
+    first = rt.rank == 0
+    if what == "shapes":
+        _ = x + dt.uniform((5, 6), grid, Shard(0))
+    elif what == "dimension":
+        x.redistribute(Shard(2))
+    elif what == "sizes":
+        x.redistribute(Shard(0, (1, 2)))
+    elif what == "placement":
+        x.redistribute(*[0])  # type: ignore[list-item]
+    elif what == "grids":
+        _ = x + dt.uniform((4, 6), Grid(rt.world), Shard(0))
+    elif what == "grid":
+        Grid(rt.world, 3)
+    elif what == "operations":
+        (x + 1 if first else x * 2).full()
+    elif what == "earlier":
+        if first:
+            _ = x + 1
+        x.full()
+    elif what == "layouts":
+        x.redistribute(Shard(1) if first else Replicate())
+    elif what == "root":
+        dt.from_root(None, grid, Shard(0))
+    elif what == "file":
+        dt.load(folder / ("there.npy" if first else "absent.npy"), grid, Shard(0))
+    elif what == "piece":
+        dt.from_pieces(torch.ones(2 if first else 3, 6), (4, 6), grid, Shard(0))
+    elif what == "gradient":
+        x.backward()
+
+
+WRONG = {
+    "shapes": "do not broadcast",
+    "dimension": "it has dimensions 0 to 1",
+    "sizes": "2 lengths that add up to 4",
+    "placement": "not a placement",
+    "grids": "different grids",
+    "grid": "whose product is 2",
+    "operations": "all ranks must call the same operations",
+    "earlier": "all ranks must call the same operations",
+    "layouts": "all ranks must call the same operations",
+    "root": "must give a tensor",
+    "file": "absent.npy",
+    "piece": "needed is",
+    "gradient": "give its gradient",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "there.npy", np.ones((4, 6)))
+    with pytest.raises(RankError, match=WRONG[what]) as failure:
+        spawn(wrong, 2, what, tmp_path)
+    assert failure.value.code == 2
