@@ -199,6 +199,8 @@ class MPIManager:
             lengths = self.allgather(len(packed := pickle.dumps(value)))
             data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
             out = torch.empty(lengths[source], dtype=torch.uint8)
+            if self.get_size() == 1:
+                out = data
             comm.exchange(data, out, self.world, dest, source)
             return pickle.loads(out.numpy().tobytes())
 
