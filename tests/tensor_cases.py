@@ -109,10 +109,12 @@ def spread(whole: Tensor, grid: Grid, placed: Sequence[Placement]) -> Distribute
 
 
 def assert_close(found: Tensor, expected: Tensor, times: float = 50.0) -> None:
-    """Assert equality within `times` roundings of the largest number."""
+    """Assert equality within `times` roundings of the largest number; NaN in the same places."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
     if expected.numel():
+        assert torch.equal(found.isnan(), expected.isnan()), f"{found}\n{expected}"
+        found, expected = found.nan_to_num(), expected.nan_to_num()
         real = expected.abs().dtype
         scale = float(expected.abs().max()) or 1.0
         apart = float((found - expected).abs().max()) / scale

@@ -222,6 +222,32 @@ class DistributedTensor:
 
         return reductions.mean(self, dim, keepdim)
 
+    def max(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
+        """Return the largest numbers along dimensions; see `reductions.max`."""
+        from common.tensors import reductions
+
+        return reductions.max(self, dim, keepdim)
+
+    def min(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
+        """Return the smallest numbers along dimensions; see `reductions.min`."""
+        from common.tensors import reductions
+
+        return reductions.min(self, dim, keepdim)
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> DistributedTensor:
+        """Return the place of the largest number; see `reductions.argmax`."""
+        from common.tensors import reductions
+
+        return reductions.argmax(self, dim, keepdim)
+
+    def norm(
+        self, p: float = 2.0, dim: int | Sequence[int] | None = None, keepdim: bool = False
+    ) -> DistributedTensor:
+        """Return the vector norm; see `reductions.norm`."""
+        from common.tensors import reductions
+
+        return reductions.norm(self, p, dim, keepdim)
+
 
 Operand = DistributedTensor | Number
 

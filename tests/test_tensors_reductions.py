@@ -1,0 +1,155 @@
+"""Reductions along any dimensions: equal to torch on one rank, with NaN, equal numbers, empty and uneven pieces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tensor_cases as cases
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import common.tensors as dt
+from common.comm.ledger import Ledger
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.tensors import Grid, Partial, Replicate, Shard, reductions
+
+WORLDS = (1, 2, 3, 4, 5)
+ORDERS = (0, 0.5, 1, 2, 3, math.inf, -math.inf)
+
+
+def _dims(data: Any, ndim: int) -> Any:
+    """Draw None, a dimension or several."""
+    if not ndim:
+        return None
+    one = st.integers(-ndim, ndim - 1)
+    several = st.lists(st.integers(0, ndim - 1), unique=True, min_size=1)
+    return data.draw(st.one_of(st.none(), one, several))
+
+
+def _torch(name: str, x: Tensor, dim: Any, keepdim: bool, p: float) -> Tensor:
+    every = list(range(x.ndim)) if dim is None else dim
+    if name == "norm":
+        return torch.linalg.vector_norm(x, p, dim, keepdim)
+    if name in ("max", "min"):
+        return (torch.amax if name == "max" else torch.amin)(x, every, keepdim)
+    return getattr(torch, name)(x, every, keepdim) if x.ndim else getattr(torch, name)(x)
+
+
+def reduce(grid: Grid, data: Any) -> None:
+    """Compare a reduction, and its gradient, with torch's."""
+    shape = data.draw(cases.shapes())
+    name = data.draw(st.sampled_from(["sum", "mean", "max", "min", "norm"]))
+    dtype = data.draw(st.sampled_from(cases.FLOATS if name in ("max", "min") else cases.NUMBERS))
+    dim, keepdim = _dims(data, len(shape)), data.draw(st.booleans())
+    if name == "norm" and dtype.is_complex and dim is None and not shape:
+        return
+    p = data.draw(st.sampled_from(ORDERS))
+    whole = cases.numbers(shape, dtype)
+    placed = data.draw(cases.placements(grid, shape))
+    whole_numbers = name in ("max", "min") and Partial() not in placed and data.draw(st.booleans())
+    if whole_numbers:  # equal ones share the gradient
+        whole = whole.round()
+    whole.requires_grad_()
+    x = cases.spread(whole.detach(), grid, placed).requires_grad_()
+    arguments = (p, dim, keepdim) if name == "norm" else (dim, keepdim)
+    try:
+        expected = _torch(name, whole, dim, keepdim, p)
+    except (RuntimeError, IndexError):  # no largest number of none
+        with pytest.raises(UsageError):
+            getattr(reductions, name)(x, *arguments)
+        return
+    found = getattr(x, name)(*arguments)
+    cases.assert_close(found.full().detach(), expected.detach(), times=500)
+    if name == "norm" and p in (0, 0.5):
+        return  # steps, and slopes without bound
+    gradient = cases.numbers(expected.shape, expected.dtype, seed=1)
+    expected.backward(gradient)
+    found.backward(cases.spread(gradient, grid, data.draw(cases.placements(grid, expected.shape))))
+    assert x.grad is not None
+    assert whole.grad is not None
+    if name == "norm" and math.isinf(p) and Partial() in placed:
+        return  # rounded terms differ from equal numbers
+    cases.assert_close(x.grad.full(), whole.grad, times=500)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_reductions(n: int) -> None:
+    spawn(cases.on_grids, n, reduce, 60)
+
+
+def places(grid: Grid, data: Any) -> None:
+    """Compare the place of the largest number: of equal ones the first, of NaN the first."""
+    shape = data.draw(cases.shapes(least=1))
+    if not math.prod(shape):
+        return
+    dtype = data.draw(st.sampled_from([*cases.FLOATS, torch.int64]))
+    whole = (2 * cases.numbers(shape)).round().to(dtype)
+    if dtype.is_floating_point and data.draw(st.booleans()):
+        whole[whole == 1] = math.nan
+    x = cases.spread(whole, grid, data.draw(cases.placements(grid, shape, partial=False)))
+    dim = data.draw(st.one_of(st.none(), st.integers(-len(shape), len(shape) - 1)))
+    keepdim = data.draw(st.booleans())
+    assert torch.equal(x.argmax(dim, keepdim).full(), torch.argmax(whole, dim, keepdim))
+    every = list(range(len(shape))) if dim is None else dim
+    for ours, theirs in ((x.max, torch.amax), (x.min, torch.amin)):
+        found, expected = ours(dim, keepdim).full(), theirs(whole, every, keepdim)
+        assert torch.equal(found.nan_to_num(99), expected.nan_to_num(99))
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_places(n: int) -> None:
+    spawn(cases.on_grids, n, places, 40)
+
+
+def by_differences(rt: Runtime) -> None:
+    """Compare gradients with finite differences, and count what is sent."""
+    grid = Grid(rt.world)
+    whole = cases.numbers((3, 4)).requires_grad_()
+    for name, arguments in (
+        ("sum", (0,)),
+        ("mean", (0,)),
+        ("max", (0,)),
+        ("min", ()),
+        ("norm", (3.0, 0)),
+        ("norm", ()),
+    ):
+
+        def f(x: Tensor, name: str = name, arguments: Any = arguments) -> Tensor:
+            return getattr(dt.from_full(x, grid, Shard(0)), name)(*arguments).full()
+
+        assert torch.autograd.gradcheck(f, (whole,))
+    x = dt.from_full(whole.detach(), grid, Shard(0))
+    for reduced, sent in ((x.sum, 0), (x.mean, 0), (x.max, 4 * 8 + 4), (x.argmax, 2 * 4 * 8)):
+        with Ledger() as ledger:
+            reduced(0)
+        assert ledger.bytes() == sent, reduced
+    with Ledger() as ledger:
+        x.max(1)
+    assert ledger.bytes() == 0
+
+
+def test_by_differences() -> None:
+    spawn(by_differences, 2)
+
+
+def test_bad_input() -> None:
+    from common.comm import Group
+
+    grid = Grid(Group.alone())
+    x = dt.full((2, 3), 1.0, grid, Replicate())
+    for call, words in (
+        (lambda: x.sum(2), "dimension 2 of a tensor with 2"),
+        (lambda: x.sum((0, -2)), "name one twice"),
+        (lambda: x.to(torch.int64).mean(), "floating-point"),
+        (lambda: x.to(torch.complex64).max(), "no order"),
+        (lambda: x.norm(-1.0), "positive number"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
+    whole = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert dt.from_full(whole, grid, Replicate()).sum().full().dtype == torch.int64
