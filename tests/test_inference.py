@@ -361,6 +361,15 @@ def test_prompts_from_the_terminal_a_file_and_the_command_line(tmp_path: Path) -
     assert all(0 < r["seconds_to_first"] <= r["seconds"] for r in records)
 
 
+def test_a_length_that_nobody_gives_ends_with_the_model(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    file = FOLDER / "requests.jsonl"
+    program("--model", "llama-tiny", "--file", str(file), f"--json={log}", nproc=2)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    given = [json.loads(line).get("tokens", 64 - len("import ")) for line in file.read_text().splitlines()]
+    assert all(r["ended"] == "stop" or r["tokens"] == n for r, n in zip(records, given, strict=True))
+
+
 @pytest.mark.parametrize(
     ("given", "line", "message"),
     [

@@ -34,8 +34,8 @@ TYPES = DTYPES | {"bfloat16": torch.bfloat16}
 class Choice(Checked):
     """How a request is continued; a line of a .jsonl file may have each of these."""
 
-    tokens: Size = 64
-    """Most tokens to write for a prompt."""
+    tokens: Size | None = None
+    """Most tokens to write for a prompt; default: 64, or what the prompt leaves of the model's longest sequence."""
     temperature: Factor = 0.8
     """Sampling temperature; 0 takes the likeliest token, 1 draws from the model's distribution."""
     top_k: Annotated[int, Within(0, 2**27)] = 0

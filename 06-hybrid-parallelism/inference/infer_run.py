@@ -22,6 +22,8 @@ from infer_options import Choice, GenerateOptions, read_file
 from infer_scheduler import Request, Sequence
 from infer_tokens import stop_tokens, tokenizer_of
 
+USUAL = 64  # tokens of a text whose length nobody gives
+
 
 class Screen:
     """Prints sequences in their order: the first that has not ended streams, the others wait for their turn."""
@@ -70,11 +72,12 @@ def generate(
     return sequences
 
 
-def make_request(text: str, choice: Choice, tokens: Tokenizer, stop: frozenset[int]) -> Request:
-    """Return the request for a prompt."""
+def make_request(text: str, choice: Choice, tokens: Tokenizer, stop: frozenset[int], longest: int) -> Request:
+    """Return the request for a prompt. longest: tokens of the longest sequence that the model takes."""
     c = choice
     prompt = tuple(tokens.encode(text, special=True))
-    return Request(prompt, c.tokens, c.temperature, c.top_k, c.top_p, c.seed, stop | frozenset(c.stop))
+    most = c.tokens or max(1, min(USUAL, longest - len(prompt)))
+    return Request(prompt, most, c.temperature, c.top_k, c.top_p, c.seed, stop | frozenset(c.stop))
 
 
 def lines_of_terminal(rt: Runtime) -> Iterable[str]:
@@ -91,16 +94,19 @@ def main(rt: Runtime, o: GenerateOptions) -> bool:
     """Generate the texts of all requests, and print a table of times and bytes."""
     engine, meter = o.engine(rt, o.mesh(rt)), Meter()
     tokens, stop = tokenizer_of(o.checkpoint), stop_tokens(o.checkpoint)
+    longest = engine.scheduler.longest
     asked: list[tuple[str, Choice]] = [(text, o) for text in o.prompts]
     if o.file:
         asked += read_file(o.file, o)
-    requests = [make_request(text, choice, tokens, stop) for text, choice in asked]
+    requests = [make_request(text, choice, tokens, stop, longest) for text, choice in asked]
     if requests:
         done = generate(engine, requests, tokens, meter, rt.rank == 0)
     else:
         done = []
         for text in lines_of_terminal(rt):
-            done += generate(engine, [make_request(text, o, tokens, stop)], tokens, meter, rt.rank == 0)
+            done += generate(
+                engine, [make_request(text, o, tokens, stop, longest)], tokens, meter, rt.rank == 0
+            )
     if done:
         console(rt).print(meter.table(engine, done))
     if rt.rank == 0:
