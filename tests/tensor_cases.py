@@ -22,7 +22,14 @@ from common.launch.runtime import Runtime
 from common.tensors import DistributedTensor, Grid, Partial, Replicate, Shard, from_full, from_pieces
 from common.tensors.layout import Placement
 
-GRIDS = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)]}
+GRIDS = {
+    1: [(1,)],
+    2: [(2,), (2, 1)],
+    3: [(3,)],
+    4: [(4,), (2, 2), (2, 1, 2)],
+    5: [(5,)],
+    6: [(6,), (2, 3), (3, 2)],
+}
 FLOATS = (torch.float64, torch.float32)
 NUMBERS = (*FLOATS, torch.complex128, torch.complex64)
 
@@ -106,6 +113,24 @@ def spread(whole: Tensor, grid: Grid, placed: Sequence[Placement]) -> Distribute
     if piece.ndim > 1:
         piece = piece.transpose(0, -1).contiguous().transpose(0, -1)
     return from_pieces(piece.detach(), whole.shape, grid, placed)
+
+
+def sampled_gradient(found: DistributedTensor, expected: Tensor, data: Any, times: float = 500.0) -> None:
+    """Compare a result with torch's, and send the same random gradient back through both."""
+    assert_close(found.full().detach(), expected.detach(), times)
+    gradient = numbers(expected.shape, expected.dtype, seed=9)
+    expected.backward(gradient)
+    found.backward(spread(gradient, found.grid, data.draw(placements(found.grid, expected.shape))))
+
+
+def assert_gradients(
+    tensors: Sequence[DistributedTensor], wholes: Sequence[Tensor], times: float = 500.0
+) -> None:
+    """Assert that each distributed tensor has the gradient of its whole."""
+    for x, whole in zip(tensors, wholes, strict=True):
+        assert x.grad is not None
+        assert whole.grad is not None
+        assert_close(x.grad.full(), whole.grad, times)
 
 
 def assert_close(found: Tensor, expected: Tensor, times: float = 50.0) -> None:

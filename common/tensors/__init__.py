@@ -1,5 +1,6 @@
 """Distributed tensors: plain tensors that are split over ranks, and operations whose results stay split."""
 
+from common.tensors.explain import explain as explain
 from common.tensors.grid import Grid as Grid
 from common.tensors.layout import Layout as Layout
 from common.tensors.layout import Partial as Partial
@@ -15,5 +16,8 @@ from common.tensors.make import load as load
 from common.tensors.make import normal as normal
 from common.tensors.make import to_dtensor as to_dtensor
 from common.tensors.make import uniform as uniform
+from common.tensors.products import bmm as bmm
+from common.tensors.products import matmul as matmul
+from common.tensors.rates import Rates as Rates
 from common.tensors.tensor import DistributedTensor as DistributedTensor
 from common.tensors.tensor import pointwise as pointwise

@@ -10,41 +10,102 @@ rank that has most to do. `Rates` turns a term into seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import torch
 
 from common.comm.ledger import show_bytes
 from common.errors import UsageError
 from common.tensors.grid import Grid
+from common.tensors.layout import Layout, Shard, size_of
 from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor
+from common.tensors.transfer import bytes_sent, is_all_gather, settled_sums, summed_along
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way needs: its terms, bytes beyond the operands, and the bytes that this rank sends, exactly."""
+
+    terms: tuple[Term, ...]
+    memory: int
+    sent: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to split an operation: its name, its terms, the bytes that it needs beyond its operands, and itself."""
+    """A way to split an operation: its name, itself, and its cost, which is computed when it is asked for."""
 
     name: str
-    terms: tuple[Term, ...]
-    memory: int
-    run: Callable[[], DistributedTensor] = field(compare=False)
+    run: Callable[[], DistributedTensor]
+    costs: Callable[[], Cost]
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Return the cost of the rank that has most to do; bytes sent by this rank."""
+        return self.costs()
 
 
-def choose(grid: Grid, operation: str, ways: Sequence[Way], name: str | None = None) -> Way:
+def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ...]:
+    """Return the terms of a move between layouts, of the rank that has most to do."""
+    if source == target:
+        return ()
+    item, n = dtype.itemsize, source.grid.world.size
+    terms = []
+    settled = settled_sums(source, target)
+    for group in summed_along(source, target):
+        local = size_of(source.box(0)) * item  # the first rank's piece is the longest, or close to it
+        terms.append(Term("all-reduce", (2 * (group.size - 1) * local // group.size,)))
+    if settled == target:
+        return tuple(terms)
+    sent = int(max(bytes_sent(settled, target, item, r) for r in range(n)))
+    if not sent:
+        copied = size_of(target.box(0)) * item
+        kept = all(
+            s == t or (isinstance(t, Shard) and t.dim == 0)
+            for s, t in zip(settled.placements, target.placements, strict=True)
+        )
+        return (*terms, *(() if kept else (Term("copy", (2 * copied,)),)))
+    if is_all_gather(settled, target):
+        return (*terms, Term("all-gather", (sent,)))
+    arrived = max(size_of(target.box(r)) for r in range(n)) * item
+    return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * arrived,)))
+
+
+def received(source: Layout, target: Layout, dtype: torch.dtype) -> int:
+    """Return the bytes that a move needs on the rank that has most: nothing where it is already there."""
+    return (
+        0
+        if source == target
+        else max(size_of(target.box(r)) for r in range(source.grid.world.size)) * dtype.itemsize
+    )
+
+
+def choose(
+    grid: Grid, operation: str, ways: Sequence[Way], name: str | None = None, key: Hashable = None
+) -> Way:
     """Return the cheapest way that fits, or the way called `name`.
 
-    Raises UsageError, the same on every rank, if there is no such way or none fits in `grid.rates.memory`.
+    key: of all that the costs depend on, such as the operands' layouts; the choice is made once for each. Raises
+    UsageError, the same on every rank, if there is no such way or none fits in `grid.rates.memory`.
     """
+    known = (operation, id(grid.rates), key)
+    name = name or (grid.chosen.get(known) if key is not None else None)
     if name is not None:
         for way in ways:
             if way.name == name:
                 return way
         raise UsageError(f"{operation}: no way {name!r}; there are {', '.join(w.name for w in ways)}")
-    fits = [w for w in ways if w.memory <= grid.rates.memory]
+    fits = [w for w in ways if w.cost.memory <= grid.rates.memory]
     if not fits:
-        least = min(ways, key=lambda w: w.memory)
+        least = min(ways, key=lambda w: w.cost.memory)
         raise UsageError(
-            f"{operation}: the least that a way needs is {show_bytes(least.memory)} on a rank ({least.name}), "
+            f"{operation}: the least that a way needs is {show_bytes(least.cost.memory)} on a rank ({least.name}), "
             f"allowed are {show_bytes(int(grid.rates.memory))}"
         )
-    return min(fits, key=lambda w: grid.rates.predict(w.terms))
+    best = min(fits, key=lambda w: grid.rates.predict(w.cost.terms))
+    grid.chosen[known] = best.name
+    return best

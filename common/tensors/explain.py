@@ -59,7 +59,7 @@ class Explanation:
                 f"{c.moves * 1e3:.3f}",
                 f"{c.predicted * 1e3:.3f}",
                 "" if c.measured is None else f"{c.measured * 1e3:.3f}",
-                f"{c.way.memory / 1e6:,.2f}",
+                f"{c.way.cost.memory / 1e6:,.2f}",
             )
             for c in self.candidates
         ]
@@ -98,7 +98,7 @@ def explain(
     rates, best = grid.rates, choose(grid, name, ways)
     times: dict[str, float] = {}
     if measure:
-        fits = [w for w in ways if w.memory <= rates.memory]
+        fits = [w for w in ways if w.cost.memory <= rates.memory]
         with torch.no_grad(), grid.operation(f"explain({name})"):
             cases: dict[str, Callable[[], object]] = {w.name: w.run for w in fits}
             found = in_turn(cases, measure, grid.world, device=tensors[0].device.type)
@@ -106,9 +106,9 @@ def explain(
     candidates = [
         Candidate(
             w,
-            sum(rates.seconds(t) for t in w.terms if t.kind in ARITHMETIC),
-            sum(rates.seconds(t) for t in w.terms if t.kind not in ARITHMETIC),
-            rates.predict(w.terms),
+            sum(rates.seconds(t) for t in w.cost.terms if t.kind in ARITHMETIC),
+            sum(rates.seconds(t) for t in w.cost.terms if t.kind not in ARITHMETIC),
+            rates.predict(w.cost.terms),
             times.get(w.name),
         )
         for w in ways

@@ -2,6 +2,7 @@
 
     grid = Grid(rt.world)            # one axis
     grid = Grid(rt.world, 2, 3)      # two axes; rank = 3 * row + column
+    grid = Grid(rt.world, 2, 2, 2)   # three, for products that keep several copies of their operands
 
 Every operation is called by all ranks. Each rank keeps a digest of the operations that it has called so far; before
 ranks communicate they compare digests, so that ranks which call different operations get one error on every rank
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from common.tensors.rates import Rates
 
 
 class Grid:
-    """The ranks of `world` in one axis, or in two axes of the given lengths.
+    """The ranks of `world` in one, two or three axes of the given lengths.
 
     check: compare what the ranks do before they communicate. Raises UsageError if the product of the lengths is not
     the number of ranks. All ranks must call it.
@@ -40,18 +41,20 @@ class Grid:
     def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
         self.world, self.check = world, check
         self.shape = shape or (world.size,)
-        if len(self.shape) > 2 or min(self.shape) < 1 or math.prod(self.shape) != world.size:
+        if len(self.shape) > 3 or min(self.shape) < 1 or math.prod(self.shape) != world.size:
             fits = [(n, world.size // n) for n in range(1, world.size + 1) if world.size % n == 0]
             raise UsageError(
                 f"a grid of {' x '.join(map(str, shape))} on {world.size} rank(s): "
                 f"give one length, or two whose product is {world.size}: {', '.join(f'{a} x {b}' for a, b in fits)}"
             )
         self.groups: tuple[Group, ...] = (replace(world, axis="0"),)
-        if len(self.shape) == 2:
-            mesh = Mesh(world, dp=self.shape[0], tp=self.shape[1])
-            self.groups = replace(mesh.group("dp"), axis="0"), replace(mesh.group("tp"), axis="1")
+        if len(self.shape) > 1:
+            names = ("dp", "sp", "tp")[: len(self.shape)]
+            mesh = Mesh(world, **dict(zip(names, self.shape, strict=True)))
+            self.groups = tuple(replace(mesh.group(name), axis=str(a)) for a, name in enumerate(names))
         self.places = [tuple(map(int, np.unravel_index(r, self.shape))) for r in range(world.size)]
         self.place = self.places[world.rank]
+        self.chosen: dict[tuple[str, int, Hashable], str] = {}  # ways that were chosen before
         self._done = hashlib.sha256()
         self._last = "nothing"
         self._depth = 0

@@ -105,8 +105,16 @@ class Layout:
 
     def box(self, rank: int) -> Box:
         """Return the part of the tensor that a rank holds, or holds a term of."""
+        return self.boxes[rank]
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Return the parts of all ranks, in their order."""
+        return [self._box(place) for place in self.grid.places]
+
+    def _box(self, place: tuple[int, ...]) -> Box:
         found = [(0, length) for length in self.shape]
-        for p, at, n in zip(self.placements, self.grid.places[rank], self.grid.shape, strict=True):
+        for p, at, n in zip(self.placements, place, self.grid.shape, strict=True):
             if isinstance(p, Shard):
                 lo, hi = found[p.dim]
                 sizes = p.sizes or sizes_of(hi - lo, n)

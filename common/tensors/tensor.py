@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from common import comm
-from common.comm import Group
 from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.grid import Grid, same_grid
@@ -297,17 +295,21 @@ def gathered(x: DistributedTensor, root: int) -> Tensor | None:
     return whole.view(x.shape) if x.grid.world.rank == root else None
 
 
-def shared(x: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Return x; its gradient, of which each rank of the groups has a term, is summed over them."""
+def brought(x: DistributedTensor, target: Layout, shared: Sequence[int]) -> Tensor:
+    """Return this rank's piece of x in another layout, for a local operation. Differentiable.
 
-    def summed(dy: Tensor) -> Tensor:
-        total = dy.resolve_conj().clone(memory_format=torch.contiguous_format)
-        for group in groups:
-            if total.numel() and group.size > 1:
-                comm.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group)
-        return total
-
-    return linear_map(x, lambda x: x.view_as(x), summed) if any(g.size > 1 for g in groups) else x
+    shared: axes of the grid along which x becomes replicated and each rank uses it for another part of the result.
+    Each then has a term of the gradient; the terms are summed on their way back.
+    """
+    if not target.grid.world.size > 1:
+        return x.local
+    terms = target.dual().placed(
+        *(Partial() if a in shared else p for a, p in enumerate(target.dual().placements))
+    )
+    back = x.layout.dual()
+    if x.layout == target and terms == back:
+        return x.local
+    return linear_map(x.local, lambda y: moved(y, x.layout, target), lambda dy: moved(dy, terms, back))
 
 
 def settled(layout: Layout) -> Layout:
@@ -355,12 +357,12 @@ def _lifted(layout: Layout, shape: torch.Size) -> Layout:
 
 def aligned(x: DistributedTensor, result: Layout) -> Tensor:
     """Return the piece of x that broadcasts to this rank's piece of the result."""
-    more, placements, groups = len(result.shape) - x.ndim, list[Placement](), []
-    for p, group in zip(result.placements, x.grid.groups, strict=True):
+    more, placements, shared = len(result.shape) - x.ndim, list[Placement](), []
+    for axis, p in enumerate(result.placements):
         if isinstance(p, Shard) and p.dim >= more and x.shape[p.dim - more] == result.shape[p.dim]:
             placements.append(Shard(p.dim - more, p.sizes))
         else:
             placements.append(Replicate())
-            if isinstance(p, Shard):  # each rank uses the same numbers for other parts of the result
-                groups.append(group)
-    return shared(to_layout(x, Layout.of(x.grid, x.shape, placements)).local, groups)
+            if isinstance(p, Shard):
+                shared.append(axis)
+    return brought(x, Layout.of(x.grid, x.shape, placements), shared)

@@ -111,23 +111,31 @@ def moved(piece: Tensor, source: Layout, target: Layout) -> Tensor:
     return _exchanged(piece, source, target, to, came) if whole is None else whole
 
 
-def _all_gathered(piece: Tensor, source: Layout, target: Layout) -> Tensor | None:
-    """Return the result of an all-gather of equal pieces along one axis; None for any other move.
+def is_all_gather(source: Layout, target: Layout) -> bool:
+    """Return True if a move is an all-gather of equal pieces along one axis.
 
-    It sends the bytes of the all-to-all, of which each rank would hold a copy for every other.
+    It sends the bytes of the all-to-all, for which each rank would make a copy for every other.
     """
     changed = [a for a, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)) if p != q]
-    before = source.placements[changed[0]]
-    if (
-        len(changed) > 1
-        or not isinstance(before, Shard)
-        or not isinstance(target.placements[changed[0]], Replicate)
-    ):
+    if len(changed) != 1 or not isinstance(target.placements[changed[0]], Replicate):
+        return False
+    before, size = source.placements[changed[0]], source.grid.shape[changed[0]]
+    if not isinstance(before, Shard) or before.sizes or len(source.cut_along(before.dim)) > 1:
+        return False
+    return source.shape[before.dim] % size == 0
+
+
+def _all_gathered(piece: Tensor, source: Layout, target: Layout) -> Tensor | None:
+    """Return the result of an all-gather; None for any other move."""
+    if not is_all_gather(source, target):
         return None
-    group, dim = source.grid.groups[changed[0]], before.dim
+    [(axis, before)] = [
+        (a, p)
+        for a, (p, q) in enumerate(zip(source.placements, target.placements, strict=True))
+        if p != q and isinstance(p, Shard)
+    ]
+    group, dim = source.grid.groups[axis], before.dim
     n = source.shape[dim]
-    if before.sizes or n % group.size or len(source.cut_along(dim)) > 1:
-        return None
     first = piece.movedim(dim, 0).contiguous()
     out = new_empty((n, *first.shape[1:]), piece.dtype, piece.device)
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in (out, first)]
@@ -193,6 +201,7 @@ def _all_to_all(
     comm.all_to_all_into(out, x, replace(world, axis="grid"), send, receive)
 
 
+@lru_cache(4096)
 def bytes_sent(source: Layout, target: Layout, item: int, rank: int | None = None) -> Fraction:
     """Return the bytes that a rank sends in `moved`, this one by default. item: bytes per number."""
     rank = source.grid.world.rank if rank is None else rank
