@@ -1,5 +1,8 @@
 """Distributed tensors: plain tensors that are split over ranks, and operations whose results stay split."""
 
+from common.tensors.convolution import conv1d as conv1d
+from common.tensors.convolution import conv2d as conv2d
+from common.tensors.convolution import conv3d as conv3d
 from common.tensors.explain import explain as explain
 from common.tensors.grid import Grid as Grid
 from common.tensors.layout import Layout as Layout

@@ -77,11 +77,9 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
 
 def received(source: Layout, target: Layout, dtype: torch.dtype) -> int:
     """Return the bytes that a move needs on the rank that has most: nothing where it is already there."""
-    return (
-        0
-        if source == target
-        else max(size_of(target.box(r)) for r in range(source.grid.world.size)) * dtype.itemsize
-    )
+    if source.boxes == target.boxes and not source.partial:
+        return 0
+    return max(map(size_of, target.boxes)) * dtype.itemsize
 
 
 def choose(

@@ -1,0 +1,364 @@
+"""Convolutions split along the batch, the channels of the output or the input, or any spatial dimension with halos.
+
+    y = conv2d(x, weight, bias, padding=1)         # x [N, C, H, W] split along H: each rank gets its neighbours' rows
+
+Split along          x                 weight             y
+    the batch        split             whole              split
+    H, W or D        split, with halo  whole              split
+    output channels  whole             split along O      split along channels
+    input channels   split             split along C      terms, which are summed and split
+
+Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. While halos travel, each rank
+computes the part of its result that needs its own numbers only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.comm import sizes_of
+from common.comm.collectives import linear_map
+from common.errors import UsageError
+from common.tensors.cost import Cost, Way, choose, moving, received
+from common.tensors.grid import same_grid
+from common.tensors.halo import Exchange, Halo, sent_back
+from common.tensors.layout import Box, Layout, Partial, Placement, Replicate, Shard, size_of, together
+from common.tensors.rates import Term
+from common.tensors.tensor import DistributedTensor, brought, describe, settled, to_layout
+from common.tensors.transfer import bytes_sent
+
+Sizes = int | Sequence[int]
+Padding = int | Sequence[int | Sequence[int]]
+NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+@dataclass(frozen=True)
+class Window:
+    """The numbers of a convolution over `d` spatial dimensions, one entry each; padding: (before, after)."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def reach(self, i: int) -> int:
+        """Return how many numbers of the input, less one, a number of the output spans."""
+        return self.dilation[i] * (self.kernel[i] - 1)
+
+    def length(self, i: int, n: int) -> int:
+        """Return the length of the output for an input of length n."""
+        return max(0, (n + sum(self.padding[i]) - self.reach(i) - 1) // self.stride[i] + 1)
+
+    def needed(self, i: int, lo: int, hi: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return [begin, end) of the input that outputs lo to hi need, and the zeros before and after it."""
+        if hi <= lo:
+            return (0, 0), (0, 0)
+        first = lo * self.stride[i] - self.padding[i][0]
+        last = (hi - 1) * self.stride[i] - self.padding[i][0] + self.reach(i) + 1
+        begin, end = min(max(0, first), n), max(min(n, last), 0)
+        end = max(begin, end)
+        return (begin, end), (begin - first, last - end)
+
+
+def conv1d(
+    input: DistributedTensor,
+    weight: DistributedTensor,
+    bias: DistributedTensor | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the convolution of [N, C, L] with [O, C / groups, kL]; see `conv2d`."""
+    return _convolve("conv1d", 1, input, weight, bias, stride, padding, dilation, groups, way)
+
+
+def conv2d(
+    input: DistributedTensor,
+    weight: DistributedTensor,
+    bias: DistributedTensor | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the convolution of [N, C, H, W] with [O, C / groups, kH, kW], plus a bias [O]. Differentiable.
+
+    padding: one number, one for each spatial dimension, or pairs (before, after). Sends the halo, or the operands
+    that the chosen way needs elsewhere; the result stays split. Raises UsageError for shapes that do not match.
+    """
+    return _convolve("conv2d", 2, input, weight, bias, stride, padding, dilation, groups, way)
+
+
+def conv3d(
+    input: DistributedTensor,
+    weight: DistributedTensor,
+    bias: DistributedTensor | None = None,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the convolution of [N, C, D, H, W] with [O, C / groups, kD, kH, kW]; see `conv2d`."""
+    return _convolve("conv3d", 3, input, weight, bias, stride, padding, dilation, groups, way)
+
+
+def conv1d_ways(*args: Any, **kwargs: Any) -> list[Way]:
+    """Return the ways of `conv1d`."""
+    return Convolution(1, *args, **kwargs).ways()
+
+
+def conv2d_ways(*args: Any, **kwargs: Any) -> list[Way]:
+    """Return the ways of `conv2d`."""
+    return Convolution(2, *args, **kwargs).ways()
+
+
+def conv3d_ways(*args: Any, **kwargs: Any) -> list[Way]:
+    """Return the ways of `conv3d`."""
+    return Convolution(3, *args, **kwargs).ways()
+
+
+def _convolve(
+    name: str,
+    d: int,
+    input: DistributedTensor,
+    weight: DistributedTensor,
+    bias: DistributedTensor | None,
+    *rest: Any,
+) -> DistributedTensor:
+    *numbers, way = rest
+    tensors = [x for x in (input, weight, bias) if x is not None]
+    grid = same_grid([x.grid for x in tensors], name)
+    with grid.operation(f"{name}({describe(*tensors)}, {rest})"):
+        convolution = Convolution(d, input, weight, bias, *numbers)
+        key = (*(x.layout for x in tensors), convolution.window, input.dtype)
+        y = choose(grid, name, convolution.ways(), way, key).run()
+        return y if bias is None else _with_bias(y, bias)
+
+
+def _with_bias(y: DistributedTensor, bias: DistributedTensor) -> DistributedTensor:
+    placements: list[Placement] = []
+    shared = []
+    for axis, p in enumerate(y.placements):
+        of_channels = isinstance(p, Shard) and p.dim == 1
+        placements.append(Shard(0, p.sizes) if isinstance(p, Shard) and of_channels else Replicate())
+        if isinstance(p, Shard) and not of_channels:
+            shared.append(axis)
+    b_O = brought(bias, Layout.of(y.grid, bias.shape, together(placements)), shared)
+    return DistributedTensor(y.local + b_O.view([-1] + [1] * (y.ndim - 2)), y.layout)
+
+
+class Convolution:
+    """A convolution over d spatial dimensions and the ways to split it. Raises UsageError for bad shapes."""
+
+    def __init__(
+        self,
+        d: int,
+        input: DistributedTensor,
+        weight: DistributedTensor,
+        bias: DistributedTensor | None = None,
+        stride: Sizes = 1,
+        padding: Padding = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> None:
+        self.d, self.x, self.w, self.grid = d, input, weight, input.grid
+        shown = f"conv{d}d: input {list(input.shape)}, weight {list(weight.shape)}, groups {groups}"
+        if input.ndim != d + 2 or weight.ndim != d + 2:
+            raise UsageError(f"{shown}: give tensors of {d + 2} dimensions")
+        outputs, per_group = weight.shape[:2]
+        if groups < 1 or input.shape[1] != per_group * groups or outputs % groups:
+            raise UsageError(
+                f"{shown}: give a weight [O, {input.shape[1]} / groups, ...] with groups that divide O"
+            )
+        if bias is not None and tuple(bias.shape) != (outputs,):
+            raise UsageError(f"{shown}: the bias has {list(bias.shape)}, needed is [{outputs}]")
+        if input.dtype != weight.dtype:
+            raise UsageError(f"{shown}: the types {input.dtype} and {weight.dtype} differ")
+        self.window = Window(
+            tuple(weight.shape[2:]),
+            _each(d, stride, "stride", 1),
+            tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in _pairs(d, padding)),
+            _each(d, dilation, "dilation", 1),
+            groups,
+        )
+        w = self.window
+        short = [i for i in range(d) if input.shape[2 + i] + sum(w.padding[i]) < w.reach(i) + 1]
+        if short or any(k < 1 for k in w.kernel):
+            raise UsageError(f"{shown}: the padded input is shorter than the kernel")
+        self.spatial = tuple(w.length(i, input.shape[2 + i]) for i in range(d))
+        self.shape = (input.shape[0], outputs, *self.spatial)
+
+    def ways(self) -> list[Way]:
+        """Return a way for each choice of what each axis of the grid splits."""
+        channels = ("output channels", "input channels") if self.window.groups == 1 else ("groups",)
+        every = itertools.product(("batch", *NAMES[self.d], *channels), repeat=len(self.grid.shape))
+        return [self.way(" x ".join(split), split) for split in every if split.count("groups") < 2]
+
+    def layouts(self, split: Sequence[str]) -> tuple[Layout, Layout, Layout]:
+        """Return how x, before its halo, the weight and the result lie if axis i splits `split[i]`."""
+        for_x, for_w, for_y = list[Placement](), list[Placement](), list[Placement]()
+        for axis, name in enumerate(split):
+            given = self.x.placements[axis]
+            x: Placement = Replicate()
+            w: Placement = Replicate()
+            y: Placement = Replicate()
+            if name == "batch":
+                x = y = given if isinstance(given, Shard) and given.dim == 0 else Shard(0)
+            elif name == "output channels":
+                w, y = Shard(0), Shard(1)
+            elif name == "input channels":
+                x, w, y = Shard(1), Shard(1), Partial()
+            elif name == "groups":
+                sizes = sizes_of(self.window.groups, self.grid.shape[axis])
+                per_x, per_w = self.x.shape[1] // self.window.groups, self.w.shape[0] // self.window.groups
+                x, w, y = (
+                    Shard(1, tuple(per_x * s for s in sizes)),
+                    Shard(0, tuple(per_w * s for s in sizes)),
+                    Shard(1, tuple(per_w * s for s in sizes)),
+                )
+            else:
+                dim = 2 + NAMES[self.d].index(name)
+                x = given if isinstance(given, Shard) and given.dim == dim else Shard(dim)
+                y = Shard(dim)
+            for_x.append(x)
+            for_w.append(w)
+            for_y.append(y)
+        return (
+            Layout.of(self.grid, self.x.shape, together(for_x)),
+            Layout.of(self.grid, self.w.shape, together(for_w)),
+            Layout.of(self.grid, self.shape, together(for_y)),
+        )
+
+    def halo(self, x: Layout, y: Layout) -> Halo:
+        """Return the box of the input that each rank needs for its part of the result."""
+        boxes: list[Box] = []
+        for rank in range(self.grid.world.size):
+            out = y.box(rank)
+            spatial = [self.window.needed(i, *out[2 + i], self.x.shape[2 + i])[0] for i in range(self.d)]
+            boxes.append((*x.box(rank)[:2], *spatial))
+        return Halo(x, tuple(boxes))
+
+    def way(self, name: str, split: Sequence[str]) -> Way:
+        """Return the way in which axis i of the grid splits `split[i]`."""
+
+        def cost() -> Cost:
+            for_x, for_w, y = self.layouts(split)
+            halo, item, world = self.halo(for_x, y), self.x.dtype.itemsize, range(self.grid.world.size)
+            moves = ((self.x.layout, for_x), (self.w.layout, for_w), (y, settled(y)))
+            terms = [term for move in moves for term in moving(*move, self.x.dtype)]
+            if halo.moves:
+                most = max(int(halo.bytes_sent(item, r)) for r in world)
+                boxed = max(size_of(box) for box in halo.boxes) * item
+                terms += [Term("exchange", (most, 2)), Term("copy", (2 * boxed,))]
+            kernels = [[hi - lo for lo, hi in for_w.box(r)[1:]] for r in world]  # of a number of the result
+            share = [size_of(y.box(r)) * math.prod(kernels[r]) for r in world]
+            terms.append(Term("convolution", (2 * max(share),), self.x.dtype))
+            memory = sum(received(*move, self.x.dtype) for move in moves) + size_of(y.box(0)) * item
+            memory += max(size_of(box) for box in halo.boxes) * item if halo.moves else 0
+            sent = sum((bytes_sent(*move, item) for move in moves), halo.bytes_sent(item))
+            return Cost(tuple(terms), memory, Fraction(sent))
+
+        def run() -> DistributedTensor:
+            for_x, for_w, y = self.layouts(split)
+            w = brought(self.w, for_w, [i for i, s in enumerate(split) if s == "batch" or s in NAMES[self.d]])
+            x = brought(self.x, for_x, [i for i, s in enumerate(split) if s == "output channels"])
+            return to_layout(DistributedTensor(self.local(x, w, for_x, y), y), settled(y))
+
+        return Way(name, run, cost)
+
+    def local(self, x: Tensor, w: Tensor, for_x: Layout, y: Layout) -> Tensor:
+        """Return this rank's part of the result from its piece of x, bringing the halo."""
+        halo, out = self.halo(for_x, y), y.mine
+        groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
+        if not (torch.is_grad_enabled() and x.requires_grad) and halo.moves:
+            return self._overlapped(x, w, halo, out, groups)
+        if halo.moves or halo.boxes[self.grid.world.rank] != for_x.mine:
+            x = linear_map(x, lambda x: Exchange(x, halo).finish(), lambda dy: sent_back(dy, halo))
+        return self._apply(x, w, out, groups)
+
+    def _apply(self, x: Tensor, w: Tensor, out: Box, groups: int) -> Tensor:
+        """Return the outputs `out` from the box of the input that they need."""
+        shape = [hi - lo for lo, hi in out]
+        if not size_of(out) or not x.numel() or not w.numel():  # no term, but a history
+            return x.new_zeros(shape) + 0 * (x.sum() + w.sum())
+        zeros = [self.window.needed(i, *out[2 + i], self.x.shape[2 + i])[1] for i in range(self.d)]
+        if all(before == after for before, after in zeros):
+            padding = [before for before, _ in zeros]
+        else:
+            x = F.pad(x, [n for pair in reversed(zeros) for n in pair])
+            padding = [0] * self.d
+        function: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[self.d - 1]
+        return function(x, w, None, self.window.stride, padding, self.window.dilation, groups)
+
+    def _overlapped(self, x: Tensor, w: Tensor, halo: Halo, out: Box, groups: int) -> Tensor:
+        """Return the result of which the part that needs no halo is computed while the halo travels.
+
+        The longest split dimension is cut in three: what needs numbers from before, the interior, what needs some
+        from behind.
+        """
+        exchange = Exchange(x, halo)
+        here, box = halo.source.mine, halo.boxes[self.grid.world.rank]
+        changed = [i for i in range(self.d) if box[2 + i] != here[2 + i]]
+        lo, hi = 0, 0
+        if len(changed) == 1 and size_of(out):
+            i = changed[0]
+            lo, hi = self._interior(i, out[2 + i], here[2 + i])
+        if hi <= lo:
+            return self._apply(exchange.finish(), w, out, groups)
+        dim = 2 + i
+        inner = self._part(dim, lo, hi, out)
+        y = self._apply(self._cut(x, i, lo, hi, here), w, inner, groups)
+        whole = x.new_empty([b - a for a, b in out])
+        whole.narrow(dim, lo - out[dim][0], hi - lo).copy_(y)
+        x = exchange.finish()
+        for begin, end in ((out[dim][0], lo), (hi, out[dim][1])):
+            if end > begin:
+                y = self._apply(self._cut(x, i, begin, end, box), w, self._part(dim, begin, end, out), groups)
+                whole.narrow(dim, begin - out[dim][0], end - begin).copy_(y)
+        return whole
+
+    def _interior(self, i: int, out: tuple[int, int], here: tuple[int, int]) -> tuple[int, int]:
+        """Return [lo, hi) of the outputs that need only inputs of this rank."""
+        n = self.x.shape[2 + i]
+        lo, hi = out
+        while lo < hi and self.window.needed(i, lo, lo + 1, n)[0][0] < here[0]:
+            lo += 1
+        while hi > lo and self.window.needed(i, hi - 1, hi, n)[0][1] > here[1]:
+            hi -= 1
+        return lo, hi
+
+    def _part(self, dim: int, lo: int, hi: int, out: Box) -> Box:
+        return (*out[:dim], (lo, hi), *out[dim + 1 :])
+
+    def _cut(self, x: Tensor, i: int, lo: int, hi: int, box: Box) -> Tensor:
+        begin, end = self.window.needed(i, lo, hi, self.x.shape[2 + i])[0]
+        return x.narrow(2 + i, begin - box[2 + i][0], end - begin)
+
+
+def _each(d: int, given: Sizes, name: str, least: int) -> tuple[int, ...]:
+    found = (given,) * d if isinstance(given, int) else tuple(given)
+    if len(found) != d or min(found) < least:
+        raise UsageError(f"{name}={given}: give one number or {d}, at least {least}")
+    return found
+
+
+def _pairs(d: int, padding: Padding) -> list[int | Sequence[int]]:
+    found: list[int | Sequence[int]] = [padding] * d if isinstance(padding, int) else list(padding)
+    numbers = [n for p in found for n in ((p,) if isinstance(p, int) else p)]
+    if len(found) != d or any(not isinstance(p, int) and len(p) != 2 for p in found) or min(numbers) < 0:
+        raise UsageError(f"padding={padding}: give one number, {d} numbers or {d} pairs, none negative")
+    return found

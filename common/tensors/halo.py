@@ -1,0 +1,133 @@
+"""Boxes of a tensor that overlap: what each rank needs of it for its part of a result, brought in one exchange.
+
+    rows 0 1 2 3 | 4 5 6 7          the rank that makes rows 0 to 3 of a 3-wide convolution needs rows 0 to 4,
+    rank 0  [0:5]    rank 1  [3:8]  the other rows 3 to 7
+
+Each rank sends to each other the part of its piece that lies in the other's box, once, whatever the boxes are: a halo
+wider than a neighbour's piece comes from several ranks. The adjoint sends the gradients of a box back to the owners of
+its parts, and adds them up where boxes overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from common import comm
+from common.comm import Pending
+from common.tensors.layout import Box, Layout, Replicate, inside, intersect, size_of
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The box of each rank, and the layout of the tensor that the boxes are cut from."""
+
+    source: Layout
+    boxes: tuple[Box, ...]
+
+    def owners(self, rank: int) -> list[tuple[int, Box]]:
+        """Return the ranks that give `rank` its box, each with its part; a copy is taken from the nearest place."""
+        grid = self.source.grid
+        at = grid.places[rank]
+        found = []
+        for other, place in enumerate(grid.places):
+            copies = zip(self.source.placements, place, at, strict=True)
+            if all(theirs == ours for p, theirs, ours in copies if isinstance(p, Replicate)):
+                part = intersect(self.source.box(other), self.boxes[rank])
+                if size_of(part):
+                    found.append((other, part))
+        return found
+
+    def sends(self, rank: int) -> list[tuple[int, Box]]:
+        """Return the ranks that get a part of this rank's piece, each with its part."""
+        every = range(self.source.grid.world.size)
+        return [(other, part) for other in every for owner, part in self.owners(other) if owner == rank]
+
+    def bytes_sent(self, item: int, rank: int | None = None) -> Fraction:
+        """Return the bytes that a rank sends, this one by default. item: bytes per number."""
+        rank = self.source.grid.world.rank if rank is None else rank
+        return Fraction(item * sum(size_of(part) for other, part in self.sends(rank) if other != rank))
+
+    @property
+    def moves(self) -> bool:
+        """Return True if any rank sends."""
+        return any(other != r for r in range(self.source.grid.world.size) for other, _ in self.owners(r))
+
+
+class Exchange:
+    """The exchange of a halo, begun when this is made; `finish` returns this rank's box."""
+
+    def __init__(self, x: Tensor, halo: Halo) -> None:
+        self.x, self.halo, self.me = x, halo, halo.source.grid.world.rank
+        self.came = [(r, part) for r, part in halo.owners(self.me) if r != self.me]
+        self.pending: Pending | None = None
+        if not halo.moves:
+            return
+        halo.source.grid.meet()
+        to = [(r, part) for r, part in halo.sends(self.me) if r != self.me]
+        here = halo.source.mine
+        packed = [x[inside(part, here)].reshape(-1) for _, part in to]
+        self.sent = torch.cat(packed) if packed else x.new_empty(0)
+        self.received = x.new_empty(sum(size_of(part) for _, part in self.came))
+        self.pending = _all_to_all(self.received, self.sent, halo, to, self.came)
+
+    def finish(self) -> Tensor:
+        """Wait for the others' parts and return this rank's box."""
+        box, here = self.halo.boxes[self.me], self.halo.source.mine
+        if self.pending is not None:
+            self.pending.wait()
+        if not self.came and box == here:
+            return self.x
+        out = self.x.new_empty([hi - lo for lo, hi in box])
+        mine = intersect(here, box)
+        if size_of(mine):
+            out[inside(mine, box)] = self.x[inside(mine, here)]
+        begin = 0
+        for _, part in self.came:
+            end = begin + size_of(part)
+            out[inside(part, box)] = self.received[begin:end].view([hi - lo for lo, hi in part])
+            begin = end
+        return out
+
+
+def sent_back(dy: Tensor, halo: Halo) -> Tensor:
+    """Return the gradient of this rank's piece: those of all boxes, added where they overlap. Adjoint of Exchange."""
+    me, here = halo.source.grid.world.rank, halo.source.mine
+    box = halo.boxes[me]
+    out = dy.new_zeros([hi - lo for lo, hi in here])
+    mine = intersect(here, box)
+    if size_of(mine) and any(r == me for r, _ in halo.owners(me)):
+        out[inside(mine, here)] = dy[inside(mine, box)]
+    if not halo.moves:
+        return out
+    halo.source.grid.meet()
+    to = [(r, part) for r, part in halo.owners(me) if r != me]
+    came = [(r, part) for r, part in halo.sends(me) if r != me]
+    packed = [dy[inside(part, box)].reshape(-1) for _, part in to]
+    sent = torch.cat(packed) if packed else dy.new_empty(0)
+    received = dy.new_empty(sum(size_of(part) for _, part in came))
+    _all_to_all(received, sent, halo, to, came).wait()
+    begin = 0
+    for _, part in came:
+        end = begin + size_of(part)
+        out[inside(part, here)] += received[begin:end].view([hi - lo for lo, hi in part])
+        begin = end
+    return out
+
+
+def _all_to_all(
+    out: Tensor, x: Tensor, halo: Halo, to: Sequence[tuple[int, Box]], came: Sequence[tuple[int, Box]]
+) -> Pending:
+    world = halo.source.grid.world
+    words = 2 if x.is_complex() else 1
+    if x.is_complex():
+        out, x = torch.view_as_real(out).view(-1), torch.view_as_real(x).view(-1)
+    send, receive = [0] * world.size, [0] * world.size
+    for sizes, parts in ((send, to), (receive, came)):
+        for rank, part in parts:
+            sizes[rank] = size_of(part) * words
+    return comm.all_to_all_into(out, x, replace(world, axis="grid"), send, receive, async_op=True)

@@ -1,0 +1,117 @@
+"""Convolutions: every split, with stride, dilation, uneven padding and groups, against torch on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensor_cases as cases
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+import common.tensors as dt
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.tensors import Grid, Replicate, Shard
+from common.tensors import convolution as conv
+
+WORLDS = (1, 2, 3, 4, 5)
+
+
+def expected_of(
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    """Return torch's convolution of an input that is padded apart, so that the two sides may differ."""
+    x = F.pad(x, [n for pair in reversed(padding) for n in pair])
+    function: Any = (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3]
+    return function(x, w, b, stride, 0, dilation, groups)
+
+
+def convolve(grid: Grid, data: Any) -> None:
+    """Compare a convolution by any of its ways with torch's: result, gradients, bytes."""
+    d = data.draw(st.sampled_from([1, 2, 2, 2, 3]))
+    groups = data.draw(st.sampled_from([1, 1, 2, 3]))
+    N, C, M = (data.draw(st.integers(1, 4)), *(groups * data.draw(st.integers(1, 3)) for _ in range(2)))
+    kernel = tuple(data.draw(st.integers(1, 3)) for _ in range(d))
+    stride = tuple(data.draw(st.integers(1, 3)) for _ in range(d))
+    dilation = tuple(data.draw(st.integers(1, 2)) for _ in range(d))
+    padding = tuple((data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))) for _ in range(d))
+    least = [k * q - sum(p) for k, q, p in zip(kernel, dilation, padding, strict=True)]
+    spatial = tuple(data.draw(st.integers(max(1, n), max(1, n) + 6)) for n in least)
+    dtype = data.draw(st.sampled_from(cases.FLOATS))
+    shapes = [(N, C, *spatial), (M, C // groups, *kernel), (M,)]
+    wholes = [cases.numbers(s, dtype, seed).requires_grad_() for seed, s in enumerate(shapes)]
+    placed = [data.draw(cases.placements(grid, s)) for s in shapes]
+    x, w, b = (
+        cases.spread(t.detach(), grid, p).requires_grad_() for t, p in zip(wholes, placed, strict=True)
+    )
+    numbers = (stride, padding, dilation, groups)
+    operation, ways_of = getattr(conv, f"conv{d}d"), getattr(conv, f"conv{d}d_ways")
+    ways = ways_of(x, w, None, *numbers)
+    way = data.draw(st.sampled_from(ways))
+    with Ledger() as ledger, torch.no_grad():
+        operation(x, w, None, *numbers, way=way.name)
+    assert ledger.bytes() == way.cost.sent, way.name
+    name = data.draw(st.sampled_from([None, way.name]))
+    found = operation(x, w, b, *numbers, way=name)
+    assert grid.world.size == 1 or not found.layout.partial
+    cases.sampled_gradient(found, expected_of(*wholes, *numbers), data)
+    cases.assert_gradients([x, w, b], wholes)
+    with torch.no_grad():  # the halo travels while the interior is computed
+        cases.assert_close(
+            operation(x, w, None, *numbers, way=way.name).full(),
+            expected_of(*wholes[:2], None, *numbers),
+            500,
+        )
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_convolutions(n: int) -> None:
+    spawn(cases.on_grids, n, convolve, 20)
+
+
+def by_height(rt: Runtime) -> None:
+    """Split along H: a row to each neighbour, the result still split, and gradients by differences."""
+    grid = Grid(rt.world)
+    x = dt.normal((2, 3, 8, 5), grid, Shard(2), dtype=torch.float64)
+    w = dt.normal((4, 3, 3, 3), grid, Replicate(), dtype=torch.float64)
+    with Ledger() as ledger, torch.no_grad():
+        y = conv.conv2d(x, w, padding=1, way="height")
+    assert y.placements == (Shard(2),)
+    assert ledger.bytes() == 2 * 3 * 5 * 8
+    whole, weight = (
+        cases.numbers((1, 2, 5, 3)).requires_grad_(),
+        cases.numbers((2, 2, 3, 2), seed=1).requires_grad_(),
+    )
+
+    def f(x: Tensor, w: Tensor, way: str) -> Tensor:
+        split = dt.from_full(x, grid, Shard(2)), dt.from_full(w, grid, Shard(0))
+        return conv.conv2d(*split, None, (2, 1), ((1, 2), (0, 1)), way=way).full()
+
+    for way in ("height", "width", "output channels", "input channels", "batch"):
+        assert torch.autograd.gradcheck(lambda x, w, way=way: f(x, w, way), (whole, weight)), way
+
+
+def test_by_height() -> None:
+    spawn(by_height, 2)
+
+
+def test_bad_input() -> None:
+    grid = Grid(Group.alone())
+    x, w = dt.full((1, 4, 5, 5), 1.0, grid, Replicate()), dt.full((2, 4, 3, 3), 1.0, grid, Replicate())
+    for arguments, words in (
+        ((w, None, 1, 0, 1, 3), "groups that divide"),
+        ((w, None, 0), "stride=0: give one number or 2, at least 1"),
+        ((w, None, 1, (1, -1)), "none negative"),
+        ((w, None, 1, 0, 3), "the padded input is shorter than the kernel"),
+        ((w, x), "the bias has"),
+        ((w.to(torch.float64),), "differ"),
+        ((x.sum(0),), "tensors of 4 dimensions"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            conv.conv2d(x, *arguments)  # type: ignore[arg-type]
