@@ -436,7 +436,7 @@ def test_a_killed_rank_ends_the_run_with_a_line(tmp_path: Path) -> None:
         ranks = [
             p
             for p in psutil.Process(started.pid).children(True)
-            if not p.children() and "main" in str(p.cmdline())
+            if not p.children() and "resource_tracker" not in str(p.cmdline())
         ]
         ranks[-1].kill()
         _, errors = started.communicate(timeout=100)

@@ -4,6 +4,17 @@ from common.tensors.convolution import conv1d as conv1d
 from common.tensors.convolution import conv2d as conv2d
 from common.tensors.convolution import conv3d as conv3d
 from common.tensors.explain import explain as explain
+from common.tensors.fourier import fft as fft
+from common.tensors.fourier import fft2 as fft2
+from common.tensors.fourier import fftn as fftn
+from common.tensors.fourier import ifft as ifft
+from common.tensors.fourier import ifft2 as ifft2
+from common.tensors.fourier import ifftn as ifftn
+from common.tensors.fourier import irfft as irfft
+from common.tensors.fourier import irfftn as irfftn
+from common.tensors.fourier import rfft as rfft
+from common.tensors.fourier import rfft2 as rfft2
+from common.tensors.fourier import rfftn as rfftn
 from common.tensors.grid import Grid as Grid
 from common.tensors.layout import Layout as Layout
 from common.tensors.layout import Partial as Partial

@@ -89,6 +89,7 @@ def moved(piece: Tensor, source: Layout, target: Layout) -> Tensor:
     """
     if source == target:
         return piece
+    piece = piece.resolve_conj().resolve_neg()  # marks of a view, which messages do not carry
     if groups := [g for g in summed_along(source, target) if g.size > 1]:
         source.grid.meet()
         piece = piece.clone(memory_format=torch.contiguous_format)

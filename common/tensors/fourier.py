@@ -1,0 +1,392 @@
+"""Fourier transforms along split and unsplit dimensions, with the names and meanings of torch.fft.
+
+    y = fft2(x)                          # x split by rows: rows, one exchange, columns, and the exchange back
+    y = fft2(x, order="transposed")      # the result stays split by columns: half the bytes
+
+A dimension is transformed where it is whole. Each rank transforms the dimensions that are whole in its piece; then one
+exchange splits the tensor along another dimension (a slab on one axis of ranks, a pencil on two), and so on. A tensor
+with one dimension takes the six steps of `six_step`. The kernels are those of torch.fft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from common.errors import UsageError
+from common.tensors.cost import Cost, Way, choose, moving, received
+from common.tensors.layout import Layout, Placement, Replicate, Shard, together
+from common.tensors.rates import Term
+from common.tensors.six_step import factors, six_step_cost, six_steps
+from common.tensors.tensor import DistributedTensor, describe, settled, to_layout
+from common.tensors.transfer import bytes_sent
+
+Norm = Literal["backward", "ortho", "forward"]
+Order = Literal["natural", "transposed"]
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "fft": torch.fft.fft,
+    "ifft": torch.fft.ifft,
+    "rfft": torch.fft.rfft,
+    "irfft": torch.fft.irfft,
+}
+
+
+def fft(
+    x: DistributedTensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the Fourier transform along one dimension. n: trim or pad with zeros to this length. Differentiable.
+
+    Sends nothing along a dimension that no axis of ranks splits. Otherwise the numbers change their place twice, or
+    once with order="transposed", which leaves the result split along another dimension.
+    """
+    return _transform("fft", x, None if n is None else (n,), (dim,), norm, order, way)
+
+
+def ifft(
+    x: DistributedTensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the inverse transform along one dimension; see `fft`."""
+    return _transform("ifft", x, None if n is None else (n,), (dim,), norm, order, way)
+
+
+def rfft(
+    x: DistributedTensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the n // 2 + 1 numbers that determine the transform of real numbers; see `fft`."""
+    return _transform("rfft", x, None if n is None else (n,), (dim,), norm, order, way)
+
+
+def irfft(
+    x: DistributedTensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the n real numbers that `rfft` transforms to x; n is even by default."""
+    return _transform("irfft", x, None if n is None else (n,), (dim,), norm, order, way)
+
+
+def fft2(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the transform along two dimensions; s: their lengths after trimming or padding; see `fft`."""
+    return _transform("fft", x, s, dim, norm, order, way)
+
+
+def ifft2(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the inverse transform along two dimensions; see `fft`."""
+    return _transform("ifft", x, s, dim, norm, order, way)
+
+
+def fftn(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the transform along several dimensions, all by default; see `fft`."""
+    return _transform("fft", x, s, dim, norm, order, way)
+
+
+def ifftn(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the inverse transform along several dimensions; see `fft`."""
+    return _transform("ifft", x, s, dim, norm, order, way)
+
+
+def rfft2(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the transform of real numbers along two dimensions, the last one halved; see `rfft`."""
+    return _transform("rfft", x, s, dim, norm, order, way)
+
+
+def rfftn(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the transform of real numbers along several dimensions, the last one halved; see `rfft`."""
+    return _transform("rfft", x, s, dim, norm, order, way)
+
+
+def irfftn(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the real numbers that `rfftn` transforms to x; see `irfft`."""
+    return _transform("irfft", x, s, dim, norm, order, way)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Transform one whole dimension to length n by a kernel, or move to a layout."""
+
+    layout: Layout
+    """How the tensor lies after the step."""
+    kernel: str = ""
+    dim: int = 0
+    n: int = 0
+
+
+def _transform(
+    kind: str,
+    x: DistributedTensor,
+    s: Sequence[int] | None,
+    dim: Sequence[int] | None,
+    norm: Norm,
+    order: Order,
+    way: str | None,
+) -> DistributedTensor:
+    with x.grid.operation(f"{kind}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
+        key = (x.layout, x.dtype, tuple(s or ()), tuple(dim or ()), norm, order)
+        return choose(x.grid, kind, transform_ways(kind, x, s, dim, norm, order), way, key).run()
+
+
+def fft_ways(
+    x: DistributedTensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: Norm = "backward",
+    order: Order = "natural",
+) -> list[Way]:
+    """Return the ways of `fft`."""
+    return transform_ways("fft", x, None if n is None else (n,), (dim,), norm, order)
+
+
+def fft2_ways(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: Norm = "backward",
+    order: Order = "natural",
+) -> list[Way]:
+    """Return the ways of `fft2`."""
+    return transform_ways("fft", x, s, dim, norm, order)
+
+
+def fftn_ways(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: Norm = "backward",
+    order: Order = "natural",
+) -> list[Way]:
+    """Return the ways of `fftn`."""
+    return transform_ways("fft", x, s, dim, norm, order)
+
+
+def transform_ways(
+    kind: str,
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: Norm = "backward",
+    order: Order = "natural",
+) -> list[Way]:
+    """Return the ways of a transform: through each dimension that can be split meanwhile, and on every rank."""
+    dims, lengths = _checked(kind, x, s, dim, norm, order)
+    start = settled(x.layout)
+    ways, seen = [], set[tuple[Step, ...]]()
+    for through in (*range(x.ndim), None):
+        steps = tuple(_steps(kind, start, dims, lengths, order, through))
+        if steps not in seen:
+            seen.add(steps)
+            moves = any(not step.kernel for step in steps)
+            name = (
+                "in place"
+                if not moves
+                else "on every rank"
+                if through is None
+                else f"through dimension {through}"
+            )
+            ways.append(_way(name, x, start, steps, norm))
+    whole = len(start.grid.shape) == 1 and x.ndim == 1 and start.cut_along(0) and lengths[0] == x.shape[0]
+    if whole and kind in ("fft", "ifft") and order == "natural" and (pair := factors(lengths[0])):
+        ways.append(
+            Way("six steps", partial(six_steps, x, pair, kind, norm), partial(six_step_cost, x, pair))
+        )
+    return ways
+
+
+def _checked(
+    kind: str, x: DistributedTensor, s: Sequence[int] | None, dim: Sequence[int] | None, norm: str, order: str
+) -> tuple[list[int], list[int]]:
+    """Return the dimensions and their lengths after the transform's trimming. Raises UsageError."""
+    if norm not in ("backward", "ortho", "forward"):
+        raise UsageError(f"{kind}: norm={norm!r}; choose one of backward, ortho, forward")
+    if order not in ("natural", "transposed"):
+        raise UsageError(f"{kind}: order={order!r}; choose one of natural, transposed")
+    if x.dtype.is_complex and kind == "rfft":
+        raise UsageError(f"rfft of {x.dtype}: give real numbers, or call fft")
+    given = list(dim) if dim is not None else list(range(x.ndim - len(s), x.ndim) if s else range(x.ndim))
+    if not given or any(not -x.ndim <= d < x.ndim for d in given):
+        raise UsageError(f"{kind}: dimensions {given} of a tensor with {x.ndim}")
+    dims = [d % x.ndim for d in given]
+    if len(set(dims)) < len(dims) or (s is not None and len(s) != len(dims)):
+        raise UsageError(
+            f"{kind}: dimensions {given} and lengths {s}: give each dimension once, with one length"
+        )
+    lengths = list(s) if s is not None else [x.shape[d] for d in dims]
+    if s is None and kind == "irfft":
+        lengths[-1] = 2 * (x.shape[dims[-1]] - 1)
+    if min(lengths) < 1 or min(x.shape[d] for d in dims) < 1:
+        raise UsageError(f"{kind}: lengths {lengths} of {list(x.shape)}: give at least 1")
+    return dims, lengths
+
+
+def _steps(
+    kind: str, start: Layout, dims: Sequence[int], lengths: Sequence[int], order: Order, through: int | None
+) -> list[Step]:
+    """Return the steps: whole dimensions first, then a move that makes others whole, and so on.
+
+    through: the dimension that is split meanwhile, if it can be; None gathers. Of real numbers the last dimension comes
+    first, to real numbers it comes last; all others in any order.
+    """
+    left = dict(zip(dims, lengths, strict=True))
+    at, steps = start, list[Step]()
+    special = dims[-1]
+
+    def ready() -> list[int]:
+        if kind == "rfft" and special in left:
+            return [special]
+        found = [d for d in left if not (kind == "irfft" and d == special)]
+        return found or list(left)
+
+    while left:
+        whole = [d for d in ready() if not at.cut_along(d)]
+        if not whole:
+            at = _moved_away(at, ready()[0], list(left), through)
+            steps.append(Step(at))
+            continue
+        d = whole[0]
+        n = left.pop(d)
+        kernel = kind if d == special or kind in ("fft", "ifft") else {"rfft": "fft", "irfft": "ifft"}[kind]
+        shape = list(at.shape)
+        shape[d] = n // 2 + 1 if kernel == "rfft" else n
+        at = Layout.of(at.grid, shape, at.placements)
+        steps.append(Step(at, kernel, d, n))
+    back = [
+        Shard(p.dim, p.sizes if isinstance(p, Shard) and at.shape[p.dim] == start.shape[p.dim] else None)
+        if isinstance(p, Shard)
+        else p
+        for p in start.placements
+    ]
+    end = at.placed(*together(back))
+    gathered = any(
+        isinstance(p, Replicate) and isinstance(q, Shard) for p, q in zip(at.placements, back, strict=True)
+    )
+    if end != at and (order == "natural" or gathered):
+        steps.append(Step(end))
+    return steps
+
+
+def _moved_away(at: Layout, dim: int, left: Sequence[int], through: int | None) -> Layout:
+    """Return the layout in which `dim` is whole and another dimension is split in its place.
+
+    The dimension `through` if it is free; otherwise one that is not to be transformed any more, the longest.
+    """
+    placements: list[Placement] = list(at.placements)
+    for axis in at.cut_along(dim):
+        taken = {p.dim for p in placements if isinstance(p, Shard)}
+        free = [d for d in range(len(at.shape)) if d != dim and d not in taken]
+        if through is None or not free:
+            placements[axis] = Replicate()
+        else:
+            best = max(free, key=lambda d: (d == through, d not in left, at.shape[d]))
+            placements[axis] = Shard(best)
+    return at.placed(*together(placements))
+
+
+def _way(name: str, x: DistributedTensor, start: Layout, steps: Sequence[Step], norm: Norm) -> Way:
+    complex_type = x.dtype if x.dtype.is_complex else x.dtype.to_complex()
+
+    def cost() -> Cost:
+        at, kind = x.layout, x.dtype
+        terms, memory, sent = list[Term](), 0, Fraction(0)
+        for step in (Step(start), *steps):
+            if step.kernel:
+                longest = max(step.layout.box(r) for r in range(len(step.layout.boxes)))
+                rows = 1
+                for d, (lo, hi) in enumerate(longest):
+                    rows *= 1 if d == step.dim else hi - lo
+                terms.append(Term("transform", (rows, step.n), complex_type))
+                kind = x.dtype.to_real() if step.kernel == "irfft" else complex_type
+            else:
+                terms += moving(at, step.layout, kind)
+                memory += received(at, step.layout, kind)
+                sent += bytes_sent(at, step.layout, kind.itemsize)
+            at = step.layout
+        return Cost(tuple(terms), memory, sent)
+
+    def run() -> DistributedTensor:
+        y = to_layout(x, start)
+        for step in steps:
+            y = _kernel(y, step, norm) if step.kernel else to_layout(y, step.layout)
+        return y
+
+    return Way(name, run, cost)
+
+
+def _kernel(x: DistributedTensor, step: Step, norm: Norm) -> DistributedTensor:
+    piece = x.local
+    if not piece.numel():  # no rows here: the kernels refuse empty tensors
+        kind = piece.dtype.to_real() if step.kernel == "irfft" else piece.dtype.to_complex()
+        empty = piece.new_zeros(step.layout.local_shape, dtype=kind)
+        return DistributedTensor(empty + piece.abs().sum(), step.layout)
+    return DistributedTensor(KERNELS[step.kernel](piece, step.n, step.dim, norm), step.layout)

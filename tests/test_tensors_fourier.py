@@ -1,0 +1,129 @@
+"""Fourier transforms along split and unsplit dimensions, by every way, against torch on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensor_cases as cases
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import common.tensors as dt
+from common.comm import Group
+from common.comm.ledger import Ledger
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.tensors import Grid, Replicate, Shard, fourier
+
+WORLDS = (1, 2, 3, 4, 5)
+NORMS = ("backward", "ortho", "forward")
+
+
+def transform(grid: Grid, data: Any) -> None:
+    """Compare a transform by any of its ways with torch's: result, gradients, bytes."""
+    kind = data.draw(st.sampled_from(["fft", "ifft", "rfft", "irfft"]))
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
+    dims = data.draw(st.lists(st.integers(-len(shape), -1), unique=True, min_size=1))
+    s = data.draw(st.one_of(st.none(), st.just([data.draw(st.integers(2, 9)) for _ in dims])))
+    if kind == "irfft" and s is None and shape[dims[-1]] < 2:
+        return
+    dtype = data.draw(st.sampled_from(cases.FLOATS if kind == "rfft" else cases.NUMBERS))
+    norm, order = data.draw(st.sampled_from(NORMS)), data.draw(st.sampled_from(["natural", "transposed"]))
+    whole = cases.numbers(shape, dtype).requires_grad_()
+    x = cases.spread(whole.detach(), grid, data.draw(cases.placements(grid, shape))).requires_grad_()
+    way = data.draw(st.sampled_from(fourier.transform_ways(kind, x, s, dims, norm, order)))
+    with Ledger() as ledger:
+        found = fourier._transform(kind, x, s, dims, norm, order, way.name)
+    assert ledger.bytes() == way.cost.sent, way.name
+    theirs: Any = getattr(torch.fft, f"{kind}n")
+    cases.sampled_gradient(found, theirs(whole, s, dims, norm), data)
+    cases.assert_gradients([x], [whole])
+    if order == "natural" and s is None and kind in ("fft", "ifft") and not x.layout.partial:
+        assert found.placements == x.placements
+    named = [getattr(fourier, f"{kind}n"), *([getattr(fourier, kind)] if len(dims) == 1 else [])]
+    if kind != "irfft" and len(dims) == 2:
+        named.append(getattr(fourier, f"{kind}2"))
+    for function in named:
+        one = function.__name__ == kind
+        arguments = (s[0] if s else None, dims[0]) if one else (s, dims)
+        again = function(x, *arguments, norm).full().detach()
+        cases.assert_close(again, theirs(whole, s, dims, norm).detach(), times=500)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_transforms(n: int) -> None:
+    spawn(cases.on_grids, n, transform)
+
+
+def long(rt: Runtime) -> None:
+    """Transform one dimension over all ranks in six steps; a prime length on every rank."""
+    grid = Grid(rt.world)
+    for length in (12, 35, 64, 13):
+        for dtype in (torch.complex128, torch.float64):
+            whole = cases.numbers((length,), dtype)
+            x = cases.spread(whole, grid, [Shard(0)])
+            names = [w.name for w in fourier.fft_ways(x)]
+            assert ("six steps" in names) == (length != 13)
+            for name in names:
+                cases.assert_close(fourier.fft(x, way=name).full(), torch.fft.fft(whole), times=200)
+    x = dt.from_full(cases.numbers((64, 48), torch.complex64), grid, Shard(0))
+    with Ledger() as once:
+        split = fourier.fft2(x, order="transposed")
+    assert split.placements == (Shard(1),)
+    n = rt.world_size
+    if 64 % n == 0 and 48 % n == 0:
+        assert once.bytes() == 64 * 48 * 8 * (n - 1) // n**2
+    with Ledger() as twice:
+        fourier.fft2(x)
+    assert twice.bytes() >= 2 * once.bytes() * 0.9
+    with Ledger() as none:
+        fourier.rfft(dt.full((4, 8), 1.0, grid, Shard(0)))
+    assert none.bytes() == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_long_transforms(n: int) -> None:
+    spawn(long, n)
+
+
+def by_differences(rt: Runtime) -> None:
+    """Compare gradients with finite differences."""
+    grid = Grid(rt.world)
+    kinds = {
+        "fftn": ((4, 3), torch.complex128),
+        "fft": ((6,), torch.complex128),
+        "rfft2": ((3, 4), torch.float64),
+    }
+    for kind, (shape, dtype) in kinds.items():
+
+        def f(x: Tensor, kind: str = kind) -> Tensor:
+            return getattr(fourier, kind)(dt.from_full(x, grid, Shard(0))).full()
+
+        assert torch.autograd.gradcheck(f, (cases.numbers(shape, dtype).requires_grad_(),))
+    x = cases.numbers((6,), torch.complex128).requires_grad_()
+
+    def six(x: Tensor) -> Tensor:
+        return fourier.ifft(dt.from_full(x, grid, Shard(0)), way="six steps").full()
+
+    assert torch.autograd.gradcheck(six, (x,))
+
+
+def test_by_differences() -> None:
+    spawn(by_differences, 2)
+
+
+def test_bad_input() -> None:
+    x = dt.full((4, 6), 1.0, Grid(Group.alone()), Replicate())
+    for call, words in (
+        (lambda: fourier.fft(x, dim=2), r"dimensions \[2\] of a tensor with 2"),
+        (lambda: fourier.fft(x, norm="unitary"), "choose one of backward, ortho, forward"),
+        (lambda: fourier.fft2(x, order="sorted"), "choose one of natural, transposed"),
+        (lambda: fourier.fftn(x, (4,), (0, 1)), "each dimension once, with one length"),
+        (lambda: fourier.rfft(x.to(torch.complex64)), "give real numbers"),
+        (lambda: fourier.fft(x, n=0), "give at least 1"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
