@@ -1,5 +1,8 @@
 """Distributed tensors: plain tensors that are split over ranks, and operations whose results stay split."""
 
+from common.tensors.contraction import einsum as einsum
+from common.tensors.contraction import expression as expression
+from common.tensors.contraction import tensordot as tensordot
 from common.tensors.convolution import conv1d as conv1d
 from common.tensors.convolution import conv2d as conv2d
 from common.tensors.convolution import conv3d as conv3d

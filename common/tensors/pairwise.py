@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import string
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -52,7 +53,7 @@ class Pair:
 
     def placement(self, label: str, axis: int, labels: str) -> Placement:
         """Return how an axis that splits `label` splits a tensor of these labels: as an operand lies that it splits."""
-        if label not in labels:
+        if not label or label not in labels:
             return Replicate()
         for x, of in ((self.a, self.of_a), (self.b, self.of_b)):
             p = x.placements[axis]
@@ -63,18 +64,20 @@ class Pair:
     def layouts(self, split: Sequence[str]) -> tuple[Layout, Layout, Layout]:
         """Return how a, b and c lie if axis i splits the dimension `split[i]`."""
         found = []
-        for labels in (self.of_a, self.of_b, self.of_c):
+        for labels, is_result in ((self.of_a, False), (self.of_b, False), (self.of_c, True)):
             placements: list[Placement] = []
             for axis, label in enumerate(split):
                 p = self.placement(label, axis, labels)
-                inner = labels is self.of_c and label not in self.of_c
+                inner = is_result and label not in self.of_c
                 placements.append(Partial() if inner else p)
             shape = [self.length[x] for x in labels]
             found.append(Layout.of(self.grid, shape, together(placements)))
         return found[0], found[1], found[2]
 
-    def ways(self) -> list[Way]:
+    def ways(self, whole: bool = False) -> list[Way]:
         """Return a way for each kind of dimension that each axis can split: of a kind, the longest dimension.
+
+        whole: also that in which an axis splits none, and all of its ranks compute the same.
 
         Among dimensions of a kind, those that an operand is split along already come first.
         """
@@ -91,7 +94,7 @@ class Pair:
                     found.append(
                         (kind, max(labels, key=lambda x: (min(self.length[x], n), x in cut, self.length[x])))
                     )
-            choices.append(found or [("whole", "")])
+            choices.append([*found, ("whole", "")] if whole or not found else found)
         return [
             self.way(" x ".join(kind for kind, _ in chosen), [label for _, label in chosen])
             for chosen in itertools.product(*choices)
@@ -135,7 +138,9 @@ class Pair:
             )
             if k and self.of_c[0] == m:
                 return torch.mm(a if self.of_a[0] == m else a.T, b if self.of_b[1] == n else b.T)
-        return torch.einsum(f"{self.of_a},{self.of_b}->{self.of_c}", a, b)
+        letters = dict(zip(dict.fromkeys(self.of_a + self.of_b), string.ascii_letters, strict=False))
+        of_a, of_b, of_c = ("".join(letters[x] for x in of) for of in (self.of_a, self.of_b, self.of_c))
+        return torch.einsum(f"{of_a},{of_b}->{of_c}", a, b)
 
     def product_sizes(self, split: Sequence[str]) -> tuple[int, int, int, int]:
         """Return (batch, m, k, n) of the product on the rank that has most."""
