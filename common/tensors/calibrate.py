@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the 
 )
 LENGTHS = (8, 32, 128, 512, 1024, 2048, 4096, 16384, 65536, 1 << 18, 1 << 20)
 BYTES = tuple(1 << k for k in range(6, 28, 2))
+Clock = Callable[[Callable[[], object]], float]  # median seconds of a call
 CHANNELS = (
     (4, 16),
     (16, 32),
@@ -81,34 +83,44 @@ def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> tup
     return tuple(float(x) for x in found / scale)
 
 
-def calibrate(grid: Grid, dtypes: Sequence[torch.dtype] = (torch.float32,), device: str = "cpu") -> Rates:
+def calibrate(
+    grid: Grid,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    device: str = "cpu",
+    seconds: float = 0.15,
+    largest: int = 1 << 26,
+) -> Rates:
     """Return the rates of this machine's ranks, the same on all; memory: what is free, shared by the ranks here.
 
-    All ranks call it. dtypes: of products and convolutions; transforms are measured in their complex type.
+    dtypes: of products and convolutions; transforms are measured in their complex type. seconds: for which each of
+    some 80 calls is repeated, five times at least. largest: bytes of the largest tensors. All ranks call it.
     """
-    group = grid.world
+    group, sizes = grid.world, [n for n in BYTES if n <= largest]
+    clock = partial(measured, group=group, seconds=seconds)
     with grid.operation(f"calibrate({dtypes})"), ledger.uncounted(), torch.no_grad():
         grid.meet()
         products: dict[str, tuple[float, ...]] = {}
         curves: dict[str, list[tuple[float, float]]] = {}
         for dtype in dtypes:
-            kind = str(dtype).removeprefix("torch.")
-            sizes = list(SHAPES)
-            times = [measured(_product(s, dtype, device), group) for s in sizes]
-            products[kind] = fitted([product_features(s, dtype) for s in sizes], times)
+            kind, item = str(dtype).removeprefix("torch."), dtype.itemsize
+            shapes = [s for s in SHAPES if max(product_features(s, dtype)[2:4]) <= largest]
+            times = [clock(_product(s, dtype, device)) for s in shapes]
+            products[kind] = fitted([product_features(s, dtype) for s in shapes], times)
             if dtype.is_complex:
                 continue
+            images = [(c, side) for c, side in CHANNELS if 2 * c * side**2 * item <= largest]
             curves[f"convolution {kind}"] = sorted(
-                _convolution(c, side, dtype, device, group) for c, side in CHANNELS
+                _convolution(c, n, dtype, device, clock) for c, n in images
             )
-            of = dtype.to_complex()
-            curves[f"transform {str(of).removeprefix('torch.')}"] = [
-                _transform(length, of, device, group) for length in LENGTHS
+            wide = dtype.to_complex()
+            lengths = [n for n in LENGTHS if n * wide.itemsize <= largest]
+            curves[f"transform {str(wide).removeprefix('torch.')}"] = [
+                _transform(n, largest, wide, device, clock) for n in lengths
             ]
-        curves["copy"] = [(n, measured(_copy(n // 2, device), group)) for n in BYTES]
+        curves["copy"] = [(n, clock(_copy(n // 2, device))) for n in sizes]
         if group.size > 1:
             for name in ("exchange", "all-gather", "reduce-scatter", "all-reduce"):
-                curves[name] = [(n, measured(_move(name, n, device, group), group)) for n in BYTES]
+                curves[name] = [(n, clock(_move(name, n, device, group))) for n in sizes]
         free = min(comm.everyones(psutil.virtual_memory().available, group)) / group.size
         return Rates(free, products, curves)
 
@@ -122,18 +134,17 @@ def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[
 
 
 def _convolution(
-    channels: int, side: int, dtype: torch.dtype, device: str, group: Group
+    channels: int, side: int, dtype: torch.dtype, device: str, clock: Clock
 ) -> tuple[float, float]:
     x = torch.ones(2, channels, side, side, dtype=dtype, device=device)
     w = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device)
-    flops = 2.0 * 9 * channels * channels * 2 * side * side
-    return flops, measured(lambda: torch.conv2d(x, w, padding=1), group)
+    return 2.0 * 9 * channels**2 * 2 * side**2, clock(lambda: torch.conv2d(x, w, padding=1))
 
 
-def _transform(length: int, dtype: torch.dtype, device: str, group: Group) -> tuple[float, float]:
-    rows = max(1, (1 << 20) // length)
-    x = torch.ones(rows, length, dtype=dtype, device=device)
-    return length, measured(lambda: torch.fft.fft(x), group) / transform_work(rows, length)
+def _transform(n: int, largest: int, dtype: torch.dtype, device: str, clock: Clock) -> tuple[float, float]:
+    rows = max(1, min(1 << 20, largest // dtype.itemsize) // n)
+    x = torch.ones(rows, n, dtype=dtype, device=device)
+    return n, clock(lambda: torch.fft.fft(x)) / transform_work(rows, n)
 
 
 def _copy(half: int, device: str) -> Callable[[], Tensor]:

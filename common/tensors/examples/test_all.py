@@ -107,6 +107,7 @@ def main(o: Options) -> int:
         distributor, profiler, failed, rows = TensorDistributor(mpi), Profiler(), 0, []
         for name, case in cases(o.scale).items():
             given = case.operands if mpi.is_master_process() else (None,) * len(case.operands)
+            mpi.barrier()
             profiler.start(name)
             found = case.ours(*given, mpi, distributor)
             profiler.end(name)

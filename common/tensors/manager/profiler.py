@@ -47,7 +47,9 @@ class Profiler:
             (name, str(len(s)), f"{sum(s):.4f}", f"{statistics.median(s):.4f}", f"{max(s):.4f}")
             for name, s in sorted(self.seconds.items(), key=lambda item: -sum(item[1]))
         ]
-        terminal().print(make_table("seconds", ("section", ">calls", ">total", ">median", ">largest"), rows))
+        terminal(plain=True).print(
+            make_table("seconds", ("section", ">calls", ">total", ">median", ">largest"), rows)
+        )
 
     @staticmethod
     def _now() -> float:

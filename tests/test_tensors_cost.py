@@ -1,0 +1,183 @@
+"""What operations cost: rates, choices, explanations, chunks, balance, and the programs for tensors on rank 0."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi.launch import mpirun, python, torchrun
+
+import common.tensors as dt
+from common.comm import Group
+from common.errors import UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.tensors import Grid, Rates, Replicate, Shard
+from common.tensors.balance import Balancer, measure_speeds, proportional
+from common.tensors.calibrate import calibrate
+from common.tensors.explain import explain
+from common.tensors.overlap import best_chunks, estimate_overlap_benefit, seconds
+from common.tensors.products import matmul
+from common.tensors.rates import Term
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "common" / "tensors" / "examples"
+
+
+def test_rates_by_hand(tmp_path: Path) -> None:
+    rates = Rates(1e9, {"float32": (1, 2, 3, 4, 5)}, {"copy": [(10.0, 1.0), (1000.0, 10.0)]})
+    product = Term("product", (1, 2, 3, 5))
+    assert rates.seconds(product) == 1 + 2 * 2 * 30 + 3 * 4 * (6 + 15) + 4 * 4 * 10
+    assert rates.seconds(Term("copy", (100,))) == pytest.approx(math.sqrt(10))
+    assert rates.seconds(Term("copy", (10_000,), times=3)) == pytest.approx(300)
+    moved = Term("copy", (10,), hidden=True)
+    assert rates.predict([product, moved]) == rates.seconds(product)
+    rates.save(tmp_path / "machine.json")
+    loaded = Rates.load(tmp_path / "machine.json")
+    assert loaded.seconds(product) == rates.seconds(product)
+    (tmp_path / "bad.json").write_text("{}")
+    for bad in ("bad.json", "absent.json"):
+        with pytest.raises(UsageError, match="not the rates of a machine"):
+            Rates.load(tmp_path / bad)
+
+
+def test_a_machine_of_the_planner() -> None:
+    rates = Rates.load(ROOT / "06-hybrid-parallelism" / "planner" / "machines" / "a100-80gb.toml")
+    n = 8192
+    took = rates.seconds(Term("product", (1, n, n, n), torch.bfloat16))
+    assert 2 * n**3 / 312e12 < took < 2 * n**3 / 100e12
+    assert rates.memory > 40e9
+
+
+def explained(rt: Runtime) -> None:
+    """Choose by rates under which one way is the cheapest by far, and measure all ways."""
+    grid = Grid(rt.world)
+    a, b = dt.uniform((64, 32), grid, Shard(0)), dt.uniform((32, 16), grid, Shard(0))
+    found = explain(matmul, a, b, measure=3)
+    names = {c.way.name for c in found.candidates}
+    assert {"rows", "columns", "inner"} <= names
+    assert found.chosen == min(found.candidates, key=lambda c: c.predicted).way.name
+    assert all(c.measured is not None and c.measured > 0 for c in found.candidates)
+    assert found.regret >= 0
+    assert f"{found.chosen} *" in str(found)
+    dear = [(1.0, 100.0), (1e9, 100.0)]
+    grid.rates = Rates(curves={"all-gather": dear, "exchange": dear})
+    assert explain(matmul, a.redistribute(Shard(1)), b).chosen == "inner, sum in panels"
+    least = min(c.way.cost.memory for c in found.candidates)
+    grid.rates = Rates(memory=least)
+    assert matmul(a, b).shape == (64, 16)
+    grid.rates = Rates(memory=least - 1)
+    with pytest.raises(UsageError, match=f"the least that a way needs is {least:,}"):
+        matmul(a, b)
+
+
+def test_explain() -> None:
+    spawn(explained, 2)
+
+
+def calibrated(rt: Runtime) -> list[float]:
+    """Measure this machine in short."""
+    rates = calibrate(Grid(rt.world), seconds=0.0, largest=1 << 20)
+    terms = [Term("product", (1, n, n, n)) for n in (32, 256)] + [
+        Term("exchange", (n, 1)) for n in (10**3, 10**6)
+    ]
+    return [rates.seconds(t) for t in terms]
+
+
+def test_calibrate() -> None:
+    one, other = spawn(calibrated, 2)
+    assert one == other
+    assert 0 < one[0] < one[1]
+    assert 0 < one[2] < one[3]
+
+
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20),
+)
+def test_lengths_in_proportion(total: int, rates: list[float]) -> None:
+    sizes = proportional(total, rates)
+    assert sum(sizes) == total
+    assert all(abs(n - total * r / sum(rates)) < 1 + 1e-6 * total for n, r in zip(sizes, rates, strict=True))
+
+
+def test_balancer_follows_a_slower_rank_and_ignores_noise() -> None:
+    balancer = Balancer(1200, 3)
+    assert balancer.sizes == (400, 400, 400)
+    assert not balancer.observe([4.0, 4.1, 3.9])
+    for _ in range(6):  # rank 1 at half speed from here
+        balancer.observe([n * (0.02 if i == 1 else 0.01) for i, n in enumerate(balancer.sizes)])
+    assert balancer.sizes == pytest.approx((480, 240, 480), abs=12)
+    best = 1200 * 0.01 / 2.5
+    assert best / max(n * (0.02 if i == 1 else 0.01) for i, n in enumerate(balancer.sizes)) >= 0.9
+    assert Balancer(10, [1.0, 1e-9]).sizes == (10, 0)
+    for bad in ([0.0, 1.0], [], [math.nan]):
+        with pytest.raises(UsageError):
+            proportional(3, bad)
+    with pytest.raises(UsageError):
+        Balancer(3, 2, memory=1.0)
+
+
+def speeds(rt: Runtime) -> list[float]:
+    """Measure how often each rank does some work in a second."""
+    x = torch.ones(64, 64)
+    return measure_speeds(Grid(rt.world), lambda: x @ x)
+
+
+def test_speeds_are_known_to_all() -> None:
+    one, other = spawn(speeds, 2)
+    assert one == other
+    assert min(one) > 0
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(1e-6, 1))
+def test_closed_form_of_chunks(compute: float, communication: float, overhead: float) -> None:
+    best = best_chunks(compute, communication, overhead)
+    shortest = min(seconds(n, compute, communication, overhead) for n in range(1, 65))
+    assert seconds(best, compute, communication, overhead) == pytest.approx(shortest)
+    assert 1 <= estimate_overlap_benefit(compute, communication, overhead) < 2
+
+
+def test_chunks_by_hand() -> None:
+    assert best_chunks(1.0, 0.25, 0.01) == 5
+    assert seconds(5, 1.0, 0.25, 0.01) == pytest.approx(1.1)
+    assert best_chunks(1.0, 1.0, 0.0, most=7) == 7
+    for bad in ((-1, 0, 0), (0, 0, -1)):
+        with pytest.raises(UsageError):
+            best_chunks(*bad)
+
+
+def test_programs_on_rank_0() -> None:
+    run = mpirun(4, python(), EXAMPLES / "test_all.py", "--scale", "0.1")
+    assert run.returncode == 0, run.stderr
+    assert "16/16 passed on 4 rank(s)" in run.stdout
+    run = torchrun(2, str(EXAMPLES / "matrix_multiplication.py"), "--size", "65")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("largest difference from torch") == 2
+
+
+def test_a_wrong_product_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from common.tensors.examples import test_all as program
+
+    expected = torch.ones(3)
+    assert program.error_of(expected, expected) == 0
+    assert program.error_of(expected + 0.5, expected) == 0.5
+    assert program.error_of(torch.ones(2), expected) == math.inf
+    right = program.cases
+
+    def one_wrong(scale: float) -> dict[str, program.Case]:
+        found = {"add": right(scale)["add"]}
+        return {name: case._replace(theirs=lambda a, b: a - b) for name, case in found.items()}
+
+    monkeypatch.setattr(program, "cases", one_wrong)
+    assert program.main(program.Options(scale=0.05)) == 1
+
+
+def test_alone_without_a_launcher() -> None:
+    grid = Grid(Group.alone())
+    x = dt.uniform((5, 4), grid, Replicate())
+    assert torch.equal((x @ x.T).full(), x.full() @ x.full().T)
