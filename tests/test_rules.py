@@ -25,6 +25,7 @@ ROOMS = [
     "launch",
     "utils",
     "lesson",
+    "tensors",
     "grade",
     "spot",
     "benchmarks",
@@ -38,7 +39,11 @@ SHOWS_THE_LIBRARY = {
 }
 
 # Files that unpickle: what this program's own processes send, and classes of an allow-list.
-UNPICKLES = {"common/launch/spawn.py", "06-hybrid-parallelism/trainer/hybrid_files.py"}
+UNPICKLES = {
+    "common/launch/spawn.py",
+    "common/tensors/manager/mpi_manager.py",
+    "06-hybrid-parallelism/trainer/hybrid_files.py",
+}
 
 
 def tracked(*patterns: str) -> list[Path]:

@@ -1,40 +1,64 @@
 """Distributed tensors: plain tensors that are split over ranks, and operations whose results stay split."""
 
-from common.tensors.contraction import einsum as einsum
-from common.tensors.contraction import expression as expression
-from common.tensors.contraction import tensordot as tensordot
-from common.tensors.convolution import conv1d as conv1d
-from common.tensors.convolution import conv2d as conv2d
-from common.tensors.convolution import conv3d as conv3d
-from common.tensors.explain import explain as explain
-from common.tensors.fourier import fft as fft
-from common.tensors.fourier import fft2 as fft2
-from common.tensors.fourier import fftn as fftn
-from common.tensors.fourier import ifft as ifft
-from common.tensors.fourier import ifft2 as ifft2
-from common.tensors.fourier import ifftn as ifftn
-from common.tensors.fourier import irfft as irfft
-from common.tensors.fourier import irfftn as irfftn
-from common.tensors.fourier import rfft as rfft
-from common.tensors.fourier import rfft2 as rfft2
-from common.tensors.fourier import rfftn as rfftn
-from common.tensors.grid import Grid as Grid
-from common.tensors.layout import Layout as Layout
-from common.tensors.layout import Partial as Partial
-from common.tensors.layout import Replicate as Replicate
-from common.tensors.layout import Shard as Shard
-from common.tensors.make import from_dtensor as from_dtensor
-from common.tensors.make import from_full as from_full
-from common.tensors.make import from_function as from_function
-from common.tensors.make import from_pieces as from_pieces
-from common.tensors.make import from_root as from_root
-from common.tensors.make import full as full
-from common.tensors.make import load as load
-from common.tensors.make import normal as normal
-from common.tensors.make import to_dtensor as to_dtensor
-from common.tensors.make import uniform as uniform
-from common.tensors.products import bmm as bmm
-from common.tensors.products import matmul as matmul
-from common.tensors.rates import Rates as Rates
-from common.tensors.tensor import DistributedTensor as DistributedTensor
-from common.tensors.tensor import pointwise as pointwise
+from common.tensors.contraction import einsum, expression, tensordot
+from common.tensors.convolution import conv1d, conv2d, conv3d
+from common.tensors.explain import explain
+from common.tensors.fourier import fft, fft2, fftn, ifft, ifft2, ifftn, irfft, irfftn, rfft, rfft2, rfftn
+from common.tensors.grid import Grid
+from common.tensors.layout import Layout, Partial, Replicate, Shard
+from common.tensors.make import (
+    from_dtensor,
+    from_full,
+    from_function,
+    from_pieces,
+    from_root,
+    full,
+    load,
+    normal,
+    to_dtensor,
+    uniform,
+)
+from common.tensors.products import bmm, matmul
+from common.tensors.rates import Rates
+from common.tensors.tensor import DistributedTensor, pointwise
+
+__all__ = [
+    "DistributedTensor",
+    "Grid",
+    "Layout",
+    "Partial",
+    "Rates",
+    "Replicate",
+    "Shard",
+    "bmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "einsum",
+    "explain",
+    "expression",
+    "fft",
+    "fft2",
+    "fftn",
+    "from_dtensor",
+    "from_full",
+    "from_function",
+    "from_pieces",
+    "from_root",
+    "full",
+    "ifft",
+    "ifft2",
+    "ifftn",
+    "irfft",
+    "irfftn",
+    "load",
+    "matmul",
+    "normal",
+    "pointwise",
+    "rfft",
+    "rfft2",
+    "rfftn",
+    "tensordot",
+    "to_dtensor",
+    "uniform",
+]

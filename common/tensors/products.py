@@ -18,9 +18,10 @@ from common.tensors.grid import same_grid
 from common.tensors.pairwise import Pair
 from common.tensors.panels import inner_in_panels, rows_in_panels
 from common.tensors.summa import cannon, summa
-from common.tensors.tensor import DistributedTensor, describe
+from common.tensors.tensor import DistributedTensor, describe, method
 
 
+@method
 def matmul(a: DistributedTensor, b: DistributedTensor, way: str | None = None) -> DistributedTensor:
     """Return the product of [M, K] and [K, N]; other shapes as torch.matmul takes them. Differentiable.
 

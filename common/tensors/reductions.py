@@ -21,7 +21,7 @@ from common import comm
 from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard
-from common.tensors.tensor import DistributedTensor, describe, settled, to_layout
+from common.tensors.tensor import DistributedTensor, describe, method, settled, to_layout
 
 Dims = int | Sequence[int] | None
 
@@ -56,6 +56,7 @@ def _local_sum(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
     return x.sum(list(dims), keepdim) if dims else x.clone()
 
 
+@method
 def sum(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> DistributedTensor:
     """Return the sum along dimensions, of all numbers by default. Differentiable; sends nothing.
 
@@ -68,6 +69,7 @@ def sum(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> Distri
         )
 
 
+@method
 def mean(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> DistributedTensor:
     """Return the mean along dimensions, of all numbers by default. Differentiable; sends nothing. Lies as the sum does.
 
@@ -156,6 +158,7 @@ def _over_ranks(best: Tensor, groups: Sequence[comm.Group], x: DistributedTensor
     return total.to(best.dtype)
 
 
+@method
 def max(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> DistributedTensor:
     """Return the largest numbers along dimensions, of all by default: torch.amax. Differentiable.
 
@@ -165,11 +168,13 @@ def max(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> Distri
     return _extreme("max", torch.amax, "max", x, dim, keepdim)
 
 
+@method
 def min(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> DistributedTensor:
     """Return the smallest numbers along dimensions, of all by default: torch.amin. Otherwise like `max`."""
     return _extreme("min", torch.amin, "min", x, dim, keepdim)
 
 
+@method
 def argmax(x: DistributedTensor, dim: int | None = None, keepdim: bool = False) -> DistributedTensor:
     """Return the place of the largest number along one dimension; None: in the tensor laid out flat. int64.
 
@@ -229,6 +234,7 @@ def _better(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return place, best
 
 
+@method
 def norm(x: DistributedTensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False) -> DistributedTensor:
     """Return the vector norm of order p along dimensions: torch.linalg.vector_norm. Differentiable.
 

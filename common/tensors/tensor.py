@@ -19,6 +19,7 @@ layouts of the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, 
 from common.tensors.transfer import moved
 
 Number = int | float | complex
+_methods: dict[str, Callable[..., DistributedTensor]] = {}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def method(function: F) -> F:
+    """Make an operation of another module a method of tensors: `sum`, and `matmul` for `@`."""
+    _methods[function.__name__] = function
+    return function
 
 
 class DistributedTensor:
@@ -181,9 +190,7 @@ class DistributedTensor:
         return pointwise("abs", torch.abs, self)
 
     def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
-        from common.tensors.products import matmul
-
-        return matmul(self, other)
+        return _methods["matmul"](self, other)
 
     def transpose(self, dim0: int, dim1: int) -> DistributedTensor:
         """Return the tensor with two dimensions exchanged; its pieces stay where they are."""
@@ -210,41 +217,29 @@ class DistributedTensor:
 
     def sum(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
         """Return the sum along dimensions; see `reductions.sum`."""
-        from common.tensors import reductions
-
-        return reductions.sum(self, dim, keepdim)
+        return _methods["sum"](self, dim, keepdim)
 
     def mean(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
         """Return the mean along dimensions; see `reductions.mean`."""
-        from common.tensors import reductions
-
-        return reductions.mean(self, dim, keepdim)
+        return _methods["mean"](self, dim, keepdim)
 
     def max(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
         """Return the largest numbers along dimensions; see `reductions.max`."""
-        from common.tensors import reductions
-
-        return reductions.max(self, dim, keepdim)
+        return _methods["max"](self, dim, keepdim)
 
     def min(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> DistributedTensor:
         """Return the smallest numbers along dimensions; see `reductions.min`."""
-        from common.tensors import reductions
-
-        return reductions.min(self, dim, keepdim)
+        return _methods["min"](self, dim, keepdim)
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> DistributedTensor:
         """Return the place of the largest number; see `reductions.argmax`."""
-        from common.tensors import reductions
-
-        return reductions.argmax(self, dim, keepdim)
+        return _methods["argmax"](self, dim, keepdim)
 
     def norm(
         self, p: float = 2.0, dim: int | Sequence[int] | None = None, keepdim: bool = False
     ) -> DistributedTensor:
         """Return the vector norm; see `reductions.norm`."""
-        from common.tensors import reductions
-
-        return reductions.norm(self, p, dim, keepdim)
+        return _methods["norm"](self, p, dim, keepdim)
 
 
 Operand = DistributedTensor | Number
