@@ -81,9 +81,9 @@ class Balancer:
             sizes_of(total, speeds) if isinstance(speeds, int) else proportional(total, speeds)
         )
         self.total, self.hysteresis, self.memory = total, hysteresis, memory
-        self._seconds_per_row: list[float | None] = [None] * len(self.sizes)
+        self.seconds_per_row: list[float | None] = [None] * len(self.sizes)
         if not even and not isinstance(speeds, int):
-            self._seconds_per_row = [1 / (total * s / math.fsum(speeds)) for s in speeds]
+            self.seconds_per_row = [1 / (total * s / math.fsum(speeds)) for s in speeds]
         self._measured = False
 
     def observe(self, seconds: Sequence[float]) -> bool:
@@ -93,14 +93,14 @@ class Balancer:
         """
         for i, (rows, took) in enumerate(zip(self.sizes, seconds, strict=True)):
             if rows and took > 0:
-                before, now = self._seconds_per_row[i], took / rows
+                before, now = self.seconds_per_row[i], took / rows
                 mixed = self.memory * before + (1 - self.memory) * now if self._measured and before else now
-                self._seconds_per_row[i] = mixed
+                self.seconds_per_row[i] = mixed
         self._measured = True
-        known = [s for s in self._seconds_per_row if s is not None]
+        known = [s for s in self.seconds_per_row if s is not None]
         if not known:
             return False
-        costs = [s if s is not None else sum(known) / len(known) for s in self._seconds_per_row]
+        costs = [s if s is not None else sum(known) / len(known) for s in self.seconds_per_row]
         better = tuple(proportional(self.total, [1 / c for c in costs]))
         now, then = (max(n * c for n, c in zip(sizes, costs, strict=True)) for sizes in (self.sizes, better))
         if then * (1 + self.hysteresis) >= now:

@@ -1,0 +1,311 @@
+"""Times of operations on split tensors: beside torch on one rank, and beside the libraries that are installed.
+
+    mpirun -np 2 --bind-to core python common/tensors/examples/speed.py
+    mpirun -np 2 --bind-to core python common/tensors/examples/speed.py --cases matmul fft2 --scale 0.5
+
+Three figures of ours: `resident`, operands and result stay split; `and redistributed`, operands come from another
+layout and the result goes back to one; `from rank 0`, which holds whole operands and gets the whole result.
+All cases of an operation run in turn; `x` is the time as a share of torch's on one rank, the median over the rounds.
+Each rank has one thread, and so has torch. Libraries: DTensor of torch; Heat and mpi4py-fft if they can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import opt_einsum
+import torch
+from opt_einsum.testing import rand_equation
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from common.launch.command_line import Within
+from common.launch.runtime import Runtime
+from common.launch.terminal import make_table
+from common.lesson.measure import BenchmarkRecord, Measured, in_turn, peak_memory
+from common.lesson.runner import LessonOptions, console, run, write_records
+from common.tensors import (
+    DistributedTensor,
+    Grid,
+    Layout,
+    Rates,
+    Replicate,
+    Shard,
+    conv2d,
+    einsum,
+    expression,
+    fft2,
+    from_root,
+    matmul,
+    normal,
+    rfft2,
+)
+from common.tensors.calibrate import calibrate
+from common.tensors.layout import Placement
+from common.tensors.make import to_dtensor
+from common.utils.pages import keep_freed_memory
+
+Call = Callable[[], object]
+Name = Literal["matmul", "placements", "conv2d", "fft2", "redistribute", "reductions", "einsum"]
+ALONE = "torch, one rank"
+
+
+@dataclass
+class SpeedOptions(LessonOptions, without=("steps", "data", "trace", "plot", "debug", "check", "dtype")):
+    """Options of the benchmark."""
+
+    cases: tuple[Name, ...] = (
+        "matmul",
+        "placements",
+        "conv2d",
+        "fft2",
+        "redistribute",
+        "reductions",
+        "einsum",
+    )
+    """Operations to time."""
+    rounds: Annotated[int, Within(5, 10**4)] = 7
+    """Times that each call is timed, in turn with the others."""
+    scale: Annotated[float, Within(0.01, 4)] = 1.0
+    """Factor of the lengths; 1: matrices of 4096 rows."""
+    rates: str = ""
+    """File of calibrate.py, for the choice of ways; default: measure now."""
+
+
+class Bench:
+    """The ranks, and the calls of each operation by name."""
+
+    def __init__(self, rt: Runtime, scale: float) -> None:
+        self.rt, self.grid, self.scale = rt, Grid(rt.world), scale
+        self.n = max(16, int(4096 * scale))
+        self.mesh = init_device_mesh("cpu", (rt.world_size,)) if rt.world_size > 1 else None
+
+    def alone(self, call: Call) -> Call:
+        """Return a call that rank 0 makes while the others wait."""
+        return call if self.rt.rank == 0 else lambda: None
+
+    def from_rank_0(self, operation: Callable[..., DistributedTensor], *wholes: Tensor) -> Call:
+        """Return the operation between spreading whole operands and gathering the result."""
+        given = wholes if self.rt.rank == 0 else (None,) * len(wholes)
+        rows: list[Any] = [Shard(0), *(Replicate() for _ in wholes[1:])]
+        return lambda: operation(
+            *(from_root(x, self.grid, p) for x, p in zip(given, rows, strict=True))
+        ).on_root()
+
+    def matmul(self) -> tuple[dict[str, Call], float]:
+        """Return the product of two square matrices."""
+        n, grid = self.n, self.grid
+        a, b = normal((n, n), grid, Shard(0), 1), normal((n, n), grid, Shard(0), 2)
+        A, B, half = torch.rand(n, n), torch.rand(n, n), torch.rand(-(-n // grid.world.size), n)
+        x, y = a.redistribute(Shard(1)), b.redistribute(Shard(1))
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: torch.mm(A, B)),
+            "no communication": lambda: torch.mm(half, B),
+            "resident": lambda: matmul(a, b),
+            "and redistributed": lambda: matmul(x.redistribute(Shard(0)), y).redistribute(Shard(1)),
+            "from rank 0": self.from_rank_0(matmul, A, B),
+        }
+        if self.mesh is not None:
+            c, d = to_dtensor(a, self.mesh), to_dtensor(b, self.mesh)
+            calls["DTensor"] = lambda: c @ d
+        if ht := heat():
+            e, f = (ht.array(t.local, is_split=0) for t in (a, b))
+            calls["Heat"] = lambda: ht.matmul(e, f)
+        return calls, 2.0 * n**3
+
+    def placements(self) -> tuple[dict[str, Call], float]:
+        """Return the product for each pair of placements, beside the ceiling without communication."""
+        n, grid = self.n, self.grid
+        kinds: dict[str, Placement] = {"whole": Replicate(), "rows": Shard(0), "columns": Shard(1)}
+        tensors = {name: normal((n, n), grid, p) for name, p in kinds.items()}
+        whole, half = torch.rand(n, n), torch.rand(-(-n // grid.world.size), n)
+        calls: dict[str, Call] = {ALONE: self.alone(lambda: torch.mm(whole, whole))}
+        calls["no communication"] = lambda: torch.mm(half, whole)
+        for p, q in itertools.product(kinds, kinds):
+            calls[f"{p} x {q}"] = lambda p=p, q=q: matmul(tensors[p], tensors[q])  # type: ignore[misc]
+        return calls, 2.0 * n**3
+
+    def conv2d(self) -> tuple[dict[str, Call], float]:
+        """Return a convolution of images that are split along H."""
+        side, grid = max(16, int(128 * self.scale)), self.grid
+        x, w = normal((8, 64, side, side), grid, Shard(2)), normal((128, 64, 3, 3), grid, Replicate())
+        X, W = torch.rand(8, 64, side, side), w.local
+        batch = x.redistribute(Shard(0))
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: torch.conv2d(X, W, padding=1)),
+            "no communication": lambda: torch.conv2d(x.local, W, padding=1),
+            "resident": lambda: conv2d(x, w, padding=1, way="height"),
+            "and redistributed": lambda: conv2d(batch.redistribute(Shard(2)), w, padding=1).redistribute(
+                Shard(0)
+            ),
+            "from rank 0": self.from_rank_0(lambda x, w: conv2d(x, w, padding=1), X, W),
+        }
+        return calls, 2.0 * 8 * 128 * 64 * 9 * side**2
+
+    def fft2(self) -> tuple[dict[str, Call], float]:
+        """Return two-dimensional transforms of a matrix that is split by rows."""
+        n, grid = self.n, self.grid
+        x = normal((n, n), grid, Shard(0), dtype=torch.complex64)
+        r = normal((n, n), grid, Shard(0))
+        X, R, y = torch.rand(n, n, dtype=torch.complex64), torch.rand(n, n), x.redistribute(Shard(1))
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: torch.fft.fft2(X)),
+            "torch, one rank, real": self.alone(lambda: torch.fft.rfft2(R)),
+            "transposed": lambda: fft2(x, order="transposed"),
+            "resident": lambda: fft2(x),
+            "real, transposed": lambda: rfft2(r, order="transposed"),
+            "and redistributed": lambda: fft2(y.redistribute(Shard(0)), order="transposed"),
+            "from rank 0": self.from_rank_0(fft2, X),
+        }
+        if ht := heat():
+            z = ht.array(x.local, is_split=0)
+            calls["Heat"] = lambda: ht.fft.fft2(z)
+        if transform := mpi4py_fft(n, x.local):
+            calls["mpi4py-fft, transposed"] = transform
+        return calls, 5.0 * n * n * 2 * math.log2(n)
+
+    def redistribute(self) -> tuple[dict[str, Call], float]:
+        """Return the move of a matrix from rows to columns."""
+        n, grid = 2 * self.n, self.grid
+        x, X = by_rows(grid, n), torch.rand(n, n)
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: X.T.contiguous()),
+            "resident": lambda: x.redistribute(Shard(1)),
+        }
+        if self.mesh is not None:
+            from torch.distributed.tensor import Shard as TorchShard
+
+            d = to_dtensor(x, self.mesh)
+            calls["DTensor"] = lambda: d.redistribute(placements=[TorchShard(1)])
+        if ht := heat():
+            h = ht.array(x.local, is_split=0)
+            calls["Heat"] = lambda: ht.resplit(h, 1)
+        return calls, 0.0
+
+    def reductions(self) -> tuple[dict[str, Call], float]:
+        """Return sum and max along the dimension that is split."""
+        n, grid = 2 * self.n, self.grid
+        x, X = by_rows(grid, n), torch.rand(n, n)
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: X.sum(0)),
+            "torch, one rank, max": self.alone(lambda: X.amax(0)),
+            "sum": lambda: x.sum(0).redistribute(Replicate()),
+            "max": lambda: x.max(0),
+        }
+        if ht := heat():
+            h = ht.array(x.local, is_split=0)
+            calls["Heat, sum"] = lambda: ht.sum(h, axis=0)
+            calls["Heat, max"] = lambda: ht.max(h, axis=0)
+        return calls, float(n * n)
+
+    def einsum(self) -> tuple[dict[str, Call], float]:
+        """Return a random network of 12 tensors, each joined to others by some three dimensions."""
+        longest = max(3, round(14 * self.scale**0.25))
+        equation, shapes = rand_equation(12, 3, n_out=2, d_min=longest // 2, d_max=longest, seed=7)
+        path, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
+        grid = self.grid
+        split = [
+            normal(s, grid, Shard(max(range(len(s)), key=lambda d: s[d])), seed=i)
+            for i, s in enumerate(shapes)
+        ]
+        wholes = [x.full() for x in split]
+        f, alone = (
+            expression(equation, *shapes),
+            opt_einsum.contract_expression(equation, *shapes, optimize=path),
+        )
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: alone(*wholes, backend="torch")),
+            "resident": lambda: f(*split),
+            "and redistributed": lambda: einsum(equation, *split).full(),
+            "from rank 0": self.from_rank_0(f, *wholes),
+        }
+        return calls, float(info.opt_cost)
+
+
+def by_rows(grid: Grid, n: int) -> DistributedTensor:
+    """Return a square matrix of random numbers, split by rows."""
+    layout = Layout.of(grid, (n, n), Shard(0))
+    return DistributedTensor(torch.rand(layout.local_shape), layout)
+
+
+def heat() -> Any:
+    """Return Heat, or None if it cannot be imported."""
+    try:
+        return importlib.import_module("heat")
+    except Exception:
+        return None
+
+
+def mpi4py_fft(n: int, local: Tensor) -> Call | None:
+    """Return mpi4py-fft's transform by slabs, or None if it cannot be imported."""
+    try:
+        pfft = importlib.import_module("mpi4py_fft")
+        from mpi4py import MPI
+
+        plan = pfft.PFFT(MPI.COMM_WORLD, [n, n], axes=(0, 1), dtype="F", grid=(-1,))
+        u = pfft.newDistArray(plan, False)
+        u[:] = local.numpy()[: u.shape[0], : u.shape[1]]
+        return lambda: plan.forward(u)
+    except Exception:
+        return None
+
+
+def share(of: Measured, alone: Measured) -> list[float]:
+    """Return the time as a share of one rank's, in each round."""
+    return [a / b for a, b in zip(of.seconds, alone.seconds, strict=True)]
+
+
+def main(rt: Runtime, o: SpeedOptions) -> bool:
+    """Time the operations and print a table for each."""
+    keep_freed_memory()
+    bench, records = Bench(rt, o.scale), []
+    bench.grid.rates = Rates.load(o.rates) if o.rates else calibrate(bench.grid, seconds=0.05)
+    for name in o.cases:
+        calls, flops = getattr(bench, name)()
+        with torch.no_grad():
+            found: Mapping[str, Measured] = in_turn(calls, o.rounds, rt.world)
+        rows = []
+        for who, m in found.items():
+            x = share(m, found[ALONE])
+            numbers = f"{m.median * 1e3:.1f}", f"{m.spread:.0%}", f"{statistics.median(x):.3f}"
+            rows.append((who, *numbers, f"{min(x):.3f}-{max(x):.3f}"))
+            one = who.startswith("torch")
+            records.append(
+                record(f"{name}, {who}", 1 if one else rt.world_size, rt, m, flops, name).as_json()
+            )
+        console(rt).print(make_table(name, ("", ">ms", ">spread", ">x", ">of all rounds"), rows))
+    if rt.rank == 0:
+        write_records(o.json, records)
+    return True
+
+
+def record(who: str, ranks: int, rt: Runtime, m: Measured, flops: float, name: str) -> BenchmarkRecord:
+    """Return a line of --json."""
+    return BenchmarkRecord(
+        strategy="tensors",
+        implementation=who,
+        language="pytorch",
+        ranks=ranks,
+        backend=rt.backend,
+        dtype="float32",
+        model=name,
+        parameters=0,
+        tokens_per_step=0,
+        flop_per_step=int(flops),
+        step_seconds=m.seconds,
+        communication_seconds=None,
+        bytes_counted=statistics.median(m.sent),
+        bytes_formula=statistics.median(m.sent),
+        peak_memory_bytes=peak_memory(rt.world),
+        scaling="strong",
+    )
+
+
+if __name__ == "__main__":
+    run(main, SpeedOptions)
