@@ -79,6 +79,13 @@ def long(rt: Runtime) -> None:
     with Ledger() as twice:
         fourier.fft2(x)
     assert twice.bytes() >= 2 * once.bytes() * 0.9
+    for size, order in (((16, 12), "natural"), ((9, 7), "transposed"), ((n, n), "natural")):
+        whole = cases.numbers(size, torch.complex128)
+        x = dt.from_full(whole, grid, Shard(0))
+        for kind in ("fft2", "ifft2"):
+            found = getattr(fourier, kind)(x, order=order, norm="ortho", way="in blocks")
+            cases.assert_close(found.full(), getattr(torch.fft, kind)(whole, norm="ortho"), times=200)
+            assert found.placements == ((Shard(0),) if order == "natural" else (Shard(1),))
     with Ledger() as none:
         fourier.rfft(dt.full((4, 8), 1.0, grid, Shard(0)))
     assert none.bytes() == 0

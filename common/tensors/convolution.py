@@ -284,25 +284,38 @@ class Convolution:
         """Return this rank's part of the result from its piece of x, bringing the halo."""
         halo, out = self.halo(for_x, y), y.mine
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
-        if not (torch.is_grad_enabled() and x.requires_grad) and halo.moves:
-            return self._overlapped(x, w, halo, out, groups)
+        needed = size_of(halo.boxes[self.grid.world.rank])
+        if (
+            not (torch.is_grad_enabled() and x.requires_grad)
+            and halo.moves
+            and size_of(out) * needed * w.numel()
+        ):
+            rates, item = self.grid.rates, x.dtype.itemsize
+            joined = Term("copy", (2 * size_of(out) * item,))  # what the parts of a result cost to join
+            if rates.seconds(Term("exchange", (int(halo.bytes_sent(item)), 2))) > rates.seconds(joined):
+                return self._overlapped(x, w, halo, out, groups)
+            zeros = [(0, 0), (0, 0), *self._zeros(out)]
+            return self._kernel(Exchange(x, halo).finish(zeros), w, [0] * self.d, groups)
         if halo.moves or halo.boxes[self.grid.world.rank] != for_x.mine:
             x = linear_map(x, lambda x: Exchange(x, halo).finish(), lambda dy: sent_back(dy, halo))
         return self._apply(x, w, out, groups)
+
+    def _zeros(self, out: Box) -> list[tuple[int, int]]:
+        return [self.window.needed(i, *out[2 + i], self.x.shape[2 + i])[1] for i in range(self.d)]
+
+    def _kernel(self, x: Tensor, w: Tensor, padding: list[int], groups: int) -> Tensor:
+        function: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[self.d - 1]
+        return function(x, w, None, self.window.stride, padding, self.window.dilation, groups)
 
     def _apply(self, x: Tensor, w: Tensor, out: Box, groups: int) -> Tensor:
         """Return the outputs `out` from the box of the input that they need."""
         shape = [hi - lo for lo, hi in out]
         if not size_of(out) or not x.numel() or not w.numel():  # no term, but a history
             return x.new_zeros(shape) + 0 * (x.sum() + w.sum())
-        zeros = [self.window.needed(i, *out[2 + i], self.x.shape[2 + i])[1] for i in range(self.d)]
+        zeros = self._zeros(out)
         if all(before == after for before, after in zeros):
-            padding = [before for before, _ in zeros]
-        else:
-            x = F.pad(x, [n for pair in reversed(zeros) for n in pair])
-            padding = [0] * self.d
-        function: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[self.d - 1]
-        return function(x, w, None, self.window.stride, padding, self.window.dilation, groups)
+            return self._kernel(x, w, [before for before, _ in zeros], groups)
+        return self._kernel(F.pad(x, [n for pair in reversed(zeros) for n in pair]), w, [0] * self.d, groups)
 
     def _overlapped(self, x: Tensor, w: Tensor, halo: Halo, out: Box, groups: int) -> Tensor:
         """Return the result of which the part that needs no halo is computed while the halo travels.

@@ -24,6 +24,7 @@ from common.tensors.cost import Cost, Way, choose, moving, received
 from common.tensors.layout import Layout, Placement, Replicate, Shard, together
 from common.tensors.rates import Term
 from common.tensors.six_step import factors, six_step_cost, six_steps
+from common.tensors.slab import fits, slab
 from common.tensors.tensor import DistributedTensor, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
 
@@ -256,12 +257,39 @@ def transform_ways(
                 else f"through dimension {through}"
             )
             ways.append(_way(name, x, start, steps, norm))
+    if (
+        kind in ("fft", "ifft")
+        and sorted(dims) == [0, 1]
+        and lengths == [x.shape[d] for d in dims]
+        and fits(x)
+    ):
+        ways.append(_in_blocks(x, start, kind, norm, order))
     whole = len(start.grid.shape) == 1 and x.ndim == 1 and start.cut_along(0) and lengths[0] == x.shape[0]
     if whole and kind in ("fft", "ifft") and order == "natural" and (pair := factors(lengths[0])):
         ways.append(
             Way("six steps", partial(six_steps, x, pair, kind, norm), partial(six_step_cost, x, pair))
         )
     return ways
+
+
+def _in_blocks(x: DistributedTensor, start: Layout, kind: str, norm: Norm, order: Order) -> Way:
+    def cost() -> Cost:
+        item, n = x.dtype.itemsize, start.grid.world.size
+        columns = start.placed(Shard(1))
+        times = 2 if order == "natural" else 1
+        most = max(int(bytes_sent(start, columns, item, r)) for r in range(n))
+        M, N = x.shape
+        terms = (
+            Term("transform", (-(-M // n), N), x.dtype),
+            Term("transform", (-(-N // n), M), x.dtype),
+            Term("exchange", (most, n - 1), times=times),
+            Term("copy", (M * N * item // n,), times=times),
+        )
+        memory = received(start, columns, x.dtype) * 2 * times
+        back = bytes_sent(columns, start, item) if times == 2 else 0
+        return Cost(terms, memory, bytes_sent(start, columns, item) + back)
+
+    return Way("in blocks", lambda: slab(x, kind, norm, order), cost)
 
 
 def _checked(

@@ -75,14 +75,24 @@ class Exchange:
         self.received = x.new_empty(sum(size_of(part) for _, part in self.came))
         self.pending = _all_to_all(self.received, self.sent, halo, to, self.came)
 
-    def finish(self) -> Tensor:
-        """Wait for the others' parts and return this rank's box."""
+    def finish(self, zeros: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Wait for the others' parts and return this rank's box.
+
+        zeros: how many to add before and after it along each dimension.
+        """
         box, here = self.halo.boxes[self.me], self.halo.source.mine
         if self.pending is not None:
             self.pending.wait()
-        if not self.came and box == here:
+        zeros = zeros or [(0, 0)] * len(box)
+        padded = any(n for pair in zeros for n in pair)
+        if not self.came and box == here and not padded:
             return self.x
-        out = self.x.new_empty([hi - lo for lo, hi in box])
+        whole = self.x.new_empty([a + hi - lo + b for (lo, hi), (a, b) in zip(box, zeros, strict=True)])
+        out = whole
+        for d, ((lo, hi), (before, after)) in enumerate(zip(box, zeros, strict=True)):
+            whole.narrow(d, 0, before).zero_()
+            whole.narrow(d, whole.shape[d] - after, after).zero_()
+            out = out.narrow(d, before, hi - lo)
         mine = intersect(here, box)
         if size_of(mine):
             out[inside(mine, box)] = self.x[inside(mine, here)]
@@ -91,7 +101,7 @@ class Exchange:
             end = begin + size_of(part)
             out[inside(part, box)] = self.received[begin:end].view([hi - lo for lo, hi in part])
             begin = end
-        return out
+        return whole
 
 
 def sent_back(dy: Tensor, halo: Halo) -> Tensor:

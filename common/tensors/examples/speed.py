@@ -205,9 +205,9 @@ class Bench:
         return calls, float(n * n)
 
     def einsum(self) -> tuple[dict[str, Call], float]:
-        """Return a random network of 12 tensors, each joined to others by some three dimensions."""
-        longest = max(3, round(14 * self.scale**0.25))
-        equation, shapes = rand_equation(12, 3, n_out=2, d_min=longest // 2, d_max=longest, seed=7)
+        """Return a random network of 12 tensors, each joined to others by some four dimensions."""
+        longest = max(3, round(16 * self.scale**0.25))
+        equation, shapes = rand_equation(12, 4, n_out=2, d_min=longest // 2, d_max=longest, seed=1)
         path, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
         grid = self.grid
         split = [
