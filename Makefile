@@ -26,6 +26,7 @@ test: setup ## tests in C++ and Python but for the slowest, three files at a tim
 
 test-slow: setup ## tests that take longest, of what other tests try on fewer ranks or meshes
 	@$(ACTIVATE) $(PYTEST) -m slow
+	@$(ACTIVATE) FIVED_EXAMPLES=200 $(PYTEST) tests/test_tensors*.py
 
 test-sample: setup ## some numerical tests with other kernels, another text and seed: two minutes
 	@$(ACTIVATE) env $(KERNELS) $(PYTEST) --seed 1 $(SAMPLE)

@@ -8,6 +8,7 @@ step while a smaller example is sought.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,14 +31,16 @@ GRIDS = {
     5: [(5,)],
     6: [(6,), (2, 3), (3, 2)],
 }
+EXAMPLES = int(os.environ.get("FIVED_EXAMPLES", "16"))  # of each test; make test-slow takes more
 FLOATS = (torch.float64, torch.float32)
 NUMBERS = (*FLOATS, torch.complex128, torch.complex64)
 
 
-def on_grids(rt: Runtime, check: Callable[[Grid, Any], None], examples: int = 30) -> None:
-    """Run `check` on random examples, on each grid of these ranks."""
-    for shape in GRIDS[rt.world_size]:
-        _one(Grid(rt.world, *shape), check, examples)
+def on_grids(rt: Runtime, check: Callable[[Grid, Any], None], examples: int = EXAMPLES) -> None:
+    """Run `check` on random examples, an equal number on each grid of these ranks."""
+    grids = GRIDS[rt.world_size]
+    for shape in grids:
+        _one(Grid(rt.world, *shape), check, -(-examples // len(grids)))
 
 
 def _one(grid: Grid, check: Callable[[Grid, Any], None], examples: int) -> None:

@@ -80,7 +80,7 @@ def dots(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_tensordot(n: int) -> None:
-    spawn(cases.on_grids, n, dots, 10)
+    spawn(cases.on_grids, n, dots, 6)
 
 
 def pairs(rt: Runtime) -> None:

@@ -72,7 +72,7 @@ def convolve(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_convolutions(n: int) -> None:
-    spawn(cases.on_grids, n, convolve, 20)
+    spawn(cases.on_grids, n, convolve)
 
 
 def by_height(rt: Runtime) -> None:

@@ -159,7 +159,12 @@ def with_dtensor(rt: Runtime) -> None:
         mesh = init_device_mesh("cpu", shape)
         for size in ((8, 4), (5, 3), (1, 7)):
             whole = cases.numbers(size)
-            for placed in ([Shard(0), Replicate()], [Shard(1), Shard(0)], [Partial(), Shard(1)]):
+            every = (
+                [Shard(0), Replicate(), Shard(1)],
+                [Shard(1), Shard(0), Replicate()],
+                [Partial(), Shard(1), Partial()],
+            )
+            for placed in every:
                 x = cases.spread(whole, grid, placed[: len(shape)])
                 theirs = dt.to_dtensor(x, mesh)
                 cases.assert_close(theirs.full_tensor(), whole)
