@@ -22,7 +22,8 @@ from common import comm
 from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 
-BLOCK = 2**18  # numbers that are transformed at a time
+BLOCK = 2**17  # numbers that are transformed at a time
+GAP = 8  # numbers between rows: columns of a power of two apart would share a few lines of the cache
 
 
 def fits(x: DistributedTensor) -> bool:
@@ -36,9 +37,10 @@ def fits(x: DistributedTensor) -> bool:
 def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedTensor:
     """Return fft2 or ifft2 of a matrix for which `fits` is True. kind: fft or ifft."""
 
-    def kernel(block: Tensor) -> Tensor:
-        made = getattr(scipy.fft, kind)(block.numpy(), norm=norm, workers=1)
-        return torch.from_numpy(made)
+    def kernel(block: Tensor) -> None:
+        made = getattr(scipy.fft, kind)(block.numpy(), norm=norm, overwrite_x=True, workers=1)
+        if made.ctypes.data != block.data_ptr():  # not made in place
+            block.copy_(torch.from_numpy(made))
 
     rows, columns = x.layout, x.layout.placed(Shard(1))
     c_JM = turned(x.local, rows, columns, kernel, kernel)
@@ -53,12 +55,12 @@ def turned(
     x_mN: Tensor,
     rows: Layout,
     columns: Layout,
-    before: Callable[[Tensor], Tensor] | None = None,
-    after: Callable[[Tensor], Tensor] | None = None,
+    before: Callable[[Tensor], None] | None = None,
+    after: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return this rank's columns of a matrix, transposed, from its rows.
 
-    before, after: applied to blocks of rows, and of columns.
+    before, after: change blocks of rows, and of columns, in place.
     """
     group, me = rows.grid.world, rows.grid.world.rank
     m, own = x_mN.shape[0], columns.mine[1]
@@ -70,10 +72,14 @@ def turned(
     sent, received = x_mN.new_empty(sum(to)), x_mN.new_empty(sum(came))
     parts = dict(zip(others, sent.split([to[r] for r in others]), strict=True))
     parts[me] = x_mN.new_empty((own[1] - own[0]) * m)
-    step = max(1, BLOCK // max(1, x_mN.shape[1]))
+    N = x_mN.shape[1]
+    step = max(1, BLOCK // max(1, N))
+    work = x_mN.new_empty(step, N + GAP)[:, :N]
     for lo in range(0, m, step):
         block = x_mN[lo : lo + step]
-        block = block if before is None else before(block)
+        if before is not None:
+            block = work[: len(block)].copy_(block)
+            before(block)
         for r, part in parts.items():
             begin, end = cuts[r]
             part.view(end - begin, m)[:, lo : lo + step].copy_(block[:, begin:end].T)
@@ -88,10 +94,9 @@ def turned(
     step = max(1, BLOCK // max(1, height))
     for lo in range(0, width, step):
         target = out[lo : lo + step]
-        joined = target if after is None else torch.empty_like(target)
         torch.cat(
-            [found[r].view(width, heights[r])[lo : lo + step] for r in range(group.size)], 1, out=joined
+            [found[r].view(width, heights[r])[lo : lo + step] for r in range(group.size)], 1, out=target
         )
         if after is not None:
-            target.copy_(after(joined))
+            after(target)
     return out
