@@ -1,6 +1,6 @@
 """Random distributed tensors for property tests: all ranks draw the same examples and judge them together.
 
-    spawn(on_grids, n, check)        # check(grid, data): one example; raises AssertionError
+    on_grids(n, check)        # check(grid, data): one example; raises AssertionError
 
 Hypothesis draws inside the ranks, from a fixed seed. A failure on one rank counts on all, so that the ranks go on in
 step while a smaller example is sought.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common import comm
 from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
 from common.tensors import DistributedTensor, Grid, Partial, Replicate, Shard, from_full, from_pieces
 from common.tensors.layout import Placement
 
@@ -36,8 +37,12 @@ FLOATS = (torch.float64, torch.float32)
 NUMBERS = (*FLOATS, torch.complex128, torch.complex64)
 
 
-def on_grids(rt: Runtime, check: Callable[[Grid, Any], None], examples: int = EXAMPLES) -> None:
-    """Run `check` on random examples, an equal number on each grid of these ranks."""
+def on_grids(n: int, check: Callable[[Grid, Any], None], examples: int = EXAMPLES) -> None:
+    """Run `check` on n ranks and random examples, an equal number on each grid of these ranks."""
+    spawn(_examples, n, check, examples, limit=60 + 2 * examples)
+
+
+def _examples(rt: Runtime, check: Callable[[Grid, Any], None], examples: int) -> None:
     grids = GRIDS[rt.world_size]
     for shape in grids:
         _one(Grid(rt.world, *shape), check, -(-examples // len(grids)))

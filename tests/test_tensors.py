@@ -9,7 +9,6 @@ import tensor_cases as cases
 from hypothesis import strategies as st
 
 from common.comm.ledger import Ledger
-from common.launch.spawn import spawn
 from common.tensors import Grid
 from common.tensors.transfer import bytes_sent
 
@@ -40,4 +39,4 @@ def move(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_move(n: int) -> None:
-    spawn(cases.on_grids, n, move)
+    cases.on_grids(n, move)

@@ -20,11 +20,11 @@ from common.tensors import Grid, Replicate, Shard
 from common.tensors.contraction import (
     compare_optimization_strategies,
     einsum,
-    einsum_ways,
     expression,
     print_path_info,
     tensordot,
 )
+from common.tensors.cost import ways_of
 
 WORLDS = (1, 2, 3, 4, 5)
 SINGLE = ("ii->", "ii->i", "ij->ji", "ijk->j")
@@ -63,7 +63,7 @@ def network(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_networks(n: int) -> None:
-    spawn(cases.on_grids, n, network)
+    cases.on_grids(n, network)
 
 
 def dots(grid: Grid, data: Any) -> None:
@@ -80,7 +80,7 @@ def dots(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_tensordot(n: int) -> None:
-    spawn(cases.on_grids, n, dots, 6)
+    cases.on_grids(n, dots, 6)
 
 
 def pairs(rt: Runtime) -> None:
@@ -94,7 +94,7 @@ def pairs(rt: Runtime) -> None:
         (Replicate(), Shard(2)),
     ):
         a, b = (cases.spread(w, grid, [p]) for w, p in zip(whole, placed, strict=True))
-        for way in einsum_ways("bij,bjk->bik", a, b):
+        for way in ways_of(einsum, "bij,bjk->bik", a, b):
             with Ledger() as ledger:
                 found = way.run()
             assert ledger.bytes() == way.cost.sent, way.name

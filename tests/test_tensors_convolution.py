@@ -19,6 +19,7 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.tensors import Grid, Replicate, Shard
 from common.tensors import convolution as conv
+from common.tensors.cost import ways_of
 
 WORLDS = (1, 2, 3, 4, 5)
 
@@ -51,8 +52,8 @@ def convolve(grid: Grid, data: Any) -> None:
         cases.spread(t.detach(), grid, p).requires_grad_() for t, p in zip(wholes, placed, strict=True)
     )
     numbers = (stride, padding, dilation, groups)
-    operation, ways_of = getattr(conv, f"conv{d}d"), getattr(conv, f"conv{d}d_ways")
-    ways = ways_of(x, w, None, *numbers)
+    operation = getattr(conv, f"conv{d}d")
+    ways = ways_of(operation, x, w, None, *numbers)
     way = data.draw(st.sampled_from(ways))
     with Ledger() as ledger, torch.no_grad():
         operation(x, w, None, *numbers, way=way.name)
@@ -72,7 +73,7 @@ def convolve(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_convolutions(n: int) -> None:
-    spawn(cases.on_grids, n, convolve)
+    cases.on_grids(n, convolve)
 
 
 def by_height(rt: Runtime) -> None:

@@ -17,6 +17,7 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.tensors import Grid, Replicate, Shard, fourier
+from common.tensors.cost import ways_of
 
 WORLDS = (1, 2, 3, 4, 5)
 NORMS = ("backward", "ortho", "forward")
@@ -34,7 +35,7 @@ def transform(grid: Grid, data: Any) -> None:
     norm, order = data.draw(st.sampled_from(NORMS)), data.draw(st.sampled_from(["natural", "transposed"]))
     whole = cases.numbers(shape, dtype).requires_grad_()
     x = cases.spread(whole.detach(), grid, data.draw(cases.placements(grid, shape))).requires_grad_()
-    way = data.draw(st.sampled_from(fourier.transform_ways(kind, x, s, dims, norm, order)))
+    way = data.draw(st.sampled_from(ways_of(fourier._transform, kind, x, s, dims, norm, order, None)))
     with Ledger() as ledger:
         found = fourier._transform(kind, x, s, dims, norm, order, way.name)
     assert ledger.bytes() == way.cost.sent, way.name
@@ -55,7 +56,7 @@ def transform(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_transforms(n: int) -> None:
-    spawn(cases.on_grids, n, transform)
+    cases.on_grids(n, transform)
 
 
 def long(rt: Runtime) -> None:
@@ -65,7 +66,7 @@ def long(rt: Runtime) -> None:
         for dtype in (torch.complex128, torch.float64):
             whole = cases.numbers((length,), dtype)
             x = cases.spread(whole, grid, [Shard(0)])
-            names = [w.name for w in fourier.fft_ways(x)]
+            names = [w.name for w in ways_of(fourier.fft, x)]
             assert ("six steps" in names) == (length != 13)
             for name in names:
                 cases.assert_close(fourier.fft(x, way=name).full(), torch.fft.fft(whole), times=200)

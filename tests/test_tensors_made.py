@@ -55,7 +55,7 @@ def made(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_made_in_parallel(n: int) -> None:
-    spawn(cases.on_grids, n, made)
+    cases.on_grids(n, made)
 
 
 def elementwise(grid: Grid, data: Any) -> None:
@@ -87,7 +87,7 @@ def elementwise(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_elementwise(n: int) -> None:
-    spawn(cases.on_grids, n, elementwise)
+    cases.on_grids(n, elementwise)
 
 
 def views_and_scalars(rt: Runtime) -> None:

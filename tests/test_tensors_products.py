@@ -18,7 +18,8 @@ from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.tensors import Grid, Partial, Replicate, Shard
-from common.tensors.products import bmm, bmm_ways, matmul, matmul_ways
+from common.tensors.cost import ways_of
+from common.tensors.products import bmm, matmul
 
 WORLDS = (1, 2, 3, 4, 5)
 
@@ -37,11 +38,11 @@ def product(grid: Grid, data: Any) -> None:
     """Compare a product by any of its ways with torch's: result, gradients, bytes."""
     M, K, N = (data.draw(st.integers(0, 9)) for _ in range(3))
     wholes, (a, b) = two(grid, data, [(M, K), (K, N)])
-    way = data.draw(st.sampled_from([None, *(w.name for w in matmul_ways(a, b))]))
+    way = data.draw(st.sampled_from([None, *(w.name for w in ways_of(matmul, a, b))]))
     with Ledger() as ledger:
         found = matmul(a, b, way)
     if way is not None:
-        [chosen] = [w for w in matmul_ways(a, b) if w.name == way]
+        [chosen] = [w for w in ways_of(matmul, a, b) if w.name == way]
         assert ledger.bytes() == chosen.cost.sent, way
     assert grid.world.size == 1 or not found.layout.partial
     cases.sampled_gradient(found, wholes[0] @ wholes[1], data)
@@ -50,7 +51,7 @@ def product(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_matmul(n: int) -> None:
-    spawn(cases.on_grids, n, product)
+    cases.on_grids(n, product)
 
 
 def every_way(rt: Runtime) -> None:
@@ -62,7 +63,7 @@ def every_way(rt: Runtime) -> None:
     for pair in itertools.product(kinds, kinds):
         placed = [[p, Shard(1)][: len(grid.shape)] for p in pair]
         a, b = (cases.spread(w, grid, p) for w, p in zip(wholes, placed, strict=True))
-        for way in matmul_ways(a, b):
+        for way in ways_of(matmul, a, b):
             cases.assert_close(matmul(a, b, way.name).full(), expected, times=200)
             ways.add(way.name)
     grids = {"summa", "cannon", "rows x columns"} if rt.world_size == 4 else {"rows", "columns", "inner"}
@@ -85,7 +86,7 @@ def many_panels(rt: Runtime) -> None:
     for way, places in (("rows, b in panels", (0, 0)), ("inner, sum in panels", (1, 0))):
         spread = [cases.spread(w.detach(), grid, [Shard(d)]) for w, d in zip(wholes, places, strict=True)]
         a, b = (x.requires_grad_() for x in spread)
-        [chosen] = [w for w in matmul_ways(a, b) if w.name == way]
+        [chosen] = [w for w in ways_of(matmul, a, b) if w.name == way]
         assert chosen.cost.terms[-2].times > 1
         found = matmul(a, b, way)
         cases.assert_close(found.full().detach(), expected.detach())
@@ -109,7 +110,7 @@ def batched(grid: Grid, data: Any) -> None:
     shapes = data.draw(st.sampled_from(batches + vectors))
     wholes, (a, b) = two(grid, data, shapes)
     if len(shapes[0]) == 3:
-        way = data.draw(st.sampled_from([None, *(w.name for w in bmm_ways(a, b))]))
+        way = data.draw(st.sampled_from([None, *(w.name for w in ways_of(bmm, a, b))]))
         found = bmm(a, b, way)
     else:
         found = a @ b
@@ -119,7 +120,7 @@ def batched(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_batches(n: int) -> None:
-    spawn(cases.on_grids, n, batched)
+    cases.on_grids(n, batched)
 
 
 def by_differences(rt: Runtime) -> None:
@@ -133,7 +134,7 @@ def by_differences(rt: Runtime) -> None:
             return matmul(x, y, way).full()
 
         cut = [dt.from_full(t, grid, [Shard(0), Shard(1)][-len(shape) :]) for t in (a, b)]
-        names = [w.name for w in matmul_ways(*cut)]
+        names = [w.name for w in ways_of(matmul, *cut)]
         for way in names:
             assert torch.autograd.gradcheck(lambda a, b, way=way: f(a, b, way), (a, b)), way
 

@@ -79,7 +79,7 @@ def reduce(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_reductions(n: int) -> None:
-    spawn(cases.on_grids, n, reduce, 2 * cases.EXAMPLES)
+    cases.on_grids(n, reduce, 2 * cases.EXAMPLES)
 
 
 def places(grid: Grid, data: Any) -> None:
@@ -103,7 +103,7 @@ def places(grid: Grid, data: Any) -> None:
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_places(n: int) -> None:
-    spawn(cases.on_grids, n, places)
+    cases.on_grids(n, places)
 
 
 def by_differences(rt: Runtime) -> None:

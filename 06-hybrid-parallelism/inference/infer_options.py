@@ -32,7 +32,7 @@ TYPES = DTYPES | {"bfloat16": torch.bfloat16}
 
 @dataclass
 class Choice(Checked):
-    """How a request is continued; a line of a .jsonl file may have each of these."""
+    """Options of a request; a line of a .jsonl file may have each of them."""
 
     tokens: Size | None = None
     """Most tokens to write for a prompt; default: 64, or what the prompt leaves of the model's longest sequence."""

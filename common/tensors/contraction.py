@@ -24,7 +24,7 @@ from opt_einsum.parser import get_symbol, parse_einsum_input
 from common.errors import UsageError
 from common.launch.terminal import make_table, terminal
 from common.tensors import reductions
-from common.tensors.cost import Way, choose
+from common.tensors.cost import choose
 from common.tensors.grid import same_grid
 from common.tensors.layout import Layout, Placement, Replicate, Shard, together
 from common.tensors.pairwise import Pair
@@ -191,15 +191,6 @@ class Contraction:
             left.append(_ordered(_summed(made, set(result)), result))
         [last] = left
         return _ordered(_summed(last, set(self.output)), self.output)[0]
-
-
-def einsum_ways(equation: str, a: DistributedTensor, b: DistributedTensor) -> list[Way]:
-    """Return the ways of a contraction of two tensors."""
-    about = Contraction(equation, [a.shape, b.shape])
-    needed = set(about.output)
-    (x, of_x), (y, of_y) = (_diagonal(t, of) for t, of in zip((a, b), about.inputs, strict=True))
-    (x, of_x), (y, of_y) = _summed((x, of_x), needed | set(of_y)), _summed((y, of_y), needed | set(of_x))
-    return Pair(x, y, (of_x, of_y, about.output)).ways(whole=True)
 
 
 def print_path_info(equation: str, *shapes: Sequence[int]) -> None:

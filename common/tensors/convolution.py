@@ -116,21 +116,6 @@ def conv3d(
     return _convolve("conv3d", 3, input, weight, bias, stride, padding, dilation, groups, way)
 
 
-def conv1d_ways(*args: Any, **kwargs: Any) -> list[Way]:
-    """Return the ways of `conv1d`."""
-    return Convolution(1, *args, **kwargs).ways()
-
-
-def conv2d_ways(*args: Any, **kwargs: Any) -> list[Way]:
-    """Return the ways of `conv2d`."""
-    return Convolution(2, *args, **kwargs).ways()
-
-
-def conv3d_ways(*args: Any, **kwargs: Any) -> list[Way]:
-    """Return the ways of `conv3d`."""
-    return Convolution(3, *args, **kwargs).ways()
-
-
 def _convolve(
     name: str,
     d: int,

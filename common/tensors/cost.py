@@ -3,7 +3,7 @@
 Each operation lists its ways. A way is made of terms: products, transforms, copies and moves with their sizes, of the
 rank that has most to do. `Rates` turns a term into seconds.
 
-    ways = matmul_ways(a, b)                 # list[Way]
+    ways = ways_of(matmul, a, b)             # list[Way]
     best = choose(grid, "matmul", ways)      # raises UsageError on every rank if none fits
     best.run()
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from common.tensors.transfer import bytes_sent, is_all_gather, settled_sums, sum
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way needs: its terms, bytes beyond the operands, and the bytes that this rank sends, exactly."""
+    """Cost of a way: its terms, bytes beyond the operands, and the bytes that this rank sends, exactly."""
 
     terms: tuple[Term, ...]
     memory: int
@@ -90,6 +91,8 @@ def choose(
     key: of all that the costs depend on, such as the operands' layouts; the choice is made once for each. Raises
     UsageError, the same on every rank, if there is no such way or none fits in `grid.rates.memory`.
     """
+    if grid.asked:
+        raise _Asked(ways)
     known = (operation, id(grid.rates), key)
     name = name or (grid.chosen.get(known) if key is not None else None)
     if name is not None:
@@ -107,3 +110,26 @@ def choose(
     best = min(fits, key=lambda w: grid.rates.predict(w.cost.terms))
     grid.chosen[known] = best.name
     return best
+
+
+class _Asked(Exception):
+    def __init__(self, ways: Sequence[Way]) -> None:
+        super().__init__()
+        self.ways = list(ways)
+
+
+def ways_of(operation: Callable[..., DistributedTensor], *args: Any, **kwargs: Any) -> list[Way]:
+    """Return the ways of `operation(*args, **kwargs)`, of its first choice if it makes several. Runs none.
+
+    Raises UsageError as the operation does, and for one without ways.
+    """
+    operands = [x for a in args for x in (a if isinstance(a, (list, tuple)) else [a])]
+    grid = next(x.grid for x in operands if isinstance(x, DistributedTensor))
+    grid.asked = True
+    try:
+        operation(*args, **kwargs)
+    except _Asked as found:
+        return found.ways
+    finally:
+        grid.asked = False
+    raise UsageError(f"{operation.__name__} has one way only: nothing is to be chosen")

@@ -7,7 +7,6 @@ found.chosen, found.regret
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from common.launch.terminal import WIDE, make_table
 from common.lesson.measure import in_turn
-from common.tensors.cost import Way, choose
+from common.tensors.cost import Way, choose, ways_of
 from common.tensors.rates import ARITHMETIC
 from common.tensors.tensor import DistributedTensor
 
@@ -85,15 +84,8 @@ def explain(
     measure: how often to run each way that fits into memory, in turn, without gradients; 0 runs none. All ranks
     call it.
     """
-    module = importlib.import_module(operation.__module__)
-    name = operation.__name__
-    ways: list[Way] = getattr(module, f"{name}_ways")(*args, **kwargs)
-    tensors = [
-        x
-        for a in args
-        for x in (a if isinstance(a, (list, tuple)) else [a])
-        if isinstance(x, DistributedTensor)
-    ]
+    name, ways = operation.__name__, ways_of(operation, *args, **kwargs)
+    tensors = [x for x in args if isinstance(x, DistributedTensor)]
     grid = tensors[0].grid
     rates, best = grid.rates, choose(grid, name, ways)
     times: dict[str, float] = {}

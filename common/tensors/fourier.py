@@ -24,7 +24,7 @@ from common.tensors.cost import Cost, Way, choose, moving, received
 from common.tensors.layout import Layout, Placement, Replicate, Shard, together
 from common.tensors.rates import Term
 from common.tensors.six_step import factors, six_step_cost, six_steps
-from common.tensors.slab import fits, slab
+from common.tensors.slab import fits, layouts, slab
 from common.tensors.tensor import DistributedTensor, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
 
@@ -196,49 +196,16 @@ def _transform(
 ) -> DistributedTensor:
     with x.grid.operation(f"{kind}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
         key = (x.layout, x.dtype, tuple(s or ()), tuple(dim or ()), norm, order)
-        return choose(x.grid, kind, transform_ways(kind, x, s, dim, norm, order), way, key).run()
+        return choose(x.grid, kind, _ways(kind, x, s, dim, norm, order), way, key).run()
 
 
-def fft_ways(
-    x: DistributedTensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: Norm = "backward",
-    order: Order = "natural",
-) -> list[Way]:
-    """Return the ways of `fft`."""
-    return transform_ways("fft", x, None if n is None else (n,), (dim,), norm, order)
-
-
-def fft2_ways(
-    x: DistributedTensor,
-    s: Sequence[int] | None = None,
-    dim: Sequence[int] = (-2, -1),
-    norm: Norm = "backward",
-    order: Order = "natural",
-) -> list[Way]:
-    """Return the ways of `fft2`."""
-    return transform_ways("fft", x, s, dim, norm, order)
-
-
-def fftn_ways(
-    x: DistributedTensor,
-    s: Sequence[int] | None = None,
-    dim: Sequence[int] | None = None,
-    norm: Norm = "backward",
-    order: Order = "natural",
-) -> list[Way]:
-    """Return the ways of `fftn`."""
-    return transform_ways("fft", x, s, dim, norm, order)
-
-
-def transform_ways(
+def _ways(
     kind: str,
     x: DistributedTensor,
-    s: Sequence[int] | None = None,
-    dim: Sequence[int] | None = None,
-    norm: Norm = "backward",
-    order: Order = "natural",
+    s: Sequence[int] | None,
+    dim: Sequence[int] | None,
+    norm: Norm,
+    order: Order,
 ) -> list[Way]:
     """Return the ways of a transform: through each dimension that can be split meanwhile, and on every rank."""
     dims, lengths = _checked(kind, x, s, dim, norm, order)
@@ -257,13 +224,9 @@ def transform_ways(
                 else f"through dimension {through}"
             )
             ways.append(_way(name, x, start, steps, norm))
-    if (
-        kind in ("fft", "ifft")
-        and sorted(dims) == [0, 1]
-        and lengths == [x.shape[d] for d in dims]
-        and fits(x)
-    ):
-        ways.append(_in_blocks(x, start, kind, norm, order))
+    last = kind != "rfft" or dims[-1:] == [1]
+    if sorted(dims) == [0, 1] and last and lengths == [x.shape[d] for d in dims] and fits(x, kind):
+        ways.append(_in_blocks(x, kind, norm, order))
     whole = len(start.grid.shape) == 1 and x.ndim == 1 and start.cut_along(0) and lengths[0] == x.shape[0]
     if whole and kind in ("fft", "ifft") and order == "natural" and (pair := factors(lengths[0])):
         ways.append(
@@ -272,22 +235,23 @@ def transform_ways(
     return ways
 
 
-def _in_blocks(x: DistributedTensor, start: Layout, kind: str, norm: Norm, order: Order) -> Way:
+def _in_blocks(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way:
     def cost() -> Cost:
-        item, n = x.dtype.itemsize, start.grid.world.size
-        columns = start.placed(Shard(1))
+        wide, n = x.dtype.to_complex(), x.grid.world.size
+        item = wide.itemsize
+        rows, columns = layouts(x, kind)
         times = 2 if order == "natural" else 1
-        most = max(int(bytes_sent(start, columns, item, r)) for r in range(n))
-        M, N = x.shape
+        most = max(int(bytes_sent(rows, columns, item, r)) for r in range(n))
+        M, N = rows.shape
         terms = (
-            Term("transform", (-(-M // n), N), x.dtype),
-            Term("transform", (-(-N // n), M), x.dtype),
+            Term("transform", (-(-M // n), N), wide),
+            Term("transform", (-(-N // n), M), wide),
             Term("exchange", (most, n - 1), times=times),
             Term("copy", (M * N * item // n,), times=times),
         )
-        memory = received(start, columns, x.dtype) * 2 * times
-        back = bytes_sent(columns, start, item) if times == 2 else 0
-        return Cost(terms, memory, bytes_sent(start, columns, item) + back)
+        memory = received(rows, columns, wide) * 2
+        back = bytes_sent(columns, rows, item) if times == 2 else 0
+        return Cost(terms, memory, bytes_sent(rows, columns, item) + back)
 
     return Way("in blocks", lambda: slab(x, kind, norm, order), cost)
 

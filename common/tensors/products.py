@@ -32,7 +32,7 @@ def matmul(a: DistributedTensor, b: DistributedTensor, way: str | None = None) -
         return _with_batches(a, b, way)
     grid = same_grid([a.grid, b.grid], "matmul")
     with grid.operation(f"matmul({describe(a, b)}, {way})"):
-        return choose(grid, "matmul", matmul_ways(a, b), way, _key(a, b)).run()
+        return choose(grid, "matmul", _matmul_ways(a, b), way, _key(a, b)).run()
 
 
 def bmm(a: DistributedTensor, b: DistributedTensor, way: str | None = None) -> DistributedTensor:
@@ -42,14 +42,14 @@ def bmm(a: DistributedTensor, b: DistributedTensor, way: str | None = None) -> D
     """
     grid = same_grid([a.grid, b.grid], "bmm")
     with grid.operation(f"bmm({describe(a, b)}, {way})"):
-        return choose(grid, "bmm", bmm_ways(a, b), way, _key(a, b)).run()
+        return choose(grid, "bmm", _bmm_ways(a, b), way, _key(a, b)).run()
 
 
 def _key(a: DistributedTensor, b: DistributedTensor) -> Hashable:
     return a.layout, b.layout, a.dtype, b.dtype
 
 
-def bmm_ways(a: DistributedTensor, b: DistributedTensor) -> list[Way]:
+def _bmm_ways(a: DistributedTensor, b: DistributedTensor) -> list[Way]:
     """Return the ways of `bmm`."""
     if (
         a.ndim != 3
@@ -88,7 +88,7 @@ def _with_batches(a: DistributedTensor, b: DistributedTensor, way: str | None) -
         return choose(grid, "matmul", pair.ways(), way, pair.key).run()
 
 
-def matmul_ways(a: DistributedTensor, b: DistributedTensor) -> list[Way]:
+def _matmul_ways(a: DistributedTensor, b: DistributedTensor) -> list[Way]:
     """Return the ways of `matmul` of two matrices."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise UsageError(

@@ -62,7 +62,7 @@ def transform_work(rows: int, length: int) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank computes, moves and holds; equal on all ranks.
+    """Speeds and memory of a rank, equal on all ranks.
 
     products: per dtype, seconds for each of `product_features`. curves: of the other kinds, points (amount, seconds),
     between which it is interpolated on logarithmic axes. Amounts: bytes; FLOPs of a convolution; of a transform the

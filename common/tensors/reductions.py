@@ -251,7 +251,10 @@ def norm(x: DistributedTensor, p: float = 2.0, dim: Dims = None, keepdim: bool =
         if math.isinf(p):
             return (max if p > 0 else min)(DistributedTensor(x.local.abs(), x.layout), dims, keepdim)
         target = _reduced(x.layout, dims, keepdim, Partial())
-        mine = torch.linalg.vector_norm(x.local, p, dims, keepdim) if dims else x.local.abs()
+        local = (
+            x.local if dims else x.local.reshape(1)
+        )  # vector_norm refuses some numbers without a dimension
+        mine = torch.linalg.vector_norm(local, p, dims or 0, keepdim and bool(dims))
         if not target.partial:
             return DistributedTensor(mine, target)
         # the norm of the ranks' norms, so that no power overflows
