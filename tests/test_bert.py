@@ -297,7 +297,7 @@ def test_reads_published_files(tmp_path: Path) -> None:
         (dict(tie_word_embeddings=False), "tie_word_embeddings is False"),
         (dict(intermediate_size=34), r"shape \[35, 24\], config.json asks for \[34, 24\]"),
         (dict(type_vocab_size=None), "does not say type_vocab_size"),
-        (dict(type_vocab_size=0), "type_vocab_size is 0"),
+        (dict(type_vocab_size=0), "type_vocab_size cannot be 0"),
     ],
 )
 def test_features_that_it_lacks_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

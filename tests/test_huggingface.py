@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import SHAPES, ours, tokens
 from transformers import (
     BertConfig,
@@ -220,6 +221,14 @@ def damage_config(**changes):
     return damage
 
 
+def damage_type(folder):
+    """A quantized weight."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, file)
+
+
 def damage_json(folder):
     (folder / "config.json").write_text("{")
 
@@ -235,6 +244,12 @@ def damage_json(folder):
         (damage_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu'"),
         (damage_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type is 'yarn'"),
         (damage_config(hidden_size=None), "does not say hidden_size"),
+        (damage_config(hidden_size=24.0), "hidden_size cannot be 24.0"),
+        (damage_config(num_hidden_layers="3"), "num_hidden_layers cannot be '3'"),
+        (damage_config(rms_norm_eps=-1), "rms_norm_eps cannot be -1"),
+        (damage_config(rope_parameters=[1]), r"rope_parameters is \[1\]"),
+        (damage_config(model_type=["llama"]), "is unknown"),
+        (damage_type, "has type I8"),
         (damage_config(head_dim=5), "head_dim is 5; only 4"),
         (damage_config(intermediate_size=36), r"shape \[35, 24\], config.json asks for \[36, 24\]"),
         (damage_config(num_hidden_layers=2), "no place for: model.layers.2"),

@@ -35,7 +35,7 @@ from common.models.huggingface import read_config, read_huggingface, read_weight
 from common.models.transformer import Transformer
 
 from infer_engine import Engine, cache_bytes
-from infer_options import GenerateOptions
+from infer_options import Choice, GenerateOptions, read_file
 from infer_run import main
 from infer_sampling import choose, shares
 from infer_scheduler import Request, Sequence
@@ -248,6 +248,20 @@ def test_kept_tokens_are_those_of_transformers() -> None:
         torch.testing.assert_close(found_RV, expected_RV, rtol=1e-12, atol=1e-15)
 
 
+def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
+    logits_V = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
+    assert choose(logits_V[None], [Sequence(0, Request((1,), 1, temperature=5e-324), [1])]).tolist() == [1]
+
+
+def test_a_prompt_may_have_any_character(tmp_path: Path) -> None:
+    """Lines end with a line feed alone; the mark that some editors write first is no part of the text."""
+    prompt = "a\u2028\x0cb"
+    (tmp_path / "a.txt").write_text(f"{prompt}\nc\n", "utf-8-sig")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}, ensure_ascii=False), "utf-8-sig")
+    for name, expected in (("a.txt", [prompt, "c"]), ("a.jsonl", [prompt])):
+        assert [text for text, _ in read_file(tmp_path / name, Choice())] == expected
+
+
 def test_draws_follow_the_probabilities() -> None:
     """Over many seeds each token comes as often as its probability says, within 5 standard deviations."""
     logits_V = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5], dtype=torch.float64)
@@ -401,6 +415,8 @@ def test_a_length_that_nobody_gives_ends_with_the_model(tmp_path: Path) -> None:
         (["--file", "FILE"], '{"prompt": "a", "tokens": 0}', "line 1: tokens cannot be 0"),
         (["--file", "FILE"], '{"prompt": "a", "stop": [-1]}', "line 1: stop cannot be [-1]"),
         (["--file", "FILE"], '{"prompt": 7}', "line 1: prompt cannot be 7"),
+        (["--file", "FILE"], "[" * 10**5, "line 1 is not JSON"),
+        (["--file", "FILE"], "\n", "has no prompt"),
         (["--file", "FILE"], '{"prompt": "a", "tokens": 63}\n{"prompt": "ab", "tokens": 63}', "exceed"),
     ],
 )

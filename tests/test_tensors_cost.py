@@ -29,7 +29,7 @@ EXAMPLES = ROOT / "common" / "tensors" / "examples"
 
 
 def test_rates_by_hand(tmp_path: Path) -> None:
-    rates = Rates(1e9, {"float32": (1, 2, 3, 4, 5)}, {"copy": [(10.0, 1.0), (1000.0, 10.0)]})
+    rates = Rates(1e9, {"float32": (1, 2, 3, 4, 5)}, {}, {"copy": [(10.0, 1.0), (1000.0, 10.0)]})
     product = Term("product", (1, 2, 3, 5))
     assert rates.seconds(product) == 1 + 2 * 2 * 30 + 3 * 4 * (6 + 15) + 4 * 4 * 10
     assert rates.seconds(Term("copy", (100,))) == pytest.approx(math.sqrt(10))
@@ -81,7 +81,7 @@ def test_explain() -> None:
 
 def calibrated(rt: Runtime) -> list[float]:
     """Measure this machine in short."""
-    rates = calibrate(Grid(rt.world), seconds=0.0, largest=1 << 20)
+    rates = calibrate(Grid(rt.world), seconds=0.0, largest=1 << 20, trials=2)
     terms = [Term("product", (1, n, n, n)) for n in (32, 256)] + [
         Term("exchange", (n, 1)) for n in (10**3, 10**6)
     ]

@@ -112,7 +112,7 @@ def read_file(file: Path, default: Choice) -> Iterator[tuple[str, Choice]]:
     Raises UsageError for a file that cannot be read, and for a line that is no request.
     """
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --file {file}: {error}") from None
     known = {f.name: getattr(default, f.name) for f in fields(Choice)}
@@ -120,13 +120,13 @@ def read_file(file: Path, default: Choice) -> Iterator[tuple[str, Choice]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if file.suffix != ".jsonl":
+        if file.suffix.lower() != ".jsonl":
             yield line, Choice(**known)
             continue
         where = f"{file}, line {number}"
         try:
             said: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{where} is not JSON: {error}") from None
         if not isinstance(said, dict) or "prompt" not in said:
             raise UsageError(

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Row
 
 from common import comm
 from common.data.tokenizer import Stream, Tokenizer
+from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.lesson.runner import console, write_records
 
@@ -98,6 +99,8 @@ def main(rt: Runtime, o: GenerateOptions) -> bool:
     asked: list[tuple[str, Choice]] = [(text, o) for text in o.prompts]
     if o.file:
         asked += read_file(o.file, o)
+        if not asked:
+            raise UsageError(f"--file {o.file} has no prompt")
     requests = [make_request(text, choice, tokens, stop, longest) for text, choice in asked]
     if requests:
         done = generate(engine, requests, tokens, meter, rt.rank == 0)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -84,6 +84,7 @@ BERT = {
 TABLES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "bert": BERT}
 WITHOUT_BIAS = ("wte", "wpe", "lm_head", "_embeddings")
 WITHOUT_WEIGHT = ("cls.predictions",)
+TYPES = ("F64", "F32", "BF16", "F16")  # of weights, as safetensors calls them; not those of quantized models
 # config.json: our field and theirs
 FIELDS = {
     "gpt2": {
@@ -259,7 +260,12 @@ def read_weights(folder: Path, config: TransformerConfig) -> Callable[[str, torc
             file, there = stored.pop(theirs)
             if file not in opened:
                 opened[file] = files.enter_context(_open(file))
-            shape = opened[file].get_slice(there).get_shape()
+            stored_as = opened[file].get_slice(there)
+            if stored_as.get_dtype() not in TYPES:
+                raise UsageError(
+                    f"{there} in {file} has type {stored_as.get_dtype()}; {', '.join(TYPES)} can be read"
+                )
+            shape = stored_as.get_shape()
             shape = shape[::-1] if transposed else shape
             parts = [ours[name][expert] for name in names]
             needed = [sum(len(p) for p in parts), *parts[0].shape[1:]]
@@ -295,7 +301,10 @@ def _stored(folder: Path, kind: str) -> dict[str, tuple[Path, str]]:
     """Return the file of each weight and its name there. Large models are in several files with an index."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.exists() and not single.exists():
-        files = {name: folder / file for name, file in _read_json(index).get("weight_map", {}).items()}
+        parts = _read_json(index).get("weight_map", {})
+        if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
+            raise UsageError(f"{index}: weight_map is not an object of names of files")
+        files = {name: folder / file for name, file in parts.items()}
     else:
         with _open(single) as weights:
             files = dict.fromkeys(weights.keys(), single)
@@ -312,7 +321,7 @@ def _stored(folder: Path, kind: str) -> dict[str, tuple[Path, str]]:
 def _read_json(file: Path) -> Json:
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {file}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"cannot read {file}: it is not a JSON object")
@@ -324,11 +333,14 @@ def read_config(folder: Path) -> TransformerConfig:
     file = folder / "config.json"
     theirs = _read_json(file)
     kind = theirs.get("model_type")
-    if kind not in TABLES:
+    if not isinstance(kind, str) or kind not in TABLES:
         raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2, llama, mixtral and bert can be read")
     base = 1e6 if kind == "mixtral" else 10000.0
     defaults = {"rope_theta": base, "rope_type": "default", "tie_word_embeddings": kind in ("gpt2", "bert")}
-    theirs = {**defaults, **(theirs.get("rope_parameters") or {}), **theirs}
+    rope = theirs.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UsageError(f"{file}: rope_parameters is {rope!r:.60}; give an object")
+    theirs = {**defaults, **rope, **theirs}
     for key, allowed in ONLY[kind].items():
         if theirs.get(key, allowed[0]) not in allowed:
             raise UsageError(f"{file}: {key} is {theirs[key]!r}; only {allowed[0]!r} can be read")
@@ -338,8 +350,11 @@ def read_config(folder: Path) -> TransformerConfig:
         sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
     if missing := [FIELDS[kind].get(ours, ours) for ours, value in sizes.items() if value is None]:
         raise UsageError(f"{file} does not say {missing[0]}")
-    if sizes.get("token_types") == 0:
-        raise UsageError(f"{file}: type_vocab_size is 0; give at least 1")
+    hints = get_type_hints(TransformerConfig)
+    for ours, value in sizes.items():
+        kinds = (int, float) if hints[ours] is float else (hints[ours],)
+        if type(value) not in kinds or (hints[ours] is not bool and not 0 < value < 2**31):
+            raise UsageError(f"{file}: {FIELDS[kind].get(ours, ours)} cannot be {value!r:.60}")
     config = TransformerConfig(**sizes, **STYLE[kind])
     if theirs.get("head_dim") not in (None, config.head_width):
         raise UsageError(f"{file}: head_dim is {theirs['head_dim']}; only {config.head_width} can be read")

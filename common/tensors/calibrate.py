@@ -30,7 +30,8 @@ from common.launch.command_line import check_folder
 from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions, console, run
 from common.tensors.grid import Grid
-from common.tensors.rates import Rates, product_features, transform_work
+from common.tensors.rates import Rates, Term, convolution_features, product_features, transform_work
+from common.tensors.trials import corrected
 from common.utils.pages import keep_freed_memory, new_empty
 
 SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the parts of split products are
@@ -48,14 +49,12 @@ SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the 
 LENGTHS = (8, 32, 128, 512, 1024, 2048, 4096, 16384, 65536, 1 << 18, 1 << 20)
 BYTES = tuple(1 << k for k in range(6, 28, 2))
 Clock = Callable[[Callable[[], object]], float]  # median seconds of a call
-CHANNELS = (
-    (4, 16),
-    (16, 32),
-    (32, 64),
-    (64, 64),
-    (64, 128),
-    (128, 128),
-)  # channels and side of a 3 x 3 convolution
+PRIMES = (3, 5, 7, 11, 13, 17, 23, 31, 47, 67, 101, 211, 503, 1009, 2003)
+IMAGES = (  # (images, channels in, channels out, side, kernel)
+    *((2, 16, 16, 48, 3), (8, 16, 16, 96, 3), (4, 32, 32, 64, 3), (2, 64, 64, 24, 3), (4, 64, 64, 96, 3)),
+    *((4, 8, 32, 64, 3), (4, 32, 8, 64, 3), (2, 24, 24, 40, 3), (8, 64, 32, 48, 3), (2, 32, 64, 32, 3)),
+    *((4, 32, 32, 64, 1), (2, 32, 32, 48, 5), (1, 128, 128, 32, 3)),
+)
 
 
 def measured(call: Callable[[], object], group: Group, least: int = 5, seconds: float = 0.15) -> float:
@@ -89,17 +88,20 @@ def calibrate(
     device: str = "cpu",
     seconds: float = 0.15,
     largest: int = 1 << 26,
+    trials: int = 40,
 ) -> Rates:
     """Return the rates of this machine's ranks, the same on all; memory: what is free, shared by the ranks here.
 
     dtypes: of products and convolutions; transforms are measured in their complex type. seconds: for which each of
-    some 80 calls is repeated, five times at least. largest: bytes of the largest tensors. All ranks call it.
+    some 100 calls is repeated, five times at least. largest: bytes of the largest tensors. trials: random operations
+    from which to correct for what terms in a loop do not show. All ranks call it.
     """
     group, sizes = grid.world, [n for n in BYTES if n <= largest]
     clock = partial(measured, group=group, seconds=seconds)
     with grid.operation(f"calibrate({dtypes})"), ledger.uncounted(), torch.no_grad():
         grid.meet()
         products: dict[str, tuple[float, ...]] = {}
+        convolutions: dict[str, tuple[float, ...]] = {}
         curves: dict[str, list[tuple[float, float]]] = {}
         for dtype in dtypes:
             kind, item = str(dtype).removeprefix("torch."), dtype.itemsize
@@ -108,21 +110,19 @@ def calibrate(
             products[kind] = fitted([product_features(s, dtype) for s in shapes], times)
             if dtype.is_complex:
                 continue
-            images = [(c, side) for c, side in CHANNELS if 2 * c * side**2 * item <= largest]
-            curves[f"convolution {kind}"] = sorted(
-                _convolution(c, n, dtype, device, clock) for c, n in images
+            images = [i for i in IMAGES if 2 * i[0] * max(i[1:3]) * i[3] ** 2 * item <= largest]
+            convolutions[kind] = fitted(
+                [convolution_features(_sizes(i), dtype) for i in images],
+                [clock(_convolution(i, dtype, device)) for i in images],
             )
-            wide = dtype.to_complex()
-            lengths = [n for n in LENGTHS if n * wide.itemsize <= largest]
-            curves[f"transform {str(wide).removeprefix('torch.')}"] = [
-                _transform(n, largest, wide, device, clock) for n in lengths
-            ]
+            curves |= _transforms(dtype.to_complex(), largest, device, clock)
         curves["copy"] = [(n, clock(_copy(n // 2, device))) for n in sizes]
         if group.size > 1:
             for name in ("exchange", "all-gather", "reduce-scatter", "all-reduce"):
                 curves[name] = [(n, clock(_move(name, n, device, group))) for n in sizes]
         free = min(comm.everyones(psutil.virtual_memory().available, group)) / group.size
-        return Rates(free, products, curves)
+        rates = Rates(free, products, convolutions, curves)
+    return corrected(grid, rates, trials, device=device) if trials else rates
 
 
 def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
@@ -133,18 +133,41 @@ def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[
     return lambda: torch.bmm(x, y)
 
 
-def _convolution(
-    channels: int, side: int, dtype: torch.dtype, device: str, clock: Clock
-) -> tuple[float, float]:
-    x = torch.ones(2, channels, side, side, dtype=dtype, device=device)
-    w = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device)
-    return 2.0 * 9 * channels**2 * 2 * side**2, clock(lambda: torch.conv2d(x, w, padding=1))
+def _sizes(image: Sequence[int]) -> tuple[int, ...]:
+    images, given, made, side, kernel = image
+    return images, given, made, side**2, kernel**2
 
 
-def _transform(n: int, largest: int, dtype: torch.dtype, device: str, clock: Clock) -> tuple[float, float]:
-    rows = max(1, min(1 << 20, largest // dtype.itemsize) // n)
-    x = torch.ones(rows, n, dtype=dtype, device=device)
-    return n, clock(lambda: torch.fft.fft(x)) / transform_work(rows, n)
+def _convolution(image: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    images, given, made, side, kernel = image
+    x = torch.ones(images, given, side, side, dtype=dtype, device=device)
+    w = torch.ones(made, given, kernel, kernel, dtype=dtype, device=device)
+    return lambda: torch.conv2d(x, w, padding=kernel // 2)
+
+
+def _transforms(
+    dtype: torch.dtype, largest: int, device: str, clock: Clock
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the curves of transforms: by length, by largest prime factor, and of numbers that are apart."""
+
+    def per_flop(n: int, apart: int = 1) -> float:
+        rows = max(1, min(1 << 20, largest // dtype.itemsize) // n // apart)
+        x = torch.ones(rows, n, apart, dtype=dtype, device=device)
+        return clock(lambda: torch.fft.fft(x, dim=1)) / transform_work(rows * apart, n)
+
+    name = f"transform {str(dtype).removeprefix('torch.')}"
+    lengths = [n for n in LENGTHS if n * dtype.itemsize <= largest]
+    found = {name: [(float(n), per_flop(n)) for n in lengths]}
+    alone = Rates(curves=found)
+    primes = [(p, p << max(0, (1024 // p).bit_length() - 1)) for p in PRIMES]
+
+    def rate(n: int) -> float:
+        return alone.seconds(Term("transform", (1, n, 1), dtype)) / transform_work(1, n)
+
+    found[f"{name} primes"] = [(2.0, 1.0), *((float(p), per_flop(n) / rate(n)) for p, n in primes)]
+    apart = [n for n in lengths if 32 <= n <= 4096]
+    found[f"{name} apart"] = [(float(n), per_flop(n, n) / rate(n)) for n in apart]
+    return found
 
 
 def _copy(half: int, device: str) -> Callable[[], Tensor]:

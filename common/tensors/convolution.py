@@ -249,9 +249,20 @@ class Convolution:
                 most = max(int(halo.bytes_sent(item, r)) for r in world)
                 boxed = max(size_of(box) for box in halo.boxes) * item
                 terms += [Term("exchange", (most, 2)), Term("copy", (2 * boxed,))]
-            kernels = [[hi - lo for lo, hi in for_w.box(r)[1:]] for r in world]  # of a number of the result
-            share = [size_of(y.box(r)) * math.prod(kernels[r]) for r in world]
-            terms.append(Term("convolution", (2 * max(share),), self.x.dtype))
+            shares = []
+            for r in world:
+                images, made, *places = (hi - lo for lo, hi in y.box(r))
+                given = for_w.box(r)[1][1] - for_w.box(r)[1][0]
+                groups = max(1, (for_x.box(r)[1][1] - for_x.box(r)[1][0]) // max(1, given))
+                size = (
+                    images * groups,
+                    given,
+                    made // groups,
+                    math.prod(places),
+                    math.prod(self.window.kernel),
+                )
+                shares.append(size)
+            terms.append(Term("convolution", max(shares, key=math.prod), self.x.dtype))
             memory = sum(received(*move, self.x.dtype) for move in moves) + size_of(y.box(0)) * item
             memory += max(size_of(box) for box in halo.boxes) * item if halo.moves else 0
             sent = sum((bytes_sent(*move, item) for move in moves), halo.bytes_sent(item))

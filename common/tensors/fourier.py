@@ -10,6 +10,7 @@ with one dimension takes the six steps of `six_step`. The kernels are those of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -244,8 +245,8 @@ def _in_blocks(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way
         most = max(int(bytes_sent(rows, columns, item, r)) for r in range(n))
         M, N = rows.shape
         terms = (
-            Term("transform", (-(-M // n), N), wide),
-            Term("transform", (-(-N // n), M), wide),
+            Term("transform", (-(-M // n), N, 1), wide),
+            Term("transform", (-(-N // n), M, 1), wide),
             Term("exchange", (most, n - 1), times=times),
             Term("copy", (M * N * item // n,), times=times),
         )
@@ -354,10 +355,11 @@ def _way(name: str, x: DistributedTensor, start: Layout, steps: Sequence[Step], 
         for step in (Step(start), *steps):
             if step.kernel:
                 longest = max(step.layout.box(r) for r in range(len(step.layout.boxes)))
-                rows = 1
-                for d, (lo, hi) in enumerate(longest):
-                    rows *= 1 if d == step.dim else hi - lo
-                terms.append(Term("transform", (rows, step.n), complex_type))
+                lengths = [hi - lo for lo, hi in longest]
+                apart = math.prod(lengths[step.dim + 1 :])
+                terms.append(
+                    Term("transform", (math.prod(lengths[: step.dim]) * apart, step.n, apart), complex_type)
+                )
                 kind = x.dtype.to_real() if step.kernel == "irfft" else complex_type
             else:
                 terms += moving(at, step.layout, kind)

@@ -29,8 +29,8 @@ class Term:
     kind and sizes:
 
         product      (batch, m, k, n)       batched matrix product
-        convolution  (FLOPs,)               of which a multiplication and an addition count two
-        transform    (rows, length)         complex Fourier transforms
+        convolution  (images, channels in, channels out, places, kernel)   of one group: numbers per image and channel
+        transform    (rows, length, apart)  complex Fourier transforms of numbers that are so far apart in memory
         copy         (bytes,)               read and written in memory, each byte counted once
         exchange     (bytes sent, messages) all-to-all, halos, shifts between neighbours
         all-gather   (bytes sent,)
@@ -55,41 +55,80 @@ def product_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, .
     return 1.0, flops, float(b * (m * k + k * n) * item), float(out), float(out if out > FRESH else 0)
 
 
+def convolution_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
+    """Return what a convolution's time is linear in: its start, FLOPs, bytes read and bytes written.
+
+    Kernels take channels in blocks of 16: fewer cost as many.
+    """
+    images, given, made, places, kernel = sizes
+    wide_given, wide_made = (-(-c // 16) * 16 for c in (given, made))
+    flops = 2.0 * images * wide_given * wide_made * places * kernel
+    numbers = images * given * places + given * made * kernel, images * made * places
+    return 1.0, flops, *(float(n * dtype.itemsize) for n in numbers)
+
+
 def transform_work(rows: int, length: int) -> float:
     """Return the FLOPs of complex transforms by the usual count, 5 n log2 n each."""
     return 5.0 * rows * length * math.log2(max(length, 2))
+
+
+def largest_prime(n: int) -> int:
+    """Return the largest prime factor of n, by which transforms of equally many numbers differ; 2 for 1."""
+    found, p = 2, 2
+    while n > 1:
+        if p * p > n:
+            return max(found, n)
+        if n % p:
+            p += 1
+        else:
+            n, found = n // p, p
+    return found
 
 
 @dataclass(frozen=True)
 class Rates:
     """Speeds and memory of a rank, equal on all ranks.
 
-    products: per dtype, seconds for each of `product_features`. curves: of the other kinds, points (amount, seconds),
-    between which it is interpolated on logarithmic axes. Amounts: bytes; FLOPs of a convolution; of a transform the
-    length, with the seconds of a FLOP. memory: bytes that an operation may need beyond its operands.
+    products, convolutions: per dtype, seconds for each of `product_features` and `convolution_features`.
+
+    curves: points (amount, seconds), between which it is interpolated on logarithmic axes. Of moves and copies the
+    amount is bytes. Of a transform it is the length, with the seconds of a FLOP where the length is a power of two;
+    "primes" are by what factor a largest prime factor makes it slower, "apart" the same of numbers that are not
+    neighbours.
+
+    corrections: per kind, the factor from a term that is measured alone to one of an operation; seconds of a "way" and
+    of a "move" beyond their terms. memory: bytes that an operation may need beyond its operands.
     """
 
     memory: float = math.inf
     products: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    convolutions: Mapping[str, Sequence[float]] = field(default_factory=dict)
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    corrections: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, term: Term) -> float:
         """Return the predicted seconds of a term."""
         kind, wide = str(term.dtype).removeprefix("torch."), term.dtype.to_real().itemsize / 4
         if term.kind == "product":
-            default = (2e-6, wide / 50e9, 1 / 20e9, 1 / 10e9, 1 / 4e9)
+            default: tuple[float, ...] = (2e-6, wide / 50e9, 1 / 20e9, 1 / 10e9, 1 / 4e9)
             features = product_features(term.sizes, term.dtype)
             one = sum(f * c for f, c in zip(features, self.products.get(kind, default), strict=True))
         elif term.kind == "transform":
-            rate = self._curve(f"transform {kind}", term.sizes[1], wide / 4e9)
-            one = transform_work(*term.sizes) * rate
+            rows, length, apart = term.sizes
+            rate = self._curve(f"transform {kind}", length, wide / 4e9)
+            rate *= self._curve(f"transform {kind} primes", largest_prime(length), 1.0)
+            rate *= self._curve(f"transform {kind} apart", length, 1.0) if apart > 1 else 1.0
+            one = transform_work(rows, length) * rate
         elif term.kind == "convolution":
-            one = self._curve(f"convolution {kind}", term.sizes[0], 5e-6 + term.sizes[0] * wide / 50e9)
+            default = (5e-6, wide / 50e9, 1 / 20e9, 1 / 10e9)
+            features = convolution_features(term.sizes, term.dtype)
+            one = sum(f * c for f, c in zip(features, self.convolutions.get(kind, default), strict=True))
         elif term.kind == "copy":
             one = self._curve("copy", term.sizes[0], 1e-6 + term.sizes[0] / 8e9)
         else:
             one = self._curve(term.kind, term.sizes[0], 20e-6 + term.sizes[0] / 5e9)
-        return term.times * one
+        beyond = 0.0 if term.kind in ARITHMETIC or term.kind == "copy" else self.corrections.get("move", 0.0)
+        return term.times * (one * self.corrections.get(term.kind, 1.0) + beyond)
 
     def _curve(self, name: str, amount: float, default: float) -> float:
         points = self.curves.get(name)
@@ -107,7 +146,7 @@ class Rates:
         shown = [t for t in terms if not t.hidden]
         work = sum(self.seconds(t) for t in shown if t.kind in ARITHMETIC)
         rest = sum(self.seconds(t) for t in shown if t.kind not in ARITHMETIC)
-        return rest + max(work, hidden)
+        return self.corrections.get("way", 0.0) + rest + max(work, hidden)
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON."""
@@ -126,7 +165,7 @@ class Rates:
                 return _of_planner(path.read_text())
             about = json.loads(path.read_text())
             memory = about["memory"]
-            return cls(math.inf if memory is None else memory, about["products"], about["curves"])
+            return cls(**about | {"memory": math.inf if memory is None else memory})
         except (OSError, KeyError, ValueError, TypeError) as error:
             raise UsageError(f"{path}: not the rates of a machine: {error}") from None
 
@@ -144,4 +183,4 @@ def _of_planner(text: str) -> Rates:
     line = [(n, latency + n / bandwidth) for n in (1.0, 1e4, 1e6, 1e8, 1e10)]
     curves = dict.fromkeys(("exchange", "all-gather", "reduce-scatter", "all-reduce"), line)
     curves["copy"] = [(n, about["launch"] + n * moved) for n in (1.0, 1e4, 1e6, 1e8, 1e10)]
-    return Rates(about["memory"], products, curves)
+    return Rates(about["memory"], products, curves=curves)

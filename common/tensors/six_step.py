@@ -83,7 +83,7 @@ def six_step_cost(x: DistributedTensor, pair: tuple[int, int]) -> Cost:
     )
     terms = [term for move in moves for term in moving(*move)]
     most = -(-n2 // x.grid.world.size), -(-n1 // x.grid.world.size)
-    terms += [Term("transform", (most[0], n1), wide), Term("transform", (most[1], n2), wide)]
+    terms += [Term("transform", (most[0], n1, 1), wide), Term("transform", (most[1], n2, 1), wide)]
     terms.append(Term("copy", (4 * most[0] * n1 * wide.itemsize,)))
     sent = sum((bytes_sent(source, target, of.itemsize) for source, target, of in moves), Fraction(0))
     return Cost(tuple(terms), sum(received(*move) for move in moves), sent)

@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import Annotated
 
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
 from common.lesson.runner import LessonOptions, console, run
-from common.tensors import Grid, Rates, Replicate, Shard, bmm, conv2d, explain, fft2, matmul, uniform
+from common.tensors import Grid, Rates, explain
 from common.tensors.calibrate import calibrate
-from common.tensors.explain import Explanation
-from common.tensors.layout import Placement
+from common.tensors.trials import drawn
 from common.utils.pages import keep_freed_memory
 
 
@@ -42,35 +38,6 @@ class CostOptions(
     """File of calibrate.py; default: measure now."""
 
 
-def drawn(grid: Grid, numbers: random.Random) -> tuple[str, Callable[[int], Explanation]]:
-    """Return a random operation, described, and a function that explains it."""
-
-    def length(low: int, high: int) -> int:
-        return int(low * (high / low) ** numbers.random())
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
-        placed: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
-        cut = numbers.choice(placed)
-        return uniform(shape, grid, cut, dtype=dtype)
-
-    kind = numbers.choice(["matmul", "matmul", "bmm", "conv2d", "fft2"])
-    if kind == "matmul":
-        M, K, N = (length(100, 2000) for _ in range(3))
-        a, b = tensor(M, K), tensor(K, N)
-        return f"matmul {M} {K} {N}", lambda k: explain(matmul, a, b, measure=k)
-    if kind == "bmm":
-        B, M, K, N = length(4, 64), length(32, 400), length(32, 400), length(32, 400)
-        a, b = tensor(B, M, K), tensor(B, K, N)
-        return f"bmm {B} {M} {K} {N}", lambda k: explain(bmm, a, b, measure=k)
-    if kind == "conv2d":
-        N, C, side = length(2, 8), length(16, 64), length(24, 96)
-        a, b = tensor(N, C, side, side), uniform((C, C, 3, 3), grid, Replicate())
-        return f"conv2d {N} {C} {side}", lambda k: explain(conv2d, a, b, padding=1, measure=k)
-    M, N = length(128, 2048), length(128, 2048)
-    a = tensor(M, N, dtype=torch.complex64)
-    return f"fft2 {M} {N}", lambda k: explain(fft2, a, measure=k)
-
-
 def main(rt: Runtime, o: CostOptions) -> bool:
     """Print predicted and measured times of the chosen ways, the median error and the mean regret."""
     keep_freed_memory()
@@ -78,15 +45,15 @@ def main(rt: Runtime, o: CostOptions) -> bool:
     grid.rates = Rates.load(o.rates) if o.rates else calibrate(grid)
     rows, errors, regrets = [], list[float](), list[float]()
     for _ in range(o.shapes):
-        what, explained = drawn(grid, numbers)
-        found = explained(o.rounds)
+        trial = drawn(grid, numbers)
+        found = explain(trial.operation, *trial.operands, measure=o.rounds, **trial.options)
         for c in found.candidates:
             assert c.measured is not None
             error = (c.predicted - c.measured) / c.measured
             errors.append(abs(error))
             if c.way.name == found.chosen:
                 times = f"{c.predicted * 1e3:.3f}", f"{c.measured * 1e3:.3f}", f"{error:+.0%}"
-                rows.append((what, c.way.name, *times, f"{found.regret:.1%}"))
+                rows.append((trial.name, c.way.name, *times, f"{found.regret:.1%}"))
         regrets.append(found.regret)
     heads = ("operation", "chosen way", ">predicted ms", ">measured ms", ">error", ">regret")
     console(rt).print(make_table(f"{o.shapes} shapes on {rt.world_size} rank(s)", heads, rows))

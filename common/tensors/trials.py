@@ -1,0 +1,103 @@
+"""Random operations, and the corrections of a machine's rates that explain their times best.
+
+Terms are measured alone, in a loop. In an operation their operands lie in other caches, memory is new, ranks wait for
+one another, and Python takes its time for each way and each move. `corrected` fits a factor per kind of term, and these
+two times, to what the ways of random operations take.
+
+Others than those drawn here must show how well it predicts: `examples/costs.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import least_squares
+
+from common.tensors.convolution import conv2d
+from common.tensors.cost import Cost
+from common.tensors.explain import explain
+from common.tensors.fourier import fft2
+from common.tensors.grid import Grid
+from common.tensors.layout import Placement, Replicate, Shard
+from common.tensors.make import uniform
+from common.tensors.products import bmm, matmul
+from common.tensors.rates import Rates
+from common.tensors.tensor import DistributedTensor
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operation on operands in random layouts."""
+
+    name: str
+    operation: Callable[..., DistributedTensor]
+    operands: Sequence[DistributedTensor]
+    options: dict[str, Any]
+
+
+def drawn(
+    grid: Grid, numbers: random.Random, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Trial:
+    """Return a product, a batched one, a convolution or a transform, of milliseconds."""
+
+    def length(low: int, high: int) -> int:
+        return int(low * (high / low) ** numbers.random())
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> DistributedTensor:
+        placed: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
+        return uniform(shape, grid, numbers.choice(placed), dtype=dtype, device=device)
+
+    kind = numbers.choice(["matmul", "matmul", "bmm", "conv2d", "fft2"])
+    if kind == "matmul":
+        M, K, N = (length(100, 2000) for _ in range(3))
+        return Trial(f"matmul {M} {K} {N}", matmul, (tensor(M, K), tensor(K, N)), {})
+    if kind == "bmm":
+        B, M, K, N = length(4, 64), length(32, 400), length(32, 400), length(32, 400)
+        return Trial(f"bmm {B} {M} {K} {N}", bmm, (tensor(B, M, K), tensor(B, K, N)), {})
+    if kind == "conv2d":
+        N, C, side = length(2, 8), length(16, 64), length(24, 96)
+        w = uniform((C, C, 3, 3), grid, Replicate(), dtype=dtype, device=device)
+        return Trial(f"conv2d {N} {C} {side}", conv2d, (tensor(N, C, side, side), w), {"padding": 1})
+    M, N = length(128, 2048), length(128, 2048)
+    return Trial(f"fft2 {M} {N}", fft2, (tensor(M, N, dtype=dtype.to_complex()),), {})
+
+
+def corrected(
+    grid: Grid, rates: Rates, trials: int, rounds: int = 5, seed: int = 10**6, device: str = "cpu"
+) -> Rates:
+    """Return the rates with corrections that explain the ways of random operations. All ranks call it."""
+    numbers, before = random.Random(seed), grid.rates
+    grid.rates = rates
+    costs, seconds = list[Cost](), list[float]()
+    for _ in range(trials):
+        trial = drawn(grid, numbers, device=device)
+        found = explain(trial.operation, *trial.operands, measure=rounds, **trial.options)
+        for c in found.candidates:
+            if c.measured is not None:
+                costs.append(c.way.cost)
+                seconds.append(c.measured)
+    grid.rates = before
+    return replace(rates, corrections=fitted_corrections(rates, costs, seconds))
+
+
+def fitted_corrections(rates: Rates, costs: Sequence[Cost], seconds: Sequence[float]) -> dict[str, float]:
+    """Return the corrections with which the predicted times differ least from the measured ones, relatively."""
+    kinds = sorted({t.kind for cost in costs for t in cost.terms})
+    start = np.log([1e-5, 1e-5, *(1.0 for _ in kinds)])
+
+    def named(x: np.ndarray[Any, Any]) -> dict[str, float]:
+        return dict(zip(("way", "move", *kinds), map(float, np.exp(x)), strict=True))
+
+    def apart(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        tried = replace(rates, corrections=named(x))
+        return np.array(
+            [np.log(tried.predict(cost.terms) / s) for cost, s in zip(costs, seconds, strict=True)]
+        )
+
+    # times that others disturb count little: the loss grows with the difference, not its square
+    return named(least_squares(apart, start, loss="soft_l1", f_scale=0.1).x)
