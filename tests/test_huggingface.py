@@ -249,6 +249,7 @@ def damage_json(folder):
         (damage_config(rms_norm_eps=-1), "rms_norm_eps cannot be -1"),
         (damage_config(rope_parameters=[1]), r"rope_parameters is \[1\]"),
         (damage_config(model_type=["llama"]), "is unknown"),
+        (damage_config(rope_parameters={"type": "linear", "factor": 4.0}), "rope_type is 'linear'"),
         (damage_type, "has type I8"),
         (damage_config(head_dim=5), "head_dim is 5; only 4"),
         (damage_config(intermediate_size=36), r"shape \[35, 24\], config.json asks for \[36, 24\]"),

@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
 from common.comm import Group
 from common.comm.ledger import Ledger
 from common.comm.mesh import Mesh
+from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.models.configs import TransformerConfig, llama
@@ -248,6 +249,19 @@ def test_kept_tokens_are_those_of_transformers() -> None:
         torch.testing.assert_close(found_RV, expected_RV, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}]
+)
+def test_a_request_out_of_bounds_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="give none below 0"):
+        Request((1,), 1, **bad)
+
+
+def test_logits_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(UsageError, match="not numbers"):
+        choose(torch.full((1, 3), math.nan), [Sequence(0, Request((1,), 1), [1])])
+
+
 def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
     logits_V = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
     assert choose(logits_V[None], [Sequence(0, Request((1,), 1, temperature=5e-324), [1])]).tolist() == [1]
@@ -375,6 +389,22 @@ def test_prompts_from_the_terminal_a_file_and_the_command_line(tmp_path: Path) -
     assert all(0 < r["seconds_to_first"] <= r["seconds"] for r in records)
 
 
+def test_the_terminal_may_be_silent_for_longer_than_the_timeout() -> None:
+    """A line that cannot be run gets an error, and the next one a text."""
+    late = f"sleep 9; printf '%s\\n' {'a' * 300} b"
+    options = ["--model", "llama-tiny", "--tokens", "2", "--nproc", "2", "--timeout", "4"]
+    shown = subprocess.run(
+        ["bash", "-c", f"({late}) | {sys.executable} {FOLDER / 'generate.py'} {' '.join(options)}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert shown.returncode == 0, shown.stderr
+    error, text, *_ = shown.stdout.splitlines()
+    assert error.startswith("error: a prompt of 300 tokens")
+    assert text.startswith("b")
+
+
 def test_a_length_that_nobody_gives_ends_with_the_model(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     file = FOLDER / "requests.jsonl"
@@ -417,6 +447,7 @@ def test_a_length_that_nobody_gives_ends_with_the_model(tmp_path: Path) -> None:
         (["--file", "FILE"], '{"prompt": 7}', "line 1: prompt cannot be 7"),
         (["--file", "FILE"], "[" * 10**5, "line 1 is not JSON"),
         (["--file", "FILE"], "\n", "has no prompt"),
+        (["--file", "/dev/null"], "", "not a regular file"),
         (["--file", "FILE"], '{"prompt": "a", "tokens": 63}\n{"prompt": "ab", "tokens": 63}', "exceed"),
     ],
 )

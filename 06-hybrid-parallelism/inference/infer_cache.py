@@ -26,9 +26,11 @@ from common.errors import UsageError
 
 
 class Blocks:
-    """Free and taken blocks of the cache."""
+    """Free and taken blocks of the cache. Raises UsageError for none, and for blocks of none."""
 
     def __init__(self, count: int, size: int) -> None:
+        if min(count, size) < 1:
+            raise UsageError(f"{count} blocks of {size} tokens: give at least 1 of 1")
         self.count, self.size = count, size
         self.free = list(reversed(range(count)))
 

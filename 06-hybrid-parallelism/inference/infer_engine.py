@@ -89,10 +89,8 @@ class Engine:
     def add(self, request: Request) -> Sequence:
         """Let a request wait for its first step. Raises UsageError if it can never run."""
         vocabulary = self.config.vocabulary
-        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
-            raise UsageError(
-                f"the prompt has a token {max(request.prompt)}; the model's vocabulary is {vocabulary}"
-            )
+        if bad := [token for token in request.prompt if not 0 <= token < vocabulary]:
+            raise UsageError(f"the prompt has a token {bad[0]}; the model's vocabulary is {vocabulary}")
         return self.scheduler.add(request)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -110,16 +108,15 @@ class Engine:
         scheduled = self.scheduler.schedule()
         step = make_step(scheduled, self.blocks.size, self.shared, self.dtype, self.device)
         logits_RV = self.forward(step)
-        for sequence, count in scheduled:
-            sequence.cached += count
-        if not step.sequences:
-            return []
         tokens_R = torch.zeros(len(step.sequences), dtype=torch.int64)
         chooser = self.mesh.world.size - self.mesh.shape["tp"]
-        if self.mesh.world.rank == chooser:
+        if self.mesh.world.rank == chooser and step.sequences:
             tokens_R = choose(logits_RV, step.sequences)
         tokens_R = tokens_R.to(self.device)
-        comm.broadcast(tokens_R, self.mesh.world, chooser)
+        if step.sequences:
+            comm.broadcast(tokens_R, self.mesh.world, chooser)
+        for sequence, count in scheduled:
+            sequence.cached += count
         chosen = list(zip(step.sequences, tokens_R.tolist(), strict=True))
         for sequence, token in chosen:
             self.scheduler.write(sequence, token)

@@ -111,6 +111,8 @@ def read_file(file: Path, default: Choice) -> Iterator[tuple[str, Choice]]:
 
     Raises UsageError for a file that cannot be read, and for a line that is no request.
     """
+    if file.exists() and not file.is_file():
+        raise UsageError(f"cannot read --file {file}: not a regular file")  # each rank reads it
     try:
         lines = file.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -6,9 +6,12 @@ when their turn comes.
 
 from __future__ import annotations
 
+import codecs
+import os
+import select
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Row
 
 from common import comm
@@ -38,7 +41,8 @@ class Screen:
         self.printed = 0
         if self.left:
             self.stream = Stream(self.tokens)
-            self.write(self.tokens.decode(self.left[0].request.prompt))
+            self.stream.shown = list(self.left[0].request.prompt)
+            self.write(self.tokens.decode(self.stream.shown))
 
     def write(self, text: str) -> None:
         if self.shown:
@@ -58,11 +62,8 @@ class Screen:
             self.begin()
 
 
-def generate(
-    engine: Engine, requests: Iterable[Request], tokens: Tokenizer, meter: Meter, shown: bool
-) -> list[Sequence]:
-    """Run requests to their ends, and print their texts if `shown`. Return the ended sequences, in order."""
-    sequences = [engine.add(request) for request in requests]
+def generate(engine: Engine, sequences: Row[Sequence], tokens: Tokenizer, meter: Meter, shown: bool) -> None:
+    """Run sequences to their ends, and print their texts if `shown`."""
     screen = Screen(sequences, tokens, shown)
     meter.start(sequences)
     while engine.busy:
@@ -70,7 +71,6 @@ def generate(
         chosen = engine.step()
         meter.add(chosen, begin)
         screen.show()
-    return sequences
 
 
 def make_request(text: str, choice: Choice, tokens: Tokenizer, stop: frozenset[int], longest: int) -> Request:
@@ -82,17 +82,34 @@ def make_request(text: str, choice: Choice, tokens: Tokenizer, stop: frozenset[i
 
 
 def lines_of_terminal(rt: Runtime) -> Iterable[str]:
-    """Yield the lines of rank 0's standard input, on all ranks."""
+    """Yield the lines of rank 0's standard input, on all ranks; while none comes, tell them to go on waiting."""
+    lines = lines_or_nothing(rt.timeout / 3) if rt.rank == 0 else None
     while True:
-        (line, *_) = comm.everyones(sys.stdin.readline() if rt.rank == 0 else "", rt.world)
-        if not line:
+        (line, *_) = comm.everyones(next(lines, None) if lines else None, rt.world)
+        if line is None:
             return
         if line.strip():
-            yield line.rstrip("\n")
+            yield line
+
+
+def lines_or_nothing(seconds: float) -> Iterator[str]:
+    """Yield the lines of the standard input, and "" whenever none has come for so long."""
+    rest, decoder = "", codecs.getincrementaldecoder(sys.stdin.encoding)("replace")
+    while True:
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            yield ""
+            continue
+        came = os.read(sys.stdin.fileno(), 2**16)
+        *lines, rest = (rest + decoder.decode(came)).split("\n")
+        yield from lines
+        if not came:
+            yield rest
+            return
 
 
 def main(rt: Runtime, o: GenerateOptions) -> bool:
     """Generate the texts of all requests, and print a table of times and bytes."""
+    out = console(rt)  # from here on, texts may have characters that the terminal lacks
     engine, meter = o.engine(rt, o.mesh(rt)), Meter()
     tokens, stop = tokenizer_of(o.checkpoint), stop_tokens(o.checkpoint)
     longest = engine.scheduler.longest
@@ -101,17 +118,18 @@ def main(rt: Runtime, o: GenerateOptions) -> bool:
         asked += read_file(o.file, o)
         if not asked:
             raise UsageError(f"--file {o.file} has no prompt")
-    requests = [make_request(text, choice, tokens, stop, longest) for text, choice in asked]
-    if requests:
-        done = generate(engine, requests, tokens, meter, rt.rank == 0)
-    else:
-        done = []
-        for text in lines_of_terminal(rt):
-            done += generate(
-                engine, [make_request(text, o, tokens, stop, longest)], tokens, meter, rt.rank == 0
-            )
+    done = [engine.add(make_request(text, choice, tokens, stop, longest)) for text, choice in asked]
+    generate(engine, done, tokens, meter, rt.rank == 0)
+    for text in () if asked else lines_of_terminal(rt):
+        try:
+            sequence = engine.add(make_request(text, o, tokens, stop, longest))
+        except UsageError as error:  # the next line may be better
+            out.print(f"error: {error}", style="red")
+            continue
+        generate(engine, [sequence], tokens, meter, rt.rank == 0)
+        done.append(sequence)
     if done:
-        console(rt).print(meter.table(engine, done))
+        out.print(meter.table(engine, done))
     if rt.rank == 0:
         write_records(o.json, [meter.record(s) | {"text": tokens.decode(s.text)} for s in done])
     return True

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common import random
+from common.errors import UsageError
 
 from infer_scheduler import Request, Sequence
 
@@ -26,8 +27,13 @@ STREAM = random.stream_of("generated token")
 
 
 def choose(logits_RV: Tensor, sequences: Row[Sequence]) -> Tensor:
-    """Return the next token of each sequence, [R] on the CPU. logits_RV: those after its last token, in its row."""
+    """Return the next token of each sequence, [R] on the CPU. logits_RV: those after its last token, in its row.
+
+    Raises UsageError if they are not numbers.
+    """
     logits_RV = logits_RV.to("cpu", torch.float64)
+    if logits_RV.isnan().any():
+        raise UsageError("the model's logits are not numbers: are its weights?")
     chosen_R = logits_RV.argmax(-1)
     if drawn := [r for r, s in enumerate(sequences) if s.request.temperature > 0]:
         chosen_R[drawn] = draw(logits_RV[drawn], [sequences[r] for r in drawn])

@@ -14,6 +14,7 @@ No decision needs a message: all ranks schedule the same sequences from the same
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -24,7 +25,10 @@ from infer_cache import Blocks
 
 @dataclass(frozen=True)
 class Request:
-    """Prompt, and how its continuation is chosen. The text depends on this object alone."""
+    """Prompt, and how its continuation is chosen. The text depends on this object alone.
+
+    Raises UsageError for a number out of bounds.
+    """
 
     prompt: tuple[int, ...]
     tokens: int
@@ -39,8 +43,15 @@ class Request:
     stop: frozenset[int] = frozenset()
     """Tokens that end the text; the last one written is one of them."""
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0 <= self.seed):
+            raise UsageError(
+                f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, seed {self.seed}: "
+                "give none below 0, and a top_p above 0 and up to 1"
+            )
 
-@dataclass
+
+@dataclass(eq=False)
 class Sequence:
     """State of a request: its tokens so far, and the blocks that hold keys and values of the first `cached` ones."""
 
@@ -65,6 +76,8 @@ class Scheduler:
     """
 
     def __init__(self, blocks: Blocks, most: int, budget: int, longest: int) -> None:
+        if most < 1:
+            raise UsageError(f"{most} sequences at once: give at least 1")
         if budget < most:
             raise UsageError(
                 f"a budget of {budget} tokens per step is too small for {most} sequences at once"
@@ -139,12 +152,9 @@ class Scheduler:
             self.end(sequence, "length")
 
     def end(self, sequence: Sequence, reason: str) -> None:
-        """Return the sequence's blocks. No-op if it has ended before."""
+        """Return the sequence's blocks. No-op if it has ended. Raises ValueError for one of another scheduler."""
         if sequence.ended:
             return
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
         sequence.ended = reason
         self.blocks.release(sequence.table)
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)

@@ -340,7 +340,9 @@ def read_config(folder: Path) -> TransformerConfig:
     rope = theirs.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UsageError(f"{file}: rope_parameters is {rope!r:.60}; give an object")
-    theirs = {**defaults, **rope, **theirs}
+    theirs = {**defaults, **theirs, **rope}
+    if "type" in rope:  # an older name of rope_type
+        theirs = {**theirs, "rope_type": rope.get("rope_type", rope["type"])}
     for key, allowed in ONLY[kind].items():
         if theirs.get(key, allowed[0]) not in allowed:
             raise UsageError(f"{file}: {key} is {theirs[key]!r}; only {allowed[0]!r} can be read")

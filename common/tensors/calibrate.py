@@ -30,7 +30,7 @@ from common.launch.command_line import check_folder
 from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions, console, run
 from common.tensors.grid import Grid
-from common.tensors.rates import Rates, Term, convolution_features, product_features, transform_work
+from common.tensors.rates import LINES, Rates, Term, convolution_features, product_features, transform_work
 from common.tensors.trials import corrected
 from common.utils.pages import keep_freed_memory, new_empty
 
@@ -49,7 +49,15 @@ SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the 
 LENGTHS = (8, 32, 128, 512, 1024, 2048, 4096, 16384, 65536, 1 << 18, 1 << 20)
 BYTES = tuple(1 << k for k in range(6, 28, 2))
 Clock = Callable[[Callable[[], object]], float]  # median seconds of a call
-PRIMES = (3, 5, 7, 11, 13, 17, 23, 31, 47, 67, 101, 211, 503, 1009, 2003)
+PRIMES = (
+    *(3, 5, 7, 11, 13, 17, 19, 23, 31, 37, 47, 61, 79, 101, 113, 127, 131),
+    167,
+    211,
+    307,
+    503,
+    1009,
+    2003,
+)
 IMAGES = (  # (images, channels in, channels out, side, kernel)
     *((2, 16, 16, 48, 3), (8, 16, 16, 96, 3), (4, 32, 32, 64, 3), (2, 64, 64, 24, 3), (4, 64, 64, 96, 3)),
     *((4, 8, 32, 64, 3), (4, 32, 8, 64, 3), (2, 24, 24, 40, 3), (8, 64, 32, 48, 3), (2, 32, 64, 32, 3)),
@@ -165,8 +173,11 @@ def _transforms(
         return alone.seconds(Term("transform", (1, n, 1), dtype)) / transform_work(1, n)
 
     found[f"{name} primes"] = [(2.0, 1.0), *((float(p), per_flop(n) / rate(n)) for p, n in primes)]
-    apart = [n for n in lengths if 32 <= n <= 4096]
-    found[f"{name} apart"] = [(float(n), per_flop(n, n) / rate(n)) for n in apart]
+    middle = [n for n in lengths if 32 <= n <= 4096]
+    for how, apart in (("aligned", LINES), ("apart", LINES + 8)):
+        found[f"{name} {how}"] = [
+            (float(n), per_flop(n, apart * max(1, n // LINES)) / rate(n)) for n in middle
+        ]
     return found
 
 

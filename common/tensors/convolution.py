@@ -15,9 +15,7 @@ computes the part of its result that needs its own numbers only.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -25,49 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.comm import sizes_of
 from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
 from common.tensors.grid import same_grid
 from common.tensors.halo import Exchange, Halo, sent_back
-from common.tensors.layout import Box, Layout, Partial, Placement, Replicate, Shard, size_of, together
-from common.tensors.rates import Term
+from common.tensors.layout import Box, Layout, Placement, Replicate, Shard, size_of, together
 from common.tensors.tensor import DistributedTensor, brought, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
+from common.tensors.window import NAMES, Split, Window, plans_of, split_of
 
 Sizes = int | Sequence[int]
 Padding = int | Sequence[int | Sequence[int]]
-NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-
-
-@dataclass(frozen=True)
-class Window:
-    """The numbers of a convolution over `d` spatial dimensions, one entry each; padding: (before, after)."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def reach(self, i: int) -> int:
-        """Return how many numbers of the input, less one, a number of the output spans."""
-        return self.dilation[i] * (self.kernel[i] - 1)
-
-    def length(self, i: int, n: int) -> int:
-        """Return the length of the output for an input of length n."""
-        return max(0, (n + sum(self.padding[i]) - self.reach(i) - 1) // self.stride[i] + 1)
-
-    def needed(self, i: int, lo: int, hi: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return [begin, end) of the input that outputs lo to hi need, and the zeros before and after it."""
-        if hi <= lo:
-            return (0, 0), (0, 0)
-        first = lo * self.stride[i] - self.padding[i][0]
-        last = (hi - 1) * self.stride[i] - self.padding[i][0] + self.reach(i) + 1
-        begin, end = min(max(0, first), n), max(min(n, last), 0)
-        end = max(begin, end)
-        return (begin, end), (begin - first, last - end)
 
 
 def conv1d(
@@ -185,100 +152,45 @@ class Convolution:
         if short or any(k < 1 for k in w.kernel):
             raise UsageError(f"{shown}: the padded input is shorter than the kernel")
         self.spatial = tuple(w.length(i, input.shape[2 + i]) for i in range(d))
-        self.shape = (input.shape[0], outputs, *self.spatial)
 
     def ways(self) -> list[Way]:
         """Return a way for each choice of what each axis of the grid splits."""
         channels = ("output channels", "input channels") if self.window.groups == 1 else ("groups",)
         every = itertools.product(("batch", *NAMES[self.d], *channels), repeat=len(self.grid.shape))
-        return [self.way(" x ".join(split), split) for split in every if split.count("groups") < 2]
+        return [self.way(" x ".join(names), names) for names in every if names.count("groups") < 2]
 
-    def layouts(self, split: Sequence[str]) -> tuple[Layout, Layout, Layout]:
-        """Return how x, before its halo, the weight and the result lie if axis i splits `split[i]`."""
-        for_x, for_w, for_y = list[Placement](), list[Placement](), list[Placement]()
-        for axis, name in enumerate(split):
-            given = self.x.placements[axis]
-            x: Placement = Replicate()
-            w: Placement = Replicate()
-            y: Placement = Replicate()
-            if name == "batch":
-                x = y = given if isinstance(given, Shard) and given.dim == 0 else Shard(0)
-            elif name == "output channels":
-                w, y = Shard(0), Shard(1)
-            elif name == "input channels":
-                x, w, y = Shard(1), Shard(1), Partial()
-            elif name == "groups":
-                sizes = sizes_of(self.window.groups, self.grid.shape[axis])
-                per_x, per_w = self.x.shape[1] // self.window.groups, self.w.shape[0] // self.window.groups
-                x, w, y = (
-                    Shard(1, tuple(per_x * s for s in sizes)),
-                    Shard(0, tuple(per_w * s for s in sizes)),
-                    Shard(1, tuple(per_w * s for s in sizes)),
-                )
-            else:
-                dim = 2 + NAMES[self.d].index(name)
-                x = given if isinstance(given, Shard) and given.dim == dim else Shard(dim)
-                y = Shard(dim)
-            for_x.append(x)
-            for_w.append(w)
-            for_y.append(y)
-        return (
-            Layout.of(self.grid, self.x.shape, together(for_x)),
-            Layout.of(self.grid, self.w.shape, together(for_w)),
-            Layout.of(self.grid, self.shape, together(for_y)),
-        )
-
-    def halo(self, x: Layout, y: Layout) -> Halo:
-        """Return the box of the input that each rank needs for its part of the result."""
-        boxes: list[Box] = []
-        for rank in range(self.grid.world.size):
-            out = y.box(rank)
-            spatial = [self.window.needed(i, *out[2 + i], self.x.shape[2 + i])[0] for i in range(self.d)]
-            boxes.append((*x.box(rank)[:2], *spatial))
-        return Halo(x, tuple(boxes))
-
-    def way(self, name: str, split: Sequence[str]) -> Way:
-        """Return the way in which axis i of the grid splits `split[i]`."""
+    def way(self, name: str, names: Sequence[str]) -> Way:
+        """Return the way in which axis i of the grid splits `names[i]`."""
 
         def cost() -> Cost:
-            for_x, for_w, y = self.layouts(split)
-            halo, item, world = self.halo(for_x, y), self.x.dtype.itemsize, range(self.grid.world.size)
-            moves = ((self.x.layout, for_x), (self.w.layout, for_w), (y, settled(y)))
+            split, item = self.split(names), self.x.dtype.itemsize
+            halo, y = split.halo, split.y
+            moves = ((self.x.layout, split.x), (self.w.layout, split.w), (y, settled(y)))
             terms = [term for move in moves for term in moving(*move, self.x.dtype)]
-            if halo.moves:
-                most = max(int(halo.bytes_sent(item, r)) for r in world)
-                boxed = max(size_of(box) for box in halo.boxes) * item
-                terms += [Term("exchange", (most, 2)), Term("copy", (2 * boxed,))]
-            shares = []
-            for r in world:
-                images, made, *places = (hi - lo for lo, hi in y.box(r))
-                given = for_w.box(r)[1][1] - for_w.box(r)[1][0]
-                groups = max(1, (for_x.box(r)[1][1] - for_x.box(r)[1][0]) // max(1, given))
-                size = (
-                    images * groups,
-                    given,
-                    made // groups,
-                    math.prod(places),
-                    math.prod(self.window.kernel),
-                )
-                shares.append(size)
-            terms.append(Term("convolution", max(shares, key=math.prod), self.x.dtype))
+            plan = min(plans_of(split, self.x.dtype), key=self.grid.rates.predict)
+            terms += plan
             memory = sum(received(*move, self.x.dtype) for move in moves) + size_of(y.box(0)) * item
             memory += max(size_of(box) for box in halo.boxes) * item if halo.moves else 0
             sent = sum((bytes_sent(*move, item) for move in moves), halo.bytes_sent(item))
             return Cost(tuple(terms), memory, Fraction(sent))
 
         def run() -> DistributedTensor:
-            for_x, for_w, y = self.layouts(split)
-            w = brought(self.w, for_w, [i for i, s in enumerate(split) if s == "batch" or s in NAMES[self.d]])
-            x = brought(self.x, for_x, [i for i, s in enumerate(split) if s == "output channels"])
-            return to_layout(DistributedTensor(self.local(x, w, for_x, y), y), settled(y))
+            split = self.split(names)
+            w = brought(
+                self.w, split.w, [i for i, s in enumerate(names) if s == "batch" or s in NAMES[self.d]]
+            )
+            x = brought(self.x, split.x, [i for i, s in enumerate(names) if s == "output channels"])
+            return to_layout(DistributedTensor(self.local(x, w, split), split.y), settled(split.y))
 
         return Way(name, run, cost)
 
-    def local(self, x: Tensor, w: Tensor, for_x: Layout, y: Layout) -> Tensor:
+    def split(self, names: Sequence[str]) -> Split:
+        """Return how the tensors lie if axis i of the grid splits `names[i]`."""
+        return split_of(self.window, self.x.layout, self.w.layout, self.spatial, tuple(names))
+
+    def local(self, x: Tensor, w: Tensor, split: Split) -> Tensor:
         """Return this rank's part of the result from its piece of x, bringing the halo."""
-        halo, out = self.halo(for_x, y), y.mine
+        halo, out = split.halo, split.y.mine
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
         needed = size_of(halo.boxes[self.grid.world.rank])
         if (
@@ -286,13 +198,12 @@ class Convolution:
             and halo.moves
             and size_of(out) * needed * w.numel()
         ):
-            rates, item = self.grid.rates, x.dtype.itemsize
-            joined = Term("copy", (2 * size_of(out) * item,))  # what the parts of a result cost to join
-            if rates.seconds(Term("exchange", (int(halo.bytes_sent(item)), 2))) > rates.seconds(joined):
+            first, meanwhile = map(self.grid.rates.predict, plans_of(split, x.dtype))
+            if meanwhile < first:
                 return self._overlapped(x, w, halo, out, groups)
             zeros = [(0, 0), (0, 0), *self._zeros(out)]
             return self._kernel(Exchange(x, halo).finish(zeros), w, [0] * self.d, groups)
-        if halo.moves or halo.boxes[self.grid.world.rank] != for_x.mine:
+        if halo.moves or halo.boxes[self.grid.world.rank] != split.x.mine:
             x = linear_map(x, lambda x: Exchange(x, halo).finish(), lambda dy: sent_back(dy, halo))
         return self._apply(x, w, out, groups)
 

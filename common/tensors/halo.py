@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ class Halo:
 
     def owners(self, rank: int) -> list[tuple[int, Box]]:
         """Return the ranks that give `rank` its box, each with its part; a copy is taken from the nearest place."""
+        return self._owners[rank]
+
+    @cached_property
+    def _owners(self) -> list[list[tuple[int, Box]]]:
+        return [self._owners_of(rank) for rank in range(self.source.grid.world.size)]
+
+    def _owners_of(self, rank: int) -> list[tuple[int, Box]]:
         grid = self.source.grid
         at = grid.places[rank]
         found = []
@@ -52,7 +60,7 @@ class Halo:
         rank = self.source.grid.world.rank if rank is None else rank
         return Fraction(item * sum(size_of(part) for other, part in self.sends(rank) if other != rank))
 
-    @property
+    @cached_property
     def moves(self) -> bool:
         """Return True if any rank sends."""
         return any(other != r for r in range(self.source.grid.world.size) for other, _ in self.owners(r))

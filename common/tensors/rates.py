@@ -19,6 +19,7 @@ import torch
 from common.errors import UsageError
 
 ARITHMETIC = {"product", "convolution", "transform"}
+LINES = 256  # numbers so far apart, or a multiple of it, share a few lines of the cache
 FRESH = 32 << 20  # bytes; larger blocks are new memory each time, whose pages the kernel must map first
 
 
@@ -93,11 +94,12 @@ class Rates:
 
     curves: points (amount, seconds), between which it is interpolated on logarithmic axes. Of moves and copies the
     amount is bytes. Of a transform it is the length, with the seconds of a FLOP where the length is a power of two;
-    "primes" are by what factor a largest prime factor makes it slower, "apart" the same of numbers that are not
-    neighbours.
+    "primes" are by what factor a largest prime factor makes it slower, "apart" and "aligned" the same of numbers that
+    are not neighbours.
 
-    corrections: per kind, the factor from a term that is measured alone to one of an operation; seconds of a "way" and
-    of a "move" beyond their terms. memory: bytes that an operation may need beyond its operands.
+    corrections: per kind, the factor from a term that is measured alone to one of an operation; seconds beyond the
+    terms of a "move", and of a way with a kind of arithmetic, such as "way product". memory: bytes that an operation
+    may need beyond its operands.
     """
 
     memory: float = math.inf
@@ -117,7 +119,10 @@ class Rates:
             rows, length, apart = term.sizes
             rate = self._curve(f"transform {kind}", length, wide / 4e9)
             rate *= self._curve(f"transform {kind} primes", largest_prime(length), 1.0)
-            rate *= self._curve(f"transform {kind} apart", length, 1.0) if apart > 1 else 1.0
+            if apart > 1:
+                rate *= self._curve(
+                    f"transform {kind} {'apart' if apart % LINES else 'aligned'}", length, 1.0
+                )
             one = transform_work(rows, length) * rate
         elif term.kind == "convolution":
             default = (5e-6, wide / 50e9, 1 / 20e9, 1 / 10e9)
@@ -127,8 +132,7 @@ class Rates:
             one = self._curve("copy", term.sizes[0], 1e-6 + term.sizes[0] / 8e9)
         else:
             one = self._curve(term.kind, term.sizes[0], 20e-6 + term.sizes[0] / 5e9)
-        beyond = 0.0 if term.kind in ARITHMETIC or term.kind == "copy" else self.corrections.get("move", 0.0)
-        return term.times * (one * self.corrections.get(term.kind, 1.0) + beyond)
+        return term.times * one * self.corrections.get(term.kind, 1.0)
 
     def _curve(self, name: str, amount: float, default: float) -> float:
         points = self.curves.get(name)
@@ -146,7 +150,12 @@ class Rates:
         shown = [t for t in terms if not t.hidden]
         work = sum(self.seconds(t) for t in shown if t.kind in ARITHMETIC)
         rest = sum(self.seconds(t) for t in shown if t.kind not in ARITHMETIC)
-        return self.corrections.get("way", 0.0) + rest + max(work, hidden)
+        moves = sum(t.times for t in terms if t.kind not in ARITHMETIC and t.kind != "copy")
+        begun = moves * self.corrections.get("move", 0.0)
+        begun += sum(
+            self.corrections.get(f"way {kind}", 0.0) for kind in {t.kind for t in terms} & ARITHMETIC
+        )
+        return begun + rest + max(work, hidden)
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON."""

@@ -20,7 +20,7 @@ from common import comm
 from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 
-BLOCK = 2**17  # numbers that are transformed, and sent, at a time
+BLOCK = 2**19  # numbers that are transformed, and sent, at a time
 STEP = 32  # columns of a group
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "fft": torch.fft.fft,

@@ -2,7 +2,7 @@
 
 Terms are measured alone, in a loop. In an operation their operands lie in other caches, memory is new, ranks wait for
 one another, and Python takes its time for each way and each move. `corrected` fits a factor per kind of term, and these
-two times, to what the ways of random operations take.
+times, to what the ways of random operations take.
 
 Others than those drawn here must show how well it predicts: `examples/costs.py`.
 """
@@ -26,7 +26,7 @@ from common.tensors.grid import Grid
 from common.tensors.layout import Placement, Replicate, Shard
 from common.tensors.make import uniform
 from common.tensors.products import bmm, matmul
-from common.tensors.rates import Rates
+from common.tensors.rates import ARITHMETIC, Rates
 from common.tensors.tensor import DistributedTensor
 
 
@@ -88,10 +88,11 @@ def corrected(
 def fitted_corrections(rates: Rates, costs: Sequence[Cost], seconds: Sequence[float]) -> dict[str, float]:
     """Return the corrections with which the predicted times differ least from the measured ones, relatively."""
     kinds = sorted({t.kind for cost in costs for t in cost.terms})
-    start = np.log([1e-5, 1e-5, *(1.0 for _ in kinds)])
+    starts = ["move", *(f"way {kind}" for kind in kinds if kind in ARITHMETIC)]
+    start = np.log([*(1e-5 for _ in starts), *(1.0 for _ in kinds)])
 
     def named(x: np.ndarray[Any, Any]) -> dict[str, float]:
-        return dict(zip(("way", "move", *kinds), map(float, np.exp(x)), strict=True))
+        return dict(zip((*starts, *kinds), map(float, np.exp(x)), strict=True))
 
     def apart(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         tried = replace(rates, corrections=named(x))

@@ -1,0 +1,120 @@
+"""How the tensors of a convolution lie for each way to split it, and which numbers a rank needs of its neighbours.
+
+output   0 1 2 3 | 4 5 6 7        kernel 3, padding 1: outputs 0 to 3 need inputs -1 to 4, of which -1 is a zero and
+input  . 0 1 2 3 4 | ...          4 lies on the next rank
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from common.comm import sizes_of
+from common.tensors.halo import Halo
+from common.tensors.layout import Box, Layout, Partial, Placement, Replicate, Shard, size_of, together
+from common.tensors.rates import Term
+
+NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+@dataclass(frozen=True)
+class Window:
+    """The numbers of a convolution over `d` spatial dimensions, one entry each; padding: (before, after)."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def reach(self, i: int) -> int:
+        """Return how many numbers of the input, less one, a number of the output spans."""
+        return self.dilation[i] * (self.kernel[i] - 1)
+
+    def length(self, i: int, n: int) -> int:
+        """Return the length of the output for an input of length n."""
+        return max(0, (n + sum(self.padding[i]) - self.reach(i) - 1) // self.stride[i] + 1)
+
+    def needed(self, i: int, lo: int, hi: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return [begin, end) of the input that outputs lo to hi need, and the zeros before and after it."""
+        if hi <= lo:
+            return (0, 0), (0, 0)
+        first = lo * self.stride[i] - self.padding[i][0]
+        last = (hi - 1) * self.stride[i] - self.padding[i][0] + self.reach(i) + 1
+        begin, end = min(max(0, first), n), max(min(n, last), 0)
+        end = max(begin, end)
+        return (begin, end), (begin - first, last - end)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """How the input, before its halo, the weight and the result lie, and the halo."""
+
+    window: Window
+    x: Layout
+    w: Layout
+    y: Layout
+    halo: Halo
+
+
+@lru_cache(1024)
+def split_of(window: Window, x: Layout, w: Layout, spatial: tuple[int, ...], names: tuple[str, ...]) -> Split:
+    """Return the split in which axis i of the grid splits `names[i]`; x, w: as the operands lie before."""
+    grid, placed = x.grid, (list[Placement](), list[Placement](), list[Placement]())
+    for axis, name in enumerate(names):
+        given = x.placements[axis]
+        for placements, p in zip(
+            placed, _placements(window, given, x, w, name, grid.shape[axis]), strict=True
+        ):
+            placements.append(p)
+    shapes = (x.shape, w.shape, (x.shape[0], w.shape[0], *spatial))
+    for_x, for_w, y = (Layout.of(grid, shape, together(p)) for shape, p in zip(shapes, placed, strict=True))
+    boxes: list[Box] = []
+    for rank, out in enumerate(y.boxes):
+        inner = [window.needed(i, *out[2 + i], n)[0] for i, n in enumerate(x.shape[2:])]
+        boxes.append((*for_x.box(rank)[:2], *inner))
+    return Split(window, for_x, for_w, y, Halo(for_x, tuple(boxes)))
+
+
+@lru_cache(1024)
+def plans_of(split: Split, dtype: torch.dtype) -> list[list[Term]]:
+    """Return the terms of the rank that has most to do: if the halo comes first, and if it travels meanwhile."""
+    world, kernel = range(len(split.y.boxes)), math.prod(split.window.kernel)
+    shares = []
+    for r in world:
+        images, made, *places = (hi - lo for lo, hi in split.y.box(r))
+        given = split.w.box(r)[1][1] - split.w.box(r)[1][0]
+        groups = max(1, split.window.groups * made // max(1, split.w.shape[0]))
+        shares.append((images * groups, given, made // groups, math.prod(places), kernel))
+    most = max(shares, key=math.prod)
+    convolution = Term("convolution", most, dtype)
+    if not split.halo.moves:
+        return [[convolution]]
+    exchange = max(int(split.halo.bytes_sent(dtype.itemsize, r)) for r in world), 2
+    boxed, made = (max(map(size_of, boxes)) * dtype.itemsize for boxes in (split.halo.boxes, split.y.boxes))
+    ends = Term("convolution", (*most[:3], 1, kernel), dtype, 2)  # their start is what they cost
+    return [
+        [Term("exchange", exchange), Term("copy", (2 * boxed,)), convolution],
+        [Term("exchange", exchange, hidden=True), convolution, ends, Term("copy", (2 * made,))],
+    ]
+
+
+def _placements(
+    window: Window, given: Placement, x: Layout, w: Layout, name: str, ranks: int
+) -> tuple[Placement, Placement, Placement]:
+    """Return how an axis of so many ranks cuts x, w and y; given: how it cuts x before."""
+    if name == "output channels":
+        return Replicate(), Shard(0), Shard(1)
+    if name == "input channels":
+        return Shard(1), Shard(1), Partial()
+    if name == "groups":
+        sizes = sizes_of(window.groups, ranks)
+        per_x, per_w = x.shape[1] // window.groups, w.shape[0] // window.groups
+        of_x, of_w = (tuple(per * s for s in sizes) for per in (per_x, per_w))
+        return Shard(1, of_x), Shard(0, of_w), Shard(1, of_w)
+    dim = 0 if name == "batch" else 2 + NAMES[len(window.kernel)].index(name)
+    kept = given if isinstance(given, Shard) and given.dim == dim else Shard(dim)
+    return kept, Replicate(), kept if dim == 0 else Shard(dim)
