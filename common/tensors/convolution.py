@@ -188,8 +188,11 @@ class Convolution:
         """Return how the tensors lie if axis i of the grid splits `names[i]`."""
         return split_of(self.window, self.x.layout, self.w.layout, self.spatial, tuple(names))
 
-    def local(self, x: Tensor, w: Tensor, split: Split) -> Tensor:
-        """Return this rank's part of the result from its piece of x, bringing the halo."""
+    def local(self, x: Tensor, w: Tensor, split: Split, overlapped: bool | None = None) -> Tensor:
+        """Return this rank's part of the result from its piece of x, bringing the halo.
+
+        overlapped: compute the interior while the halo travels; default: where that is predicted to be faster.
+        """
         halo, out = split.halo, split.y.mine
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
         needed = size_of(halo.boxes[self.grid.world.rank])
@@ -199,7 +202,7 @@ class Convolution:
             and size_of(out) * needed * w.numel()
         ):
             first, meanwhile = map(self.grid.rates.predict, plans_of(split, x.dtype))
-            if meanwhile < first:
+            if meanwhile < first if overlapped is None else overlapped:
                 return self._overlapped(x, w, halo, out, groups)
             zeros = [(0, 0), (0, 0), *self._zeros(out)]
             return self._kernel(Exchange(x, halo).finish(zeros), w, [0] * self.d, groups)

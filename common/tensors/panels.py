@@ -7,6 +7,7 @@ product fused with the reduce-scatter   c[p] = sum over ranks of  a[p] @ b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +20,7 @@ from common.tensors.cost import Cost, Way, moving, received
 from common.tensors.layout import Layout, Partial, Replicate, Shard, size_of
 from common.tensors.overlap import best_chunks
 from common.tensors.pairwise import Pair
-from common.tensors.rates import Term
+from common.tensors.rates import Rates, Term
 from common.tensors.tensor import DistributedTensor, to_layout
 from common.tensors.transfer import bytes_sent, moved
 
@@ -74,19 +75,27 @@ def made(
     return Way(name, run, whole_cost)
 
 
-def _chunks(pair: Pair, product: Term, move: Term) -> int:
-    """Return in how many panels to cut, by the closed form of `overlap`; a panel's overhead: its start and message."""
-    rates = pair.grid.rates
-    overhead = rates.seconds(Term(move.kind, (1, 1)[: len(move.sizes)])) + rates.seconds(
-        Term("product", (1, 1, 1, 1), product.dtype)
-    )
-    return best_chunks(rates.seconds(product), rates.seconds(move), overhead, most=16)
+def times(rates: Rates, product: Term, move: Term) -> tuple[float, float, float]:
+    """Return the seconds of the product, of the move, and the overhead of a panel: its start and its message's."""
+    first = Term(move.kind, (1, 1)[: len(move.sizes)]), Term("product", (1, 1, 1, 1), product.dtype)
+    overhead = rates.corrections.get("move", 0.0) + sum(map(rates.seconds, first))
+    return rates.seconds(product), rates.seconds(move), overhead
 
 
-def rows_in_panels(pair: Pair) -> Way:
+def _in_parts(move: Term, count: int) -> Term:
+    return replace(move, sizes=(move.sizes[0] // count,), times=count)
+
+
+def _count(pair: Pair, product: Term, move: Term, rows: int, panels: int | None) -> int:
+    """Return the number of panels: the one that is given, or the best by the closed form of `overlap`."""
+    best = panels or best_chunks(*times(pair.grid.rates, product, move), most=16)
+    return max(1, min(best, rows))
+
+
+def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
     """Rows of a and of b on each rank: b is all-gathered panel by panel while the panel before is multiplied.
 
-    A panel is a run of each rank's rows of b, so that all ranks send all the time.
+    A panel is a run of each rank's rows of b, so that all ranks send all the time. panels: their number; default: best.
     """
     group, (M, K), N = pair.grid.groups[0], pair.a.shape, pair.b.shape[1]
     n, item, dtype = group.size, pair.dtype.itemsize, pair.dtype
@@ -96,14 +105,14 @@ def rows_in_panels(pair: Pair) -> Way:
     own = sizes_of(K, n)
     product = Term("product", (1, max(rows.box(r)[0][1] - rows.box(r)[0][0] for r in range(n)), K, N), dtype)
     move = Term("all-gather", ((n - 1) * own[0] * N * item,), hidden=True)
-    count = max(1, min(_chunks(pair, product, move), own[-1]))
-    panels = sizes_of(own[0], count)
+    count = _count(pair, product, move, own[-1], panels)
+    lengths = sizes_of(own[0], count)
     sent = Fraction((n - 1) * own[0] * N * item)  # ranks with a row less send it as padding
     starts = [sum(own[:r]) for r in range(n)]
 
     def forward(a: Tensor, b: Tensor) -> Tensor:
         c = a.new_empty(a.shape[0], N)
-        work = [b.new_empty(n * panels[0], N) for _ in range(2)]
+        work = [b.new_empty(n * lengths[0], N) for _ in range(2)]
         under_way: list[tuple[comm.Pending, Tensor, Tensor, int, int]] = []
         begin, first = 0, True
 
@@ -120,7 +129,7 @@ def rows_in_panels(pair: Pair) -> Way:
                     c.addmm_(mine, theirs)
                 first = False
 
-        for i, length in enumerate(panels):
+        for i, length in enumerate(lengths):
             piece = b[begin : begin + length]
             if len(piece) < length:
                 piece = torch.cat([piece, b.new_zeros(length - len(piece), N)])
@@ -139,15 +148,18 @@ def rows_in_panels(pair: Pair) -> Way:
         db = moved(a.mH @ dc, split.placed(Partial()), split)
         return dc @ whole.mH, db
 
-    terms = (Term("product", (1, product.sizes[1], K // count or 1, N), dtype, count), move)
-    memory = (size_of(result.box(0)) + 2 * n * panels[0] * N) * item
+    terms = Term("product", (1, product.sizes[1], K // count or 1, N), dtype, count), _in_parts(move, count)
+    memory = (size_of(result.box(0)) + 2 * n * lengths[0] * N) * item
     return made(
         "rows, b in panels", pair, (rows, split, result), lambda: Cost(terms, memory, sent), forward, backward
     )
 
 
-def inner_in_panels(pair: Pair) -> Way:
-    """The inner dimension split: each rank's terms of a panel of rows are added up while the next are multiplied."""
+def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
+    """The inner dimension split: each rank's terms of a panel of rows are added up while the next are multiplied.
+
+    panels: their number; default: the best.
+    """
     group, M, N = pair.grid.groups[0], pair.a.shape[0], pair.b.shape[1]
     n, item, dtype = group.size, pair.dtype.itemsize, pair.dtype
     for_a, for_b, _ = pair.layouts(["k"])
@@ -156,17 +168,17 @@ def inner_in_panels(pair: Pair) -> Way:
     longest = max(for_a.box(r)[1][1] - for_a.box(r)[1][0] for r in range(n))
     product = Term("product", (1, M, longest, N), dtype)
     move = Term("reduce-scatter", ((n - 1) * own[0] * N * item,), hidden=True)
-    count = max(1, min(_chunks(pair, product, move), own[-1]))
-    panels = sizes_of(own[0], count)
+    count = _count(pair, product, move, own[-1], panels)
+    lengths = sizes_of(own[0], count)
     sent = Fraction((n - 1) * own[0] * N * item)
     starts = [sum(own[:r]) for r in range(n)]
 
     def forward(a: Tensor, b: Tensor) -> Tensor:
         c = a.new_empty(own[0], N)
-        work = [a.new_zeros(n * panels[0], N) for _ in range(2)]
+        work = [a.new_zeros(n * lengths[0], N) for _ in range(2)]
         under_way: list[comm.Pending] = []
         begin = 0
-        for i, length in enumerate(panels):
+        for i, length in enumerate(lengths):
             if i > 1:
                 under_way[i - 2].wait()  # its terms are overwritten next
             terms = work[i % 2][: n * length]
@@ -184,8 +196,8 @@ def inner_in_panels(pair: Pair) -> Way:
         whole = moved(dc.contiguous(), result, result.placed(Replicate()))
         return whole @ b.mH, a.mH @ whole
 
-    terms = (Term("product", (1, M // count or 1, longest, N), dtype, count), move)
-    memory = (own[0] * N + 2 * n * panels[0] * N) * item
+    terms = Term("product", (1, M // count or 1, longest, N), dtype, count), _in_parts(move, count)
+    memory = (own[0] * N + 2 * n * lengths[0] * N) * item
     return made(
         "inner, sum in panels",
         pair,

@@ -5,6 +5,8 @@
 
 Three figures of ours: `resident`, operands and result stay split; `and redistributed`, operands come from another
 layout and the result goes back to one; `from rank 0`, which holds whole operands and gets the whole result.
+The cases that begin with `large` are a product of 10000 rows, a convolution of 32 images of 512 x 512 and transforms of
+64 of 1024 x 1024; --scale 0.5 halves their lengths.
 All cases of an operation run in turn; `x` is the time as a share of torch's on one rank, the median over the rounds.
 Each rank has one thread, and so has torch. Libraries: DTensor of torch; Heat and mpi4py-fft if they can be imported.
 """
@@ -52,7 +54,18 @@ from common.tensors.make import to_dtensor
 from common.utils.pages import keep_freed_memory
 
 Call = Callable[[], object]
-Name = Literal["matmul", "placements", "conv2d", "fft2", "redistribute", "reductions", "einsum"]
+Name = Literal[
+    "matmul",
+    "placements",
+    "conv2d",
+    "fft2",
+    "redistribute",
+    "reductions",
+    "einsum",
+    "large_matmul",
+    "large_conv2d",
+    "large_fft2",
+]
 ALONE = "torch, one rank"
 
 
@@ -119,6 +132,19 @@ class Bench:
             calls["Heat"] = lambda: ht.matmul(e, f)
         return calls, 2.0 * n**3
 
+    def large_matmul(self) -> tuple[dict[str, Call], float]:
+        """Return the product of matrices of 10000 rows, times the scale."""
+        n = max(16, int(10000 * self.scale))
+        a, b = by_rows(self.grid, n), by_rows(self.grid, n)
+        A, B, x = torch.rand(n, n), torch.rand(n, n), a.redistribute(Shard(1))
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: torch.mm(A, B)),
+            "resident": lambda: matmul(a, b),
+            "and redistributed": lambda: matmul(x.redistribute(Shard(0)), b).redistribute(Shard(1)),
+            "from rank 0": self.from_rank_0(matmul, A, B),
+        }
+        return calls, 2.0 * n**3
+
     def placements(self) -> tuple[dict[str, Call], float]:
         """Return the product for each pair of placements, beside the ceiling without communication."""
         n, grid = self.n, self.grid
@@ -131,11 +157,15 @@ class Bench:
             calls[f"{p} x {q}"] = lambda p=p, q=q: matmul(tensors[p], tensors[q])  # type: ignore[misc]
         return calls, 2.0 * n**3
 
-    def conv2d(self) -> tuple[dict[str, Call], float]:
+    def large_conv2d(self) -> tuple[dict[str, Call], float]:
+        """Return a convolution of 32 images of 512 x 512, times the scale."""
+        return self.conv2d(32, 512)
+
+    def conv2d(self, images: int = 8, side: int = 128) -> tuple[dict[str, Call], float]:
         """Return a convolution of images that are split along H."""
-        side, grid = max(16, int(128 * self.scale)), self.grid
-        x, w = normal((8, 64, side, side), grid, Shard(2)), normal((128, 64, 3, 3), grid, Replicate())
-        X, W = torch.rand(8, 64, side, side), w.local
+        side, grid = max(16, int(side * self.scale)), self.grid
+        x, w = normal((images, 64, side, side), grid, Shard(2)), normal((128, 64, 3, 3), grid, Replicate())
+        X, W = torch.rand(images, 64, side, side), w.local
         batch = x.redistribute(Shard(0))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.conv2d(X, W, padding=1)),
@@ -146,7 +176,7 @@ class Bench:
             ),
             "from rank 0": self.from_rank_0(lambda x, w: conv2d(x, w, padding=1), X, W),
         }
-        return calls, 2.0 * 8 * 128 * 64 * 9 * side**2
+        return calls, 2.0 * images * 128 * 64 * 9 * side**2
 
     def fft2(self) -> tuple[dict[str, Call], float]:
         """Return two-dimensional transforms of a matrix that is split by rows."""
@@ -169,6 +199,23 @@ class Bench:
         if transform := mpi4py_fft(n, x.local):
             calls["mpi4py-fft, transposed"] = transform
         return calls, 5.0 * n * n * 2 * math.log2(n)
+
+    def large_fft2(self) -> tuple[dict[str, Call], float]:
+        """Return the transforms of 64 matrices of 1024 x 1024, times the scale, that are split along their rows."""
+        n, grid = max(16, int(1024 * self.scale)), self.grid
+        x, X = (
+            normal((64, n, n), grid, Shard(1), dtype=torch.complex64),
+            torch.rand(64, n, n, dtype=torch.complex64),
+        )
+        y = x.redistribute(Shard(0))
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: torch.fft.fft2(X)),
+            "each rank some of them": lambda: fft2(y),
+            "resident": lambda: fft2(x),
+            "and redistributed": lambda: fft2(y.redistribute(Shard(1))).redistribute(Shard(0)),
+            "from rank 0": self.from_rank_0(fft2, X),
+        }
+        return calls, 64 * 5.0 * n * n * 2 * math.log2(n)
 
     def redistribute(self) -> tuple[dict[str, Call], float]:
         """Return the move of a matrix from rows to columns."""
