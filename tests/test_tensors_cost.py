@@ -1,15 +1,15 @@
-"""What operations cost: rates, choices, explanations, chunks, balance, and the programs for tensors on rank 0."""
+"""What operations cost: rates, choices, explanations, chunks and balance."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mpi.launch import mpirun, python, torchrun
 
 import common.tensors as dt
 from common.comm import Group
@@ -19,13 +19,14 @@ from common.launch.spawn import spawn
 from common.tensors import Grid, Rates, Replicate, Shard
 from common.tensors.balance import Balancer, measure_speeds, proportional
 from common.tensors.calibrate import calibrate
+from common.tensors.cost import Cost
 from common.tensors.explain import explain
 from common.tensors.overlap import best_chunks, estimate_overlap_benefit, seconds
 from common.tensors.products import matmul
-from common.tensors.rates import Term
+from common.tensors.rates import Term, largest_prime
+from common.tensors.trials import fitted_corrections
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "common" / "tensors" / "examples"
 
 
 def test_rates_by_hand(tmp_path: Path) -> None:
@@ -151,33 +152,25 @@ def test_chunks_by_hand() -> None:
             best_chunks(*bad)
 
 
-def test_programs_on_rank_0() -> None:
-    run = mpirun(4, python(), EXAMPLES / "test_all.py", "--scale", "0.1")
-    assert run.returncode == 0, run.stderr
-    assert "16/16 passed on 4 rank(s)" in run.stdout
-    run = torchrun(2, str(EXAMPLES / "matrix_multiplication.py"), "--size", "65")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("largest difference from torch") == 2
-
-
-def test_a_wrong_product_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.tensors.examples import test_all as program
-
-    expected = torch.ones(3)
-    assert program.error_of(expected, expected) == 0
-    assert program.error_of(expected + 0.5, expected) == 0.5
-    assert program.error_of(torch.ones(2), expected) == math.inf
-    right = program.cases
-
-    def one_wrong(scale: float) -> dict[str, program.Case]:
-        found = {"add": right(scale)["add"]}
-        return {name: case._replace(theirs=lambda a, b: a - b) for name, case in found.items()}
-
-    monkeypatch.setattr(program, "cases", one_wrong)
-    assert program.main(program.Options(scale=0.05)) == 1
-
-
 def test_alone_without_a_launcher() -> None:
     grid = Grid(Group.alone())
     x = dt.uniform((5, 4), grid, Replicate())
     assert torch.equal((x @ x.T).full(), x.full() @ x.full().T)
+
+
+def test_the_largest_prime_factor() -> None:
+    assert [largest_prime(n) for n in (1, 2, 8, 12, 17, 1210, 1952, 2003)] == [2, 2, 2, 3, 17, 11, 61, 2003]
+
+
+def test_corrections_explain_the_times() -> None:
+    """Times that are made of terms by known factors give these factors back, but for times that others disturbed."""
+    rates = Rates(curves={"exchange": [(1.0, 1e-6), (1e9, 1.0)]})
+    true = replace(rates, corrections={"move": 3e-4, "way product": 1e-4, "exchange": 2.5, "product": 1.25})
+    sizes = [(10**a, 4**b) for a in range(2, 8) for b in range(2, 6)]
+    costs = [Cost((Term("exchange", (n, 1)), Term("product", (1, m, m, m))), 0) for n, m in sizes] + [
+        Cost((Term("product", (1, m, m, m)),), 0) for m in (32, 64, 256, 1024)
+    ]
+    times = [true.predict(c.terms) * (3 if i == 5 else 1) for i, c in enumerate(costs)]
+    found = fitted_corrections(rates, costs, times)
+    for name, value in true.corrections.items():
+        assert found[name] == pytest.approx(value, rel=0.05), name

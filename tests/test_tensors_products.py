@@ -157,3 +157,12 @@ def test_bad_input() -> None:
     grid.rates = dt.Rates(memory=10)
     with pytest.raises(UsageError, match="the least that a way needs is 16 on a rank"):
         matmul(a, a.T)
+    x = dt.full((2, 2, 2), 1.0, grid, Replicate())
+    image, weight = (dt.full((1, 1, n, n), 1.0, grid, Replicate()) for n in (4, 2))
+    for operation in (
+        lambda: bmm(x, x),
+        lambda: dt.einsum("abc,cd->abd", x, dt.full((2, 2), 1.0, grid, Replicate())),
+        lambda: dt.conv2d(image, weight),
+    ):
+        with pytest.raises(UsageError, match="the least that a way needs"):
+            operation()
