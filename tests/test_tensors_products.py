@@ -152,6 +152,9 @@ def test_bad_input() -> None:
         matmul(a, a.T, "diagonal")
     with pytest.raises(UsageError, match="do not match"):
         bmm(a, b)
+    for wrong in (lambda: a @ torch.ones(3, 2), lambda: a + torch.ones(2, 3), lambda: a * "2"):
+        with pytest.raises(UsageError, match="makes a distributed tensor of it"):
+            wrong()
     with pytest.raises(UsageError, match="different grids"):
         matmul(a, dt.full((3, 2), 1.0, Grid(Group.alone()), Replicate()))
     grid.rates = dt.Rates(memory=10)

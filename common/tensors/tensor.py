@@ -122,8 +122,12 @@ class DistributedTensor:
 
     @property
     def grad(self) -> DistributedTensor | None:
-        """The gradient, which lies as the tensor does, replicated where the tensor is a sum of terms."""
+        """The gradient, which lies as the tensor does, replicated where the tensor is a sum of terms. May be set."""
         return None if self.local.grad is None else DistributedTensor(self.local.grad, self.layout.dual())
+
+    @grad.setter
+    def grad(self, value: DistributedTensor | None) -> None:
+        self.local.grad = None if value is None else to_layout(value, self.layout.dual()).local
 
     def backward(self, gradient: DistributedTensor | None = None) -> None:
         """Add the gradients of all leaves to their `grad`. gradient: of this tensor; may be left out for one number.
@@ -190,6 +194,7 @@ class DistributedTensor:
         return pointwise("abs", torch.abs, self)
 
     def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
+        _check_operands("matmul", [self, other])
         return _methods["matmul"](self, other)
 
     def transpose(self, dim0: int, dim1: int) -> DistributedTensor:
@@ -323,6 +328,7 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
     Raises UsageError for shapes that do not broadcast.
     """
+    _check_operands(name, operands, numbers=True)
     tensors = [x for x in operands if isinstance(x, DistributedTensor)]
     grid = same_grid([x.grid for x in tensors], name)
     try:
@@ -338,6 +344,14 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
         return DistributedTensor(function(*found), result)
 
 
+def _check_operands(name: str, operands: Sequence[object], numbers: bool = False) -> None:
+    kinds = (DistributedTensor, int, float, complex) if numbers else (DistributedTensor,)
+    if bad := [x for x in operands if not isinstance(x, kinds)]:
+        raise UsageError(
+            f"{name} of a {type(bad[0]).__name__}: from_full(x, grid, Replicate()) makes a distributed tensor of it"
+        )
+
+
 def _lifted(layout: Layout, shape: torch.Size) -> Layout:
     """Return the layout of a result of `shape` that an operand's layout is broadcast to."""
     more = len(shape) - len(layout.shape)
@@ -345,6 +359,8 @@ def _lifted(layout: Layout, shape: torch.Size) -> Layout:
     for p in layout.placements:
         if isinstance(p, Shard) and layout.shape[p.dim] == shape[p.dim + more]:
             placements.append(Shard(p.dim + more, p.sizes))
+        elif isinstance(p, Replicate):
+            placements.append(p)
         else:
             placements.append(Shard(max(range(len(shape)), key=lambda d: shape[d])) if shape else Replicate())
     return Layout.of(layout.grid, shape, together(placements))
