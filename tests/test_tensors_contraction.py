@@ -105,6 +105,11 @@ def pairs(rt: Runtime) -> None:
     assert f.sliced(8 * 20, 8, rt.world_size)  # type: ignore[attr-defined]
     split = [dt.from_full(t, grid, Shard(0)) for t in tensors]
     cases.assert_close(f(*split).full(), torch.einsum("ij,jk,kl->il", *tensors))
+    outer = expression("ia,ja,ka->ijk", (5, 2), (6, 2), (7, 2), memory=8 * 10)  # in slices along the result
+    assert set(outer.sliced(8 * 10, 8, rt.world_size)) & set("ijk")  # type: ignore[attr-defined]
+    three = [cases.numbers((n, 2), seed=n) for n in (5, 6, 7)]
+    found = outer(*(dt.from_full(t, grid, Shard(0)) for t in three))
+    cases.assert_close(found.full(), torch.einsum("ia,ja,ka->ijk", *three))
     with pytest.raises(UsageError, match="the path is for"):
         f(*reversed(split))
 

@@ -162,6 +162,15 @@ def test_the_largest_prime_factor() -> None:
     assert [largest_prime(n) for n in (1, 2, 8, 12, 17, 1210, 1952, 2003)] == [2, 2, 2, 3, 17, 11, 61, 2003]
 
 
+def test_corrections_count() -> None:
+    terms = (Term("product", (1, 4, 4, 4)), Term("exchange", (64, 1), times=3))
+    alone = Rates().predict(terms)
+    assert Rates(corrections={"way product": 1.0}).predict(terms) == pytest.approx(1 + alone)
+    assert Rates(corrections={"move": 1.0}).predict(terms) == pytest.approx(3 + alone)
+    twice = Rates(corrections={"product": 2.0, "exchange": 2.0}).predict(terms)
+    assert twice == pytest.approx(2 * alone)
+
+
 def test_corrections_explain_the_times() -> None:
     """Times that are made of terms by known factors give these factors back, but for times that others disturbed."""
     rates = Rates(curves={"exchange": [(1.0, 1e-6), (1e9, 1.0)]})

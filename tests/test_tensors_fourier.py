@@ -16,7 +16,7 @@ from common.comm.ledger import Ledger
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.tensors import Grid, Replicate, Shard, fourier
+from common.tensors import DistributedTensor, Grid, Replicate, Shard, fourier
 from common.tensors.cost import ways_of
 
 WORLDS = (1, 2, 3, 4, 5)
@@ -57,6 +57,28 @@ def transform(grid: Grid, data: Any) -> None:
 @pytest.mark.parametrize("n", WORLDS)
 def test_transforms(n: int) -> None:
     cases.on_grids(n, transform)
+
+
+def matrices(grid: Grid, data: Any) -> None:
+    """Compare the ways of a transform of a matrix without a gradient, in blocks among them."""
+    kind = data.draw(st.sampled_from(["fft", "ifft", "rfft"]))
+    shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 70)))
+    order, norm = data.draw(st.sampled_from(["natural", "transposed"])), data.draw(st.sampled_from(NORMS))
+    whole = cases.numbers(shape, torch.float64 if kind == "rfft" else torch.complex128)
+    x = cases.spread(whole, grid, data.draw(cases.placements(grid, shape)))
+    x = DistributedTensor(x.local.contiguous(), x.layout)
+    expected = getattr(torch.fft, f"{kind}2")(whole, norm=norm)
+    with torch.no_grad():
+        for way in ways_of(fourier._transform, kind, x, None, (0, 1), norm, order, None):
+            with Ledger() as ledger:
+                found = way.run()
+            assert ledger.bytes() == way.cost.sent, way.name
+            cases.assert_close(found.full(), expected, times=500)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_matrices(n: int) -> None:
+    cases.on_grids(n, matrices)
 
 
 def long(rt: Runtime) -> None:

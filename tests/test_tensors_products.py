@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import tensor_cases as cases
 import torch
@@ -148,11 +149,11 @@ def test_bad_input() -> None:
     a, b = dt.full((2, 3), 1.0, grid, Replicate()), dt.full((4, 2), 1.0, grid, Replicate())
     with pytest.raises(UsageError, match=r"\[2, 3\] and \[4, 2\] do not match"):
         matmul(a, b)
-    with pytest.raises(UsageError, match="no way 'diagonal'; there are rows, columns, inner"):
+    with pytest.raises(UsageError, match="no way 'diagonal'; there are 'rows', 'columns', 'inner'"):
         matmul(a, a.T, "diagonal")
     with pytest.raises(UsageError, match="do not match"):
         bmm(a, b)
-    for wrong in (lambda: a @ torch.ones(3, 2), lambda: a + torch.ones(2, 3), lambda: a * "2"):
+    for wrong in (lambda: a @ torch.ones(3, 2), lambda: a + torch.ones(2, 3), lambda: np.ones(3) * a):
         with pytest.raises(UsageError, match="makes a distributed tensor of it"):
             wrong()
     with pytest.raises(UsageError, match="different grids"):

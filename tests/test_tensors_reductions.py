@@ -101,6 +101,24 @@ def places(grid: Grid, data: Any) -> None:
         assert torch.equal(found.nan_to_num(99), expected.nan_to_num(99))
 
 
+def with_nan(rt: Runtime) -> None:
+    """A NaN on one rank is the largest, the smallest and the place on all."""
+    grid = Grid(rt.world)
+    whole = cases.numbers((6, 4))
+    whole[5, 1] = math.nan
+    x = dt.from_full(whole, grid, Shard(0))
+    for found, expected in (
+        (x.max(0), whole.amax(0)),
+        (x.min(0), whole.amin(0)),
+        (x.argmax(0), whole.argmax(0)),
+    ):
+        torch.testing.assert_close(found.full(), expected, equal_nan=True)
+
+
+def test_nan() -> None:
+    spawn(with_nan, 3)
+
+
 @pytest.mark.parametrize("n", WORLDS)
 def test_places(n: int) -> None:
     cases.on_grids(n, places)

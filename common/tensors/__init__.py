@@ -1,5 +1,6 @@
 """Distributed tensors: plain tensors that are split over ranks, and operations whose results stay split."""
 
+from common.errors import UsageError
 from common.tensors.contraction import einsum, expression, tensordot
 from common.tensors.convolution import conv1d, conv2d, conv3d
 from common.tensors.explain import explain
@@ -30,6 +31,7 @@ __all__ = [
     "Rates",
     "Replicate",
     "Shard",
+    "UsageError",
     "bmm",
     "conv1d",
     "conv2d",

@@ -25,10 +25,9 @@ from common.errors import UsageError
 from common.launch.terminal import make_table, terminal
 from common.tensors import reductions
 from common.tensors.cost import choose
-from common.tensors.grid import same_grid
 from common.tensors.layout import Layout, Placement, Replicate, Shard, together
 from common.tensors.pairwise import Pair
-from common.tensors.tensor import DistributedTensor, describe, settled, to_layout
+from common.tensors.tensor import DistributedTensor, common_grid, describe, settled, to_layout
 
 Optimize = Literal["auto", "optimal", "dp", "greedy"] | bool | Sequence[tuple[int, ...]]
 STRATEGIES = ("optimal", "dp", "greedy", "auto")
@@ -132,8 +131,8 @@ class Contraction:
             return max(results, key=lambda labels: math.prod(lengths[x] for x in labels))
 
         while math.prod(lengths[x] for x in largest()) * item / ranks > limit:
-            label = max((x for x in largest() if x not in self.output), key=lambda x: lengths[x], default="")
-            label = label or max(largest(), key=lambda x: lengths[x])
+            inner = [x for x in largest() if x not in self.output and lengths[x] > 1]
+            label = max(inner or largest(), key=lambda x: lengths[x])
             if lengths[label] <= 1:
                 raise UsageError(f"einsum {self.equation!r}: no slice fits into {limit:,.0f} bytes on a rank")
             chosen.append(label)
@@ -146,7 +145,7 @@ class Contraction:
             raise UsageError(
                 f"einsum {self.equation!r}: {describe(*operands)}, but the path is for {self.shapes}"
             )
-        grid = same_grid([x.grid for x in operands], "einsum")
+        grid = common_grid(operands, "einsum")
         with grid.operation(f"einsum({self.equation}, {describe(*operands)}, {self.path})"):
             dtype = operands[0].dtype
             for x in operands[1:]:

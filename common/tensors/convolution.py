@@ -26,10 +26,9 @@ from torch import Tensor
 from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
-from common.tensors.grid import same_grid
 from common.tensors.halo import Exchange, Halo, sent_back
 from common.tensors.layout import Box, Layout, Placement, Replicate, Shard, size_of, together
-from common.tensors.tensor import DistributedTensor, brought, describe, settled, to_layout
+from common.tensors.tensor import DistributedTensor, brought, common_grid, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
 from common.tensors.window import NAMES, Split, Window, plans_of, split_of
 
@@ -93,7 +92,7 @@ def _convolve(
 ) -> DistributedTensor:
     *numbers, way = rest
     tensors = [x for x in (input, weight, bias) if x is not None]
-    grid = same_grid([x.grid for x in tensors], name)
+    grid = common_grid(tensors, name)
     with grid.operation(f"{name}({describe(*tensors)}, {rest})"):
         convolution = Convolution(d, input, weight, bias, *numbers)
         key = (*(x.layout for x in tensors), convolution.window, input.dtype)
@@ -195,64 +194,61 @@ class Convolution:
         """
         halo, out = split.halo, split.y.mine
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
-        needed = size_of(halo.boxes[self.grid.world.rank])
-        if (
-            not (torch.is_grad_enabled() and x.requires_grad)
-            and halo.moves
-            and size_of(out) * needed * w.numel()
-        ):
+        needed = halo.boxes[self.grid.world.rank]
+        graded = torch.is_grad_enabled() and x.requires_grad
+        if not graded and halo.moves and size_of(out) * size_of(needed) * w.numel():
             first, meanwhile = map(self.grid.rates.predict, plans_of(split, x.dtype))
             if meanwhile < first if overlapped is None else overlapped:
                 return self._overlapped(x, w, halo, out, groups)
-            zeros = [(0, 0), (0, 0), *self._zeros(out)]
-            return self._kernel(Exchange(x, halo).finish(zeros), w, [0] * self.d, groups)
-        if halo.moves or halo.boxes[self.grid.world.rank] != split.x.mine:
-            x = linear_map(x, lambda x: Exchange(x, halo).finish(), lambda dy: sent_back(dy, halo))
+        if halo.moves or needed != split.x.mine:
+            x = linear_map(x, lambda x: Exchange(x, halo).box(needed), lambda dy: sent_back(dy, halo))
         return self._apply(x, w, out, groups)
-
-    def _zeros(self, out: Box) -> list[tuple[int, int]]:
-        return [self.window.needed(i, *out[2 + i], self.x.shape[2 + i])[1] for i in range(self.d)]
 
     def _kernel(self, x: Tensor, w: Tensor, padding: list[int], groups: int) -> Tensor:
         function: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[self.d - 1]
         return function(x, w, None, self.window.stride, padding, self.window.dilation, groups)
 
-    def _apply(self, x: Tensor, w: Tensor, out: Box, groups: int) -> Tensor:
-        """Return the outputs `out` from the box of the input that they need."""
-        shape = [hi - lo for lo, hi in out]
+    def _apply(self, x: Tensor, w: Tensor, out: Box, groups: int, box: Box | None = None) -> Tensor:
+        """Return the outputs `out` from the box of the input that they need, which is x; zeros for what lies beyond.
+
+        box: that x holds instead.
+        """
         if not size_of(out) or not x.numel() or not w.numel():  # no term, but a history
-            return x.new_zeros(shape) + 0 * (x.sum() + w.sum())
-        zeros = self._zeros(out)
-        if all(before == after for before, after in zeros):
+            return x.new_zeros([hi - lo for lo, hi in out]) + 0 * (x.sum() + w.sum())
+        zeros = []
+        for i, n in enumerate(self.x.shape[2:]):
+            (begin, end), (before, after) = self.window.needed(i, *out[2 + i], n)
+            lo, hi = box[2 + i] if box else (begin, end)
+            zeros.append((lo - begin + before, end + after - hi))
+        if all(before == after >= 0 for before, after in zeros):
             return self._kernel(x, w, [before for before, _ in zeros], groups)
         return self._kernel(F.pad(x, [n for pair in reversed(zeros) for n in pair]), w, [0] * self.d, groups)
 
     def _overlapped(self, x: Tensor, w: Tensor, halo: Halo, out: Box, groups: int) -> Tensor:
-        """Return the result of which the part that needs no halo is computed while the halo travels.
+        """Return the result, of which the interior is computed while the halo travels.
 
-        The longest split dimension is cut in three: what needs numbers from before, the interior, what needs some
-        from behind.
+        With zeros in place of the halo all outputs are computed in one call; those at the ends, which needed the halo,
+        are computed again.
         """
         exchange = Exchange(x, halo)
         here, box = halo.source.mine, halo.boxes[self.grid.world.rank]
         changed = [i for i in range(self.d) if box[2 + i] != here[2 + i]]
-        lo, hi = 0, 0
-        if len(changed) == 1 and size_of(out):
-            i = changed[0]
-            lo, hi = self._interior(i, out[2 + i], here[2 + i])
-        if hi <= lo:
-            return self._apply(exchange.finish(), w, out, groups)
-        dim = 2 + i
-        inner = self._part(dim, lo, hi, out)
-        y = self._apply(self._cut(x, i, lo, hi, here), w, inner, groups)
-        whole = x.new_empty([b - a for a, b in out])
-        whole.narrow(dim, lo - out[dim][0], hi - lo).copy_(y)
-        x = exchange.finish()
+        if len(changed) != 1:
+            return self._apply(exchange.box(box), w, out, groups)
+        [i] = changed
+        dim, n = 2 + i, self.x.shape[2 + i]
+        lo, hi = self._interior(i, out[dim], here[dim])
+        if lo >= hi:
+            return self._apply(exchange.box(box), w, out, groups)
+        y = self._apply(x, w, out, groups, here)
+        exchange.wait()
         for begin, end in ((out[dim][0], lo), (hi, out[dim][1])):
             if end > begin:
-                y = self._apply(self._cut(x, i, begin, end, box), w, self._part(dim, begin, end, out), groups)
-                whole.narrow(dim, begin - out[dim][0], end - begin).copy_(y)
-        return whole
+                needed = (*box[:dim], self.window.needed(i, begin, end, n)[0], *box[dim + 1 :])
+                part = (*out[:dim], (begin, end), *out[dim + 1 :])
+                again = self._apply(exchange.box(needed), w, part, groups)
+                y.narrow(dim, begin - out[dim][0], end - begin).copy_(again)
+        return y
 
     def _interior(self, i: int, out: tuple[int, int], here: tuple[int, int]) -> tuple[int, int]:
         """Return [lo, hi) of the outputs that need only inputs of this rank."""
@@ -263,13 +259,6 @@ class Convolution:
         while hi > lo and self.window.needed(i, hi - 1, hi, n)[0][1] > here[1]:
             hi -= 1
         return lo, hi
-
-    def _part(self, dim: int, lo: int, hi: int, out: Box) -> Box:
-        return (*out[:dim], (lo, hi), *out[dim + 1 :])
-
-    def _cut(self, x: Tensor, i: int, lo: int, hi: int, box: Box) -> Tensor:
-        begin, end = self.window.needed(i, lo, hi, self.x.shape[2 + i])[0]
-        return x.narrow(2 + i, begin - box[2 + i][0], end - begin)
 
 
 def _each(d: int, given: Sizes, name: str, least: int) -> tuple[int, ...]:

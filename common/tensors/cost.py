@@ -99,7 +99,7 @@ def choose(
         for way in ways:
             if way.name == name:
                 return way
-        raise UsageError(f"{operation}: no way {name!r}; there are {', '.join(w.name for w in ways)}")
+        raise UsageError(f"{operation}: no way {name!r}; there are {', '.join(repr(w.name) for w in ways)}")
     fits = [w for w in ways if w.cost.memory <= grid.rates.memory]
     if not fits:
         least = min(ways, key=lambda w: w.cost.memory)

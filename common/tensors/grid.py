@@ -98,10 +98,12 @@ class Grid:
         for r, (last, _) in enumerate(said):
             ranks.setdefault(last, []).append(r)
         by = "; ".join(f"{last} on rank(s) {', '.join(map(str, of))}" for last, of in ranks.items())
-        earlier = "" if len(ranks) > 1 else " (earlier operations differed)"
-        raise UsageError(
-            f"all ranks must call the same operations in the same order, but called {by}{earlier}"
-        )
+        if len(ranks) == 1:
+            raise UsageError(
+                "all ranks must call the same operations in the same order; "
+                f"all called {self._last}, but different ones before: make a new Grid to go on"
+            )
+        raise UsageError(f"all ranks must call the same operations in the same order, but called {by}")
 
 
 def same_grid(grids: Sequence[Grid], operation: str) -> Grid:
@@ -110,6 +112,6 @@ def same_grid(grids: Sequence[Grid], operation: str) -> Grid:
     if any(other is not first for other in others):
         shown = ", ".join(map(repr, grids))
         raise UsageError(
-            f"{operation}: the operands lie on different grids, {shown}; redistribute within one grid"
+            f"{operation}: the operands lie on different grids, {shown}; make one Grid, and all tensors on it"
         )
     return first

@@ -67,7 +67,7 @@ class Halo:
 
 
 class Exchange:
-    """The exchange of a halo, begun when this is made; `finish` returns this rank's box."""
+    """The exchange of a halo, begun when this is made; `box` returns what has come."""
 
     def __init__(self, x: Tensor, halo: Halo) -> None:
         self.x, self.halo, self.me = x, halo, halo.source.grid.world.rank
@@ -83,33 +83,31 @@ class Exchange:
         self.received = x.new_empty(sum(size_of(part) for _, part in self.came))
         self.pending = _all_to_all(self.received, self.sent, halo, to, self.came)
 
-    def finish(self, zeros: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Wait for the others' parts and return this rank's box.
-
-        zeros: how many to add before and after it along each dimension.
-        """
-        box, here = self.halo.boxes[self.me], self.halo.source.mine
+    def wait(self) -> None:
+        """Wait until this rank's parts have gone and the others' have come."""
         if self.pending is not None:
             self.pending.wait()
-        zeros = zeros or [(0, 0)] * len(box)
-        padded = any(n for pair in zeros for n in pair)
-        if not self.came and box == here and not padded:
+            self.pending = None
+
+    def box(self, box: Box) -> Tensor:
+        """Wait, and return a part of this rank's box, or all of it."""
+        self.wait()
+        here = self.halo.source.mine
+        if box == here:
             return self.x
-        whole = self.x.new_empty([a + hi - lo + b for (lo, hi), (a, b) in zip(box, zeros, strict=True)])
-        out = whole
-        for d, ((lo, hi), (before, after)) in enumerate(zip(box, zeros, strict=True)):
-            whole.narrow(d, 0, before).zero_()
-            whole.narrow(d, whole.shape[d] - after, after).zero_()
-            out = out.narrow(d, before, hi - lo)
+        out = self.x.new_empty([hi - lo for lo, hi in box])
         mine = intersect(here, box)
         if size_of(mine):
             out[inside(mine, box)] = self.x[inside(mine, here)]
         begin = 0
         for _, part in self.came:
             end = begin + size_of(part)
-            out[inside(part, box)] = self.received[begin:end].view([hi - lo for lo, hi in part])
+            common = intersect(part, box)
+            if size_of(common):
+                piece = self.received[begin:end].view([hi - lo for lo, hi in part])
+                out[inside(common, box)] = piece[inside(common, part)]
             begin = end
-        return whole
+        return out
 
 
 def sent_back(dy: Tensor, halo: Halo) -> Tensor:

@@ -156,11 +156,12 @@ def from_root(whole: Tensor | None, grid: Grid, placements: Placements, root: in
         return DistributedTensor(moved(piece, before, wide).reshape(target.local_shape).contiguous(), target)
 
 
-def from_full(whole: Tensor, grid: Grid, placements: Placements) -> DistributedTensor:
-    """Return a tensor that every rank holds whole, cut to its layout. Differentiable; sends nothing.
+def from_full(whole: Tensor | np.ndarray[Any, Any], grid: Grid, placements: Placements) -> DistributedTensor:
+    """Return a tensor, or array, that every rank holds whole, cut to its layout. Differentiable; sends nothing.
 
     The gradient of `whole` is complete on every rank: an all-gather sends it.
     """
+    whole = torch.as_tensor(whole)
     target = _laid_out(grid, whole.shape, placements)
     replicated = target.placed(*(Replicate() for _ in target.placements))
     with grid.operation(f"from_full({list(whole.shape)} to {target.placements})"):

@@ -75,20 +75,22 @@ def made(
     return Way(name, run, whole_cost)
 
 
-def times(rates: Rates, product: Term, move: Term) -> tuple[float, float, float]:
-    """Return the seconds of the product, of the move, and the overhead of a panel: its start and its message's."""
-    first = Term(move.kind, (1, 1)[: len(move.sizes)]), Term("product", (1, 1, 1, 1), product.dtype)
-    overhead = rates.corrections.get("move", 0.0) + sum(map(rates.seconds, first))
-    return rates.seconds(product), rates.seconds(move), overhead
+def times(rates: Rates, product: Term, move: Term, part: Term) -> tuple[float, float, float]:
+    """Return the seconds of the product, of the move, and the overhead of a panel.
+
+    The overhead is the start of its message, and what its products cost at any length: `part`.
+    """
+    overhead = rates.seconds(replace(move, sizes=(1,))) + rates.corrections.get("move", 0.0)
+    return rates.seconds(product), rates.seconds(move), overhead + rates.seconds(part)
 
 
 def _in_parts(move: Term, count: int) -> Term:
     return replace(move, sizes=(move.sizes[0] // count,), times=count)
 
 
-def _count(pair: Pair, product: Term, move: Term, rows: int, panels: int | None) -> int:
+def _count(pair: Pair, product: Term, move: Term, part: Term, rows: int, panels: int | None) -> int:
     """Return the number of panels: the one that is given, or the best by the closed form of `overlap`."""
-    best = panels or best_chunks(*times(pair.grid.rates, product, move), most=16)
+    best = panels or best_chunks(*times(pair.grid.rates, product, move, part), most=16)
     return max(1, min(best, rows))
 
 
@@ -105,7 +107,10 @@ def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
     own = sizes_of(K, n)
     product = Term("product", (1, max(rows.box(r)[0][1] - rows.box(r)[0][0] for r in range(n)), K, N), dtype)
     move = Term("all-gather", ((n - 1) * own[0] * N * item,), hidden=True)
-    count = _count(pair, product, move, own[-1], panels)
+    part = replace(
+        product, sizes=(1, product.sizes[1], 1, N), times=n
+    )  # a pass over the result for each rank's rows
+    count = _count(pair, product, move, part, own[-1], panels)
     lengths = sizes_of(own[0], count)
     sent = Fraction((n - 1) * own[0] * N * item)  # ranks with a row less send it as padding
     starts = [sum(own[:r]) for r in range(n)]
@@ -148,7 +153,8 @@ def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
         db = moved(a.mH @ dc, split.placed(Partial()), split)
         return dc @ whole.mH, db
 
-    terms = Term("product", (1, product.sizes[1], K // count or 1, N), dtype, count), _in_parts(move, count)
+    parts = n * count
+    terms = Term("product", (1, product.sizes[1], K // parts or 1, N), dtype, parts), _in_parts(move, count)
     memory = (size_of(result.box(0)) + 2 * n * lengths[0] * N) * item
     return made(
         "rows, b in panels", pair, (rows, split, result), lambda: Cost(terms, memory, sent), forward, backward
@@ -168,7 +174,8 @@ def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
     longest = max(for_a.box(r)[1][1] - for_a.box(r)[1][0] for r in range(n))
     product = Term("product", (1, M, longest, N), dtype)
     move = Term("reduce-scatter", ((n - 1) * own[0] * N * item,), hidden=True)
-    count = _count(pair, product, move, own[-1], panels)
+    part = replace(product, sizes=(1, 1, longest, N), times=n)  # b is read for each rank's rows
+    count = _count(pair, product, move, part, own[-1], panels)
     lengths = sizes_of(own[0], count)
     sent = Fraction((n - 1) * own[0] * N * item)
     starts = [sum(own[:r]) for r in range(n)]
@@ -196,7 +203,8 @@ def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
         whole = moved(dc.contiguous(), result, result.placed(Replicate()))
         return whole @ b.mH, a.mH @ whole
 
-    terms = Term("product", (1, M // count or 1, longest, N), dtype, count), _in_parts(move, count)
+    parts = n * count
+    terms = Term("product", (1, M // parts or 1, longest, N), dtype, parts), _in_parts(move, count)
     memory = (own[0] * N + 2 * n * lengths[0] * N) * item
     return made(
         "inner, sum in panels",

@@ -14,11 +14,10 @@ from collections.abc import Hashable
 
 from common.errors import UsageError
 from common.tensors.cost import Way, choose
-from common.tensors.grid import same_grid
 from common.tensors.pairwise import Pair
 from common.tensors.panels import inner_in_panels, rows_in_panels
 from common.tensors.summa import cannon, summa
-from common.tensors.tensor import DistributedTensor, describe, method
+from common.tensors.tensor import DistributedTensor, common_grid, describe, method
 
 
 @method
@@ -30,7 +29,7 @@ def matmul(a: DistributedTensor, b: DistributedTensor, way: str | None = None) -
     """
     if a.ndim != 2 or b.ndim != 2:
         return _with_batches(a, b, way)
-    grid = same_grid([a.grid, b.grid], "matmul")
+    grid = common_grid([a, b], "matmul")
     with grid.operation(f"matmul({describe(a, b)}, {way})"):
         return choose(grid, "matmul", _matmul_ways(a, b), way, _key(a, b)).run()
 
@@ -40,7 +39,7 @@ def bmm(a: DistributedTensor, b: DistributedTensor, way: str | None = None) -> D
 
     Splits the batch, rows, columns or the inner dimension. Raises UsageError for shapes that do not match.
     """
-    grid = same_grid([a.grid, b.grid], "bmm")
+    grid = common_grid([a, b], "bmm")
     with grid.operation(f"bmm({describe(a, b)}, {way})"):
         return choose(grid, "bmm", _bmm_ways(a, b), way, _key(a, b)).run()
 
@@ -82,7 +81,7 @@ def _with_batches(a: DistributedTensor, b: DistributedTensor, way: str | None) -
             or any(lengths.setdefault(d, n) != n for d, n in zip(of, x.shape, strict=True))
         ):
             raise UsageError(f"matmul: shapes {list(a.shape)} and {list(b.shape)} do not match")
-    grid = same_grid([a.grid, b.grid], "matmul")
+    grid = common_grid([a, b], "matmul")
     with grid.operation(f"matmul({describe(a, b)}, {way})"):
         pair = Pair(a, b, (of_a, of_b, of_c))
         return choose(grid, "matmul", pair.ways(), way, pair.key).run()

@@ -98,8 +98,9 @@ class Rates:
     are not neighbours.
 
     corrections: per kind, the factor from a term that is measured alone to one of an operation; seconds beyond the
-    terms of a "move", and of a way with a kind of arithmetic, such as "way product". memory: bytes that an operation
-    may need beyond its operands.
+    terms of a "move", and of a way with a kind of arithmetic, such as "way product"; "hidden", the share of the time
+    that a hidden move takes from the arithmetic nevertheless. memory: bytes that an operation may need beyond its
+    operands.
     """
 
     memory: float = math.inf
@@ -155,7 +156,7 @@ class Rates:
         begun += sum(
             self.corrections.get(f"way {kind}", 0.0) for kind in {t.kind for t in terms} & ARITHMETIC
         )
-        return begun + rest + max(work, hidden)
+        return begun + rest + max(work, hidden) + self.corrections.get("hidden", 0.0) * min(work, hidden)
 
     def save(self, path: str | Path) -> None:
         """Write the rates as JSON."""

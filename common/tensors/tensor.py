@@ -18,6 +18,7 @@ layouts of the gradients.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -47,6 +48,8 @@ class DistributedTensor:
     Autograd works through `local`: `requires_grad_()`, `backward()` and `grad` are those of torch. Raises ValueError
     if the piece has not the shape of its box.
     """
+
+    __array_ufunc__ = None  # so that numpy leaves its operators to this class, which refuses arrays
 
     def __init__(self, local: Tensor, layout: Layout) -> None:
         if tuple(local.shape) != layout.local_shape:
@@ -193,8 +196,10 @@ class DistributedTensor:
     def __abs__(self) -> DistributedTensor:
         return pointwise("abs", torch.abs, self)
 
+    def __bool__(self) -> bool:
+        raise UsageError("a distributed tensor is neither true nor false: compare x.full(), or its pieces")
+
     def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
-        _check_operands("matmul", [self, other])
         return _methods["matmul"](self, other)
 
     def transpose(self, dim0: int, dim1: int) -> DistributedTensor:
@@ -328,9 +333,8 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
     Raises UsageError for shapes that do not broadcast.
     """
-    _check_operands(name, operands, numbers=True)
+    grid = common_grid([x for x in operands if not isinstance(x, numbers.Number)], name)
     tensors = [x for x in operands if isinstance(x, DistributedTensor)]
-    grid = same_grid([x.grid for x in tensors], name)
     try:
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     except RuntimeError:
@@ -344,12 +348,13 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
         return DistributedTensor(function(*found), result)
 
 
-def _check_operands(name: str, operands: Sequence[object], numbers: bool = False) -> None:
-    kinds = (DistributedTensor, int, float, complex) if numbers else (DistributedTensor,)
-    if bad := [x for x in operands if not isinstance(x, kinds)]:
+def common_grid(operands: Sequence[object], name: str) -> Grid:
+    """Return the grid that all operands lie on. Raises UsageError if they differ, or if one is a plain tensor."""
+    if bad := [x for x in operands if not isinstance(x, DistributedTensor)]:
         raise UsageError(
             f"{name} of a {type(bad[0]).__name__}: from_full(x, grid, Replicate()) makes a distributed tensor of it"
         )
+    return same_grid([x.grid for x in operands if isinstance(x, DistributedTensor)], name)
 
 
 def _lifted(layout: Layout, shape: torch.Size) -> Layout:

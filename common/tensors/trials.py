@@ -89,10 +89,10 @@ def fitted_corrections(rates: Rates, costs: Sequence[Cost], seconds: Sequence[fl
     """Return the corrections with which the predicted times differ least from the measured ones, relatively."""
     kinds = sorted({t.kind for cost in costs for t in cost.terms})
     starts = ["move", *(f"way {kind}" for kind in kinds if kind in ARITHMETIC)]
-    start = np.log([*(1e-5 for _ in starts), *(1.0 for _ in kinds)])
+    start = np.log([*(1e-5 for _ in starts), 0.5, *(1.0 for _ in kinds)])
 
     def named(x: np.ndarray[Any, Any]) -> dict[str, float]:
-        return dict(zip((*starts, *kinds), map(float, np.exp(x)), strict=True))
+        return dict(zip((*starts, "hidden", *kinds), map(float, np.exp(x)), strict=True))
 
     def apart(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         tried = replace(rates, corrections=named(x))

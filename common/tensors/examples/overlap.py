@@ -49,8 +49,8 @@ class OverlapOptions(
     """File of calibrate.py; default: measure now."""
 
 
-def products(grid: Grid, n: int) -> dict[str, tuple[Callable[[int], object], Term, Term]]:
-    """Return for each way in panels a call with so many of them, its whole product and its whole move."""
+def products(grid: Grid, n: int) -> dict[str, tuple[Callable[[int], object], Term, Term, Term]]:
+    """Return for each way in panels a call with so many of them, its product, its move, and a panel's least product."""
     ranks = grid.world.size
     by_rows = [normal((n, n), grid, Shard(0), seed) for seed in (1, 2)]
     by_inner = by_rows[0].redistribute(Shard(1)), by_rows[1]
@@ -60,11 +60,13 @@ def products(grid: Grid, n: int) -> dict[str, tuple[Callable[[int], object], Ter
             lambda count: rows_in_panels(_pair(*by_rows), count).run(),
             Term("product", (1, math.ceil(n / ranks), n, n)),
             Term("all-gather", (sent,)),
+            Term("product", (1, math.ceil(n / ranks), 1, n), times=ranks),
         ),
         "inner, sum in panels": (
             lambda count: inner_in_panels(_pair(*by_inner), count).run(),
             Term("product", (1, n, math.ceil(n / ranks), n)),
             Term("reduce-scatter", (sent,)),
+            Term("product", (1, 1, math.ceil(n / ranks), n), times=ranks),
         ),
     }
 
@@ -79,10 +81,10 @@ def main(rt: Runtime, o: OverlapOptions) -> bool:
     grid, out = Grid(rt.world), console(rt)
     grid.rates = Rates.load(o.rates) if o.rates else calibrate(grid)
     heads = ("panels", ">predicted ms", ">measured ms", ">spread")
-    for name, (call, product, move) in products(grid, o.rows).items():
+    for name, (call, *terms) in products(grid, o.rows).items():
         with torch.no_grad():
             found = in_turn({str(n): partial(call, n) for n in PANELS}, o.rounds, rt.world)
-        compute, communication, overhead = times(grid.rates, product, move)
+        compute, communication, overhead = times(grid.rates, *terms)
         predicted = {n: seconds(n, compute, communication, overhead) for n in PANELS}
         rows = [
             (str(n), f"{predicted[n] * 1e3:.2f}", f"{m.median * 1e3:.2f}", f"{m.spread:.0%}")
