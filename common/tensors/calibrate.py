@@ -11,6 +11,7 @@ is the median of several; of the ranks' medians the largest counts.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -124,10 +125,11 @@ def calibrate(
                 [clock(_convolution(i, dtype, device)) for i in images],
             )
             curves |= _transforms(dtype.to_complex(), largest, device, clock)
-        curves["copy"] = [(n, clock(_copy(n // 2, device))) for n in sizes]
+        curves["copy"] = [(n, clock(_cold(partial(_copy, n // 2, device), n))) for n in sizes]
         if group.size > 1:
             for name in ("exchange", "all-gather", "reduce-scatter", "all-reduce"):
-                curves[name] = [(n, clock(_move(name, n, device, group))) for n in sizes]
+                make = partial(_move, name, device=device, group=group)
+                curves[name] = [(n, clock(_cold(partial(make, n), n))) for n in sizes]
         free = min(comm.everyones(psutil.virtual_memory().available, group)) / group.size
         rates = Rates(free, products, convolutions, curves)
     return corrected(grid, rates, trials, device=device) if trials else rates
@@ -139,6 +141,12 @@ def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[
     if b == 1:
         return lambda: torch.mm(x[0], y[0])
     return lambda: torch.bmm(x, y)
+
+
+def _cold(make: Callable[[], Callable[[], object]], nbytes: int) -> Callable[[], object]:
+    """Return a call that takes other operands each time, so that they lie in no near cache, as in an operation."""
+    calls = itertools.cycle([make() for _ in range(max(1, min(64, (16 << 20) // nbytes)))])
+    return lambda: next(calls)()
 
 
 def _sizes(image: Sequence[int]) -> tuple[int, ...]:

@@ -70,9 +70,11 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
             for s, t in zip(settled.placements, target.placements, strict=True)
         )
         return (*terms, *(() if kept else (Term("copy", (2 * copied,)),)))
-    if is_all_gather(settled, target):
-        return (*terms, Term("all-gather", (sent,)))
     arrived = max(size_of(target.box(r)) for r in range(n)) * item
+    if is_all_gather(settled, target):
+        [gathered] = [p for p, q in zip(settled.placements, target.placements, strict=True) if p != q]
+        joined = () if gathered == Shard(0) else (Term("copy", (2 * arrived,)),)
+        return (*terms, Term("all-gather", (sent,)), *joined)
     return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * arrived,)))
 
 

@@ -136,13 +136,12 @@ def _all_gathered(piece: Tensor, source: Layout, target: Layout) -> Tensor | Non
         if p != q and isinstance(p, Shard)
     ]
     group, dim = source.grid.groups[axis], before.dim
-    n = source.shape[dim]
-    first = piece.movedim(dim, 0).contiguous()
-    out = new_empty((n, *first.shape[1:]), piece.dtype, piece.device)
-    parts = [torch.view_as_real(x) if x.is_complex() else x for x in (out, first)]
+    piece = piece.contiguous()
+    out = new_empty((group.size * piece.shape[0], *piece.shape[1:]), piece.dtype, piece.device)
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in (out, piece)]
     parts = [x.view(torch.uint8) if x.dtype == torch.bool else x for x in parts]
     comm.all_gather_into(parts[0], parts[1], group)
-    return out.movedim(0, dim).contiguous()
+    return torch.cat(out.view(group.size, *piece.shape).unbind(), dim) if dim else out
 
 
 def _exchanged(
