@@ -37,6 +37,10 @@ def test_example(program: str, options: list[str], shown: list[str], tmp_path: P
     assert all(text in run.stdout for text in shown), run.stdout
 
 
+def test_the_smallest_program() -> None:
+    assert mpirun(3, python(), EXAMPLES / "mean.py").stdout == "21.5\n"
+
+
 def test_programs_on_rank_0() -> None:
     run = mpirun(4, python(), EXAMPLES / "test_all.py", "--scale", "0.1")
     assert run.returncode == 0, run.stderr
