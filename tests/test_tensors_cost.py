@@ -92,8 +92,7 @@ def calibrated(rt: Runtime) -> list[float]:
 def test_calibrate() -> None:
     one, other = spawn(calibrated, 2)
     assert one == other
-    assert 0 < one[0] < one[1]
-    assert 0 < one[2] < one[3]
+    assert all(0 < seconds < math.inf for seconds in one)
 
 
 @given(
