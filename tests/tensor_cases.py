@@ -114,7 +114,9 @@ def spread(whole: Tensor, grid: Grid, placed: Sequence[Placement]) -> Distribute
             n *= grid.shape[a]
         piece = piece / n
         for a in ranks:  # a term that sums to zero along the axis
-            noise = torch.arange(1, piece.numel() + 1, dtype=torch.float64).view(piece.shape).to(piece.dtype)
+            noise = (
+                (torch.arange(piece.numel(), dtype=torch.float64) % 7 + 1).view(piece.shape).to(piece.dtype)
+            )
             at, length = grid.place[a], grid.shape[a]
             piece = piece + noise * (at - (length - 1) / 2) / 8
     # a piece with gaps in memory, where it has two dimensions

@@ -55,8 +55,8 @@ def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedT
             group.copy_(along(group, dim=0, norm=norm))
         return DistributedTensor(_split_by_rows(groups, rows, columns), rows)
     c_NM = groups.whole.new_empty(groups.width, rows.shape[0])
-    for part, group in zip(c_NM.split(STEP), groups.parts(), strict=True):
-        part.copy_(along(group, dim=0, norm=norm).T)
+    for i, group in enumerate(groups.parts()):
+        c_NM[i * STEP : (i + 1) * STEP] = along(group, dim=0, norm=norm).T
     return DistributedTensor(c_NM.T, columns)
 
 
