@@ -108,19 +108,24 @@ class Engine:
         scheduled = self.scheduler.schedule()
         step = make_step(scheduled, self.blocks.size, self.shared, self.dtype, self.device)
         logits_RV = self.forward(step)
-        tokens_R = torch.zeros(len(step.sequences), dtype=torch.int64)
-        chooser = self.mesh.world.size - self.mesh.shape["tp"]
-        if self.mesh.world.rank == chooser and step.sequences:
-            tokens_R = choose(logits_RV, step.sequences)
-        tokens_R = tokens_R.to(self.device)
-        if step.sequences:
-            comm.broadcast(tokens_R, self.mesh.world, chooser)
+        tokens = self.choose(logits_RV, step.sequences) if step.sequences else []
         for sequence, count in scheduled:
             sequence.cached += count
-        chosen = list(zip(step.sequences, tokens_R.tolist(), strict=True))
+        chosen = list(zip(step.sequences, tokens, strict=True))
         for sequence, token in chosen:
             self.scheduler.write(sequence, token)
         return chosen
+
+    def choose(self, logits_RV: Tensor, sequences: list[Sequence]) -> list[int]:
+        """Return the next token of each sequence, which the first rank of the last stage chooses for all ranks."""
+        tokens_R = torch.zeros(len(sequences), dtype=torch.int64)
+        chooser = self.mesh.world.size - self.mesh.shape["tp"]
+        if self.mesh.world.rank == chooser:
+            tokens_R = choose(logits_RV, sequences)
+        tokens_R = tokens_R.to(self.device)
+        comm.broadcast(tokens_R, self.mesh.world, chooser)
+        tokens: list[int] = tokens_R.tolist()
+        return tokens
 
     def forward(self, step: Step) -> Tensor:
         """Return logits_RV after the rows `last_R`, on the last stage; elsewhere undefined."""

@@ -58,9 +58,8 @@ def shares(logits_RV: Tensor, requests: Row[Request]) -> tuple[Tensor, Tensor]:
     )
     place_V = torch.arange(logits_RV.shape[1])
     top_k_R1 = torch.tensor([[q.top_k or len(place_V)] for q in requests])
-    below_RV = logits_RV - logits_RV.amax(
-        -1, keepdim=True
-    )  # a tiny temperature must not make infinities of both
+    # a tiny temperature must not make infinities of the largest logits
+    below_RV = logits_RV - logits_RV.amax(-1, keepdim=True)
     sorted_RV, token_RV = (below_RV / temperature_R1).sort(dim=-1, descending=True, stable=True)
     share_RV = sorted_RV.masked_fill(place_V >= top_k_R1, -torch.inf).softmax(-1)
     before_RV = share_RV.cumsum(-1) - share_RV

@@ -44,7 +44,7 @@ class Request:
     """Tokens that end the text; the last one written is one of them."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1 and self.top_k >= 0 <= self.seed):
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1 and min(self.top_k, self.seed) >= 0):
             raise UsageError(
                 f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, seed {self.seed}: "
                 "give none below 0, and a top_p above 0 and up to 1"

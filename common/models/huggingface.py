@@ -336,13 +336,12 @@ def read_config(folder: Path) -> TransformerConfig:
     if not isinstance(kind, str) or kind not in TABLES:
         raise UsageError(f"{file}: model_type {kind!r} is unknown; gpt2, llama, mixtral and bert can be read")
     base = 1e6 if kind == "mixtral" else 10000.0
-    defaults = {"rope_theta": base, "rope_type": "default", "tie_word_embeddings": kind in ("gpt2", "bert")}
     rope = theirs.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UsageError(f"{file}: rope_parameters is {rope!r:.60}; give an object")
+    defaults = {"rope_theta": base, "tie_word_embeddings": kind in ("gpt2", "bert")}
+    defaults["rope_type"] = rope.get("type", "default")  # "type" is an older name
     theirs = {**defaults, **theirs, **rope}
-    if "type" in rope:  # an older name of rope_type
-        theirs = {**theirs, "rope_type": rope.get("rope_type", rope["type"])}
     for key, allowed in ONLY[kind].items():
         if theirs.get(key, allowed[0]) not in allowed:
             raise UsageError(f"{file}: {key} is {theirs[key]!r}; only {allowed[0]!r} can be read")
