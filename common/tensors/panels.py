@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common import comm
-from common.comm import sizes_of
+from common.comm import Group, sizes_of
 from common.tensors.cost import Cost, Way, moving, received
 from common.tensors.layout import Layout, Partial, Replicate, Shard, size_of
 from common.tensors.overlap import best_chunks
@@ -94,10 +95,63 @@ def _count(pair: Pair, product: Term, move: Term, part: Term, rows: int, panels:
     return max(1, min(best, rows))
 
 
-def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
-    """Rows of a and of b on each rank: b is all-gathered panel by panel while the panel before is multiplied.
+def gathered_product(a: Tensor, b: Tensor, group: Group, own: list[int], lengths: list[int]) -> Tensor:
+    """Return a times all ranks' rows of b: each panel is all-gathered while the panel before is multiplied.
 
-    A panel is a run of each rank's rows of b, so that all ranks send all the time. panels: their number; default: best.
+    own: rows of b on each rank. lengths: rows that a rank sends of its own in each panel, with zeros after its last.
+    """
+    n, N = group.size, b.shape[1]
+    c = a.new_empty(a.shape[0], N)
+    work = [b.new_empty(n * lengths[0], N) for _ in range(2)]
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+
+    def gather(i: int) -> tuple[comm.Pending, Tensor]:
+        panel, piece = work[i % 2][: n * lengths[i]], b[begins[i] :][: lengths[i]]
+        if len(piece) < lengths[i]:
+            piece = torch.cat([piece, b.new_zeros(lengths[i] - len(piece), N)])
+        return comm.all_gather_into(panel, piece.contiguous(), group, async_op=True), panel
+
+    ahead = gather(0)
+    for i, length in enumerate(lengths):
+        pending, panel = ahead
+        if i + 1 < len(lengths):
+            ahead = gather(i + 1)
+        pending.wait()
+        for r, rows in enumerate(panel.split(length)):
+            width = max(0, min(length, own[r] - begins[i]))
+            mine = a[:, sum(own[:r]) + begins[i] :][:, :width]
+            torch.addmm(c, mine, rows[:width], beta=int(i + r > 0), out=c)  # beta 0: c is not read
+    return c
+
+
+def scattered_product(a: Tensor, b: Tensor, group: Group, own: list[int], lengths: list[int]) -> Tensor:
+    """Return this rank's rows of the sum of all ranks' a @ b: a panel's terms are added up during the next product.
+
+    own: rows of the result on each rank. lengths: rows of each rank in each panel.
+    """
+    n, N = group.size, b.shape[1]
+    c = a.new_empty(own[0], N)
+    work = [a.new_zeros(n * lengths[0], N) for _ in range(2)]
+    under_way: list[comm.Pending] = []
+    for i, length in enumerate(lengths):
+        begin = sum(lengths[:i])
+        if i > 1:
+            under_way[i - 2].wait()  # its terms are overwritten next
+        terms = work[i % 2][: n * length]
+        for r, rows in enumerate(terms.split(length)):
+            width = max(0, min(length, own[r] - begin))
+            torch.mm(a[sum(own[:r]) + begin :][:width], b, out=rows[:width])
+        target = c[begin : begin + length]
+        under_way.append(comm.reduce_scatter_into(real(target), real(terms), group, async_op=True))
+    for pending in under_way[-2:]:
+        pending.wait()
+    return c[: own[group.rank]]
+
+
+def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
+    """Rows of a and of b on each rank, multiplied by `gathered_product`: all ranks send all the time.
+
+    panels: their number; default: the best.
     """
     group, (M, K), N = pair.grid.groups[0], pair.a.shape, pair.b.shape[1]
     n, item, dtype = group.size, pair.dtype.itemsize, pair.dtype
@@ -105,64 +159,29 @@ def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
     split = Layout.of(pair.grid, pair.b.shape, Shard(0))
     result = Layout.of(pair.grid, (M, N), pair.placement("m", 0, "mn"))
     own = sizes_of(K, n)
-    product = Term("product", (1, max(rows.box(r)[0][1] - rows.box(r)[0][0] for r in range(n)), K, N), dtype)
+    m = max(rows.box(r)[0][1] - rows.box(r)[0][0] for r in range(n))
     move = Term("all-gather", ((n - 1) * own[0] * N * item,), hidden=True)
-    part = replace(
-        product, sizes=(1, product.sizes[1], 1, N), times=n
-    )  # a pass over the result for each rank's rows
-    count = _count(pair, product, move, part, own[-1], panels)
+    part = Term("product", (1, m, 1, N), dtype, n)  # a pass over the result for each rank's rows
+    count = _count(pair, Term("product", (1, m, K, N), dtype), move, part, own[-1], panels)
     lengths = sizes_of(own[0], count)
-    sent = Fraction((n - 1) * own[0] * N * item)  # ranks with a row less send it as padding
-    starts = [sum(own[:r]) for r in range(n)]
-
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        c = a.new_empty(a.shape[0], N)
-        work = [b.new_empty(n * lengths[0], N) for _ in range(2)]
-        under_way: list[tuple[comm.Pending, Tensor, Tensor, int, int]] = []
-        begin, first = 0, True
-
-        def multiply() -> None:
-            nonlocal first
-            pending, panel, _, at, length = under_way.pop(0)
-            pending.wait()
-            for r in range(n):
-                width = max(0, min(length, own[r] - at))
-                mine, theirs = a[:, starts[r] + at : starts[r] + at + width], panel[r * length :][:width]
-                if first:
-                    torch.mm(mine, theirs, out=c)
-                else:
-                    c.addmm_(mine, theirs)
-                first = False
-
-        for i, length in enumerate(lengths):
-            piece = b[begin : begin + length]
-            if len(piece) < length:
-                piece = torch.cat([piece, b.new_zeros(length - len(piece), N)])
-            piece = piece.contiguous()
-            panel = work[i % 2][: n * length]
-            pending = comm.all_gather_into(panel, piece, group, async_op=True)
-            under_way.append((pending, panel, piece, begin, length))
-            begin += length
-            if i:
-                multiply()
-        multiply()
-        return c
 
     def backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
         whole = moved(b, split, split.placed(Replicate()))
         db = moved(a.mH @ dc, split.placed(Partial()), split)
         return dc @ whole.mH, db
 
-    parts = n * count
-    terms = Term("product", (1, product.sizes[1], K // parts or 1, N), dtype, parts), _in_parts(move, count)
-    memory = (size_of(result.box(0)) + 2 * n * lengths[0] * N) * item
-    return made(
-        "rows, b in panels", pair, (rows, split, result), lambda: Cost(terms, memory, sent), forward, backward
-    )
+    def cost() -> Cost:
+        products = Term("product", (1, m, K // (n * count) or 1, N), dtype, n * count)
+        memory = (size_of(result.box(0)) + 2 * n * lengths[0] * N) * item
+        sent = Fraction((n - 1) * own[0] * N * item)  # ranks with a row less send it as padding
+        return Cost((products, _in_parts(move, count)), memory, sent)
+
+    forward = partial(gathered_product, group=group, own=own, lengths=lengths)
+    return made("rows, b in panels", pair, (rows, split, result), cost, forward, backward)
 
 
 def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
-    """The inner dimension split: each rank's terms of a panel of rows are added up while the next are multiplied.
+    """The inner dimension split, multiplied by `scattered_product`.
 
     panels: their number; default: the best.
     """
@@ -171,49 +190,23 @@ def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
     for_a, for_b, _ = pair.layouts(["k"])
     result = Layout.of(pair.grid, (M, N), Shard(0))
     own = sizes_of(M, n)
-    longest = max(for_a.box(r)[1][1] - for_a.box(r)[1][0] for r in range(n))
-    product = Term("product", (1, M, longest, N), dtype)
+    k = max(for_a.box(r)[1][1] - for_a.box(r)[1][0] for r in range(n))
     move = Term("reduce-scatter", ((n - 1) * own[0] * N * item,), hidden=True)
-    part = replace(product, sizes=(1, 1, longest, N), times=n)  # b is read for each rank's rows
-    count = _count(pair, product, move, part, own[-1], panels)
+    part = Term("product", (1, 1, k, N), dtype, n)  # b is read for each rank's rows
+    count = _count(pair, Term("product", (1, M, k, N), dtype), move, part, own[-1], panels)
     lengths = sizes_of(own[0], count)
-    sent = Fraction((n - 1) * own[0] * N * item)
-    starts = [sum(own[:r]) for r in range(n)]
-
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        c = a.new_empty(own[0], N)
-        work = [a.new_zeros(n * lengths[0], N) for _ in range(2)]
-        under_way: list[comm.Pending] = []
-        begin = 0
-        for i, length in enumerate(lengths):
-            if i > 1:
-                under_way[i - 2].wait()  # its terms are overwritten next
-            terms = work[i % 2][: n * length]
-            for r in range(n):
-                width = max(0, min(length, own[r] - begin))
-                torch.mm(a[starts[r] + begin : starts[r] + begin + width], b, out=terms[r * length :][:width])
-            target = c[begin : begin + length]
-            under_way.append(comm.reduce_scatter_into(real(target), real(terms), group, async_op=True))
-            begin += length
-        for pending in under_way[-2:]:
-            pending.wait()
-        return c[: own[group.rank]]
 
     def backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
         whole = moved(dc.contiguous(), result, result.placed(Replicate()))
         return whole @ b.mH, a.mH @ whole
 
-    parts = n * count
-    terms = Term("product", (1, M // parts or 1, longest, N), dtype, parts), _in_parts(move, count)
-    memory = (own[0] * N + 2 * n * lengths[0] * N) * item
-    return made(
-        "inner, sum in panels",
-        pair,
-        (for_a, for_b, result),
-        lambda: Cost(terms, memory, sent),
-        forward,
-        backward,
-    )
+    def cost() -> Cost:
+        products = Term("product", (1, M // (n * count) or 1, k, N), dtype, n * count)
+        memory = (own[0] * N + 2 * n * lengths[0] * N) * item
+        return Cost((products, _in_parts(move, count)), memory, Fraction((n - 1) * own[0] * N * item))
+
+    forward = partial(scattered_product, group=group, own=own, lengths=lengths)
+    return made("inner, sum in panels", pair, (for_a, for_b, result), cost, forward, backward)
 
 
 def real(x: Tensor) -> Tensor:
