@@ -6,7 +6,8 @@
 Three figures of ours: `resident`, operands and result stay split; `and redistributed`, operands come from another
 layout and the result goes back to one; `from rank 0`, which holds whole operands and gets the whole result.
 The cases that begin with `large` are a product of 10000 rows, a convolution of 32 images of 512 x 512 and transforms of
-64 of 1024 x 1024; --scale 0.5 halves their lengths.
+64 of 1024 x 1024, with shorter lengths where the ranks of a machine would need more than half of its free memory.
+--scale 0.5 halves all lengths.
 All cases of an operation run in turn; `x` is the time as a share of torch's on one rank, the median over the rounds.
 Each rank has one thread, and so has torch. Libraries: DTensor of torch; Heat and mpi4py-fft if they can be imported.
 """
@@ -19,14 +20,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import opt_einsum
+import psutil
 import torch
 from opt_einsum.testing import rand_equation
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from common import comm
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
@@ -73,16 +76,8 @@ ALONE = "torch, one rank"
 class SpeedOptions(LessonOptions, without=("steps", "data", "trace", "plot", "debug", "check", "dtype")):
     """Options of the benchmark."""
 
-    cases: tuple[Name, ...] = (
-        "matmul",
-        "placements",
-        "conv2d",
-        "fft2",
-        "redistribute",
-        "reductions",
-        "einsum",
-    )
-    """Operations to time."""
+    cases: tuple[Name, ...] = tuple(n for n in get_args(Name) if not n.startswith("large"))
+    """Operations to time; default: all but the large ones."""
     rounds: Annotated[int, Within(5, 10**4)] = 7
     """Times that each call is timed, in turn with the others."""
     scale: Annotated[float, Within(0.01, 4)] = 1.0
@@ -98,6 +93,16 @@ class Bench:
         self.rt, self.grid, self.scale = rt, Grid(rt.world), scale
         self.n = max(16, int(4096 * scale))
         self.mesh = init_device_mesh("cpu", (rt.world_size,)) if rt.world_size > 1 else None
+
+    def fitting(self, length: int, dims: int, numbers: int) -> int:
+        """Return the length times the scale, or less: so much that tensors of that many numbers fit into free memory.
+
+        dims: dimensions of this length. Half of the memory is for them: all ranks together hold about 8 times the
+        numbers, as rank 0 has whole tensors beside those that are split in several ways.
+        """
+        free = min(comm.everyones(psutil.virtual_memory().available, self.rt.world)) / 2
+        fits: float = (free / (8 * 4 * numbers)) ** (1 / dims)
+        return max(16, int(length * min(self.scale, fits)))
 
     def alone(self, call: Call) -> Call:
         """Return a call that rank 0 makes while the others wait."""
@@ -134,7 +139,7 @@ class Bench:
 
     def large_matmul(self) -> tuple[dict[str, Call], float]:
         """Return the product of matrices of 10000 rows, times the scale."""
-        n = max(16, int(10000 * self.scale))
+        n = self.fitting(10000, 2, 3 * 10000**2)
         a, b = by_rows(self.grid, n), by_rows(self.grid, n)
         A, B, x = torch.rand(n, n), torch.rand(n, n), a.redistribute(Shard(1))
         calls: dict[str, Call] = {
@@ -159,11 +164,11 @@ class Bench:
 
     def large_conv2d(self) -> tuple[dict[str, Call], float]:
         """Return a convolution of 32 images of 512 x 512, times the scale."""
-        return self.conv2d(32, 512)
+        return self.conv2d(32, self.fitting(512, 2, 32 * (64 + 128) * 512**2))
 
-    def conv2d(self, images: int = 8, side: int = 128) -> tuple[dict[str, Call], float]:
-        """Return a convolution of images that are split along H."""
-        side, grid = max(16, int(side * self.scale)), self.grid
+    def conv2d(self, images: int = 8, side: int = 0) -> tuple[dict[str, Call], float]:
+        """Return a convolution of images that are split along H. side: their height; default: 128, times the scale."""
+        side, grid = side or max(16, int(128 * self.scale)), self.grid
         x, w = normal((images, 64, side, side), grid, Shard(2)), normal((128, 64, 3, 3), grid, Replicate())
         X, W = torch.rand(images, 64, side, side), w.local
         batch = x.redistribute(Shard(0))
@@ -202,7 +207,7 @@ class Bench:
 
     def large_fft2(self) -> tuple[dict[str, Call], float]:
         """Return the transforms of 64 matrices of 1024 x 1024, times the scale, that are split along their rows."""
-        n, grid = max(16, int(1024 * self.scale)), self.grid
+        n, grid = self.fitting(1024, 2, 2 * 2 * 64 * 1024**2), self.grid
         x, X = (
             normal((64, n, n), grid, Shard(1), dtype=torch.complex64),
             torch.rand(64, n, n, dtype=torch.complex64),
@@ -326,7 +331,8 @@ def main(rt: Runtime, o: SpeedOptions) -> bool:
             records.append(
                 record(f"{name}, {who}", 1 if one else rt.world_size, rt, m, flops, name).as_json()
             )
-        console(rt).print(make_table(name, ("", ">ms", ">spread", ">x", ">of all rounds"), rows))
+        title = f"{name}, {flops / 1e9:,.3g} GFLOP" if flops else name
+        console(rt).print(make_table(title, ("", ">ms", ">spread", ">x", ">of all rounds"), rows))
     if rt.rank == 0:
         write_records(o.json, records)
     return True
