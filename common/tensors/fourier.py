@@ -26,7 +26,7 @@ from common.tensors.layout import Layout, Placement, Replicate, Shard, together
 from common.tensors.rates import Term
 from common.tensors.six_step import factors, six_step_cost, six_steps
 from common.tensors.slab import fits, layouts, slab
-from common.tensors.tensor import DistributedTensor, describe, settled, to_layout
+from common.tensors.tensor import DistributedTensor, common_grid, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
 
 Norm = Literal["backward", "ortho", "forward"]
@@ -195,9 +195,10 @@ def _transform(
     order: Order,
     way: str | None,
 ) -> DistributedTensor:
-    with x.grid.operation(f"{kind}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
+    grid = common_grid([x], kind)
+    with grid.operation(f"{kind}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
         key = (x.layout, x.dtype, tuple(s or ()), tuple(dim or ()), norm, order)
-        return choose(x.grid, kind, _ways(kind, x, s, dim, norm, order), way, key).run()
+        return choose(grid, kind, _ways(kind, x, s, dim, norm, order), way, key).run()
 
 
 def _ways(

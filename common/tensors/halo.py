@@ -30,15 +30,12 @@ class Halo:
     source: Layout
     boxes: tuple[Box, ...]
 
-    def owners(self, rank: int) -> list[tuple[int, Box]]:
-        """Return the ranks that give `rank` its box, each with its part; a copy is taken from the nearest place."""
-        return self._owners[rank]
-
     @cached_property
-    def _owners(self) -> list[list[tuple[int, Box]]]:
-        return [self._owners_of(rank) for rank in range(self.source.grid.world.size)]
+    def owners(self) -> list[list[tuple[int, Box]]]:
+        """Return for each rank those that give it its box, each with its part; copies come from the nearest place."""
+        return [self._owners(rank) for rank in range(self.source.grid.world.size)]
 
-    def _owners_of(self, rank: int) -> list[tuple[int, Box]]:
+    def _owners(self, rank: int) -> list[tuple[int, Box]]:
         grid = self.source.grid
         at = grid.places[rank]
         found = []
@@ -53,7 +50,7 @@ class Halo:
     def sends(self, rank: int) -> list[tuple[int, Box]]:
         """Return the ranks that get a part of this rank's piece, each with its part."""
         every = range(self.source.grid.world.size)
-        return [(other, part) for other in every for owner, part in self.owners(other) if owner == rank]
+        return [(other, part) for other in every for owner, part in self.owners[other] if owner == rank]
 
     def bytes_sent(self, item: int, rank: int | None = None) -> Fraction:
         """Return the bytes that a rank sends, this one by default. item: bytes per number."""
@@ -63,7 +60,7 @@ class Halo:
     @cached_property
     def moves(self) -> bool:
         """Return True if any rank sends."""
-        return any(other != r for r in range(self.source.grid.world.size) for other, _ in self.owners(r))
+        return any(other != r for r in range(self.source.grid.world.size) for other, _ in self.owners[r])
 
 
 class Exchange:
@@ -71,7 +68,7 @@ class Exchange:
 
     def __init__(self, x: Tensor, halo: Halo) -> None:
         self.x, self.halo, self.me = x, halo, halo.source.grid.world.rank
-        self.came = [(r, part) for r, part in halo.owners(self.me) if r != self.me]
+        self.came = [(r, part) for r, part in halo.owners[self.me] if r != self.me]
         self.pending: Pending | None = None
         if not halo.moves:
             return
@@ -116,12 +113,12 @@ def sent_back(dy: Tensor, halo: Halo) -> Tensor:
     box = halo.boxes[me]
     out = dy.new_zeros([hi - lo for lo, hi in here])
     mine = intersect(here, box)
-    if size_of(mine) and any(r == me for r, _ in halo.owners(me)):
+    if size_of(mine) and any(r == me for r, _ in halo.owners[me]):
         out[inside(mine, here)] = dy[inside(mine, box)]
     if not halo.moves:
         return out
     halo.source.grid.meet()
-    to = [(r, part) for r, part in halo.owners(me) if r != me]
+    to = [(r, part) for r, part in halo.owners[me] if r != me]
     came = [(r, part) for r, part in halo.sends(me) if r != me]
     packed = [dy[inside(part, box)].reshape(-1) for _, part in to]
     sent = torch.cat(packed) if packed else dy.new_empty(0)

@@ -1,4 +1,4 @@
-"""How the tensors of a convolution lie for each way to split it, and which numbers a rank needs of its neighbours.
+"""Layouts of a convolution's tensors for each way to split it, and the numbers that a rank needs of its neighbours.
 
 output   0 1 2 3 | 4 5 6 7        kernel 3, padding 1: outputs 0 to 3 need inputs -1 to 4, of which -1 is a zero and
 input  . 0 1 2 3 4 | ...          4 lies on the next rank
@@ -51,7 +51,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """How the input, before its halo, the weight and the result lie, and the halo."""
+    """Layouts of the input, before its halo, of the weight and of the result, and the halo."""
 
     window: Window
     x: Layout
