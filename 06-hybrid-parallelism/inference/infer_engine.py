@@ -70,6 +70,8 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, most, budget, config.sequence)
         layers = [layer for layer in self.stage.layers if isinstance(layer, Layer)]
         keep_own_rows(self.stage)
+        for module in self.stage.modules():
+            module._forward_pre_hooks.clear()  # of regions over tp: without gradients x is the same inside and outside
         for parameter in self.stage.parameters():
             parameter.data = in_large_pages(parameter.data)
         queries, kv_heads = (

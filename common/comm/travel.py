@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -26,17 +27,21 @@ TREE_TAG = 1 << 30  # no message of a chapter has it
 blocked_in: dict[str, object] = {}
 
 
+def _nothing() -> None:
+    pass
+
+
 Posted = dist.Work | list[dist.Work] | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Pending:
     """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger."""
 
     op: str
     group: Group
     sent: Fraction | int
-    finish: Callable[[], object] = lambda: None
+    finish: Callable[[], object] = _nothing
     peer: str = ""
     works: list[dist.Work] | None = field(default=None, init=False)
     seconds: float = field(default=0.0, init=False)
@@ -61,7 +66,7 @@ class Pending:
             self._blocked(self._complete)
             ledger.record(self.op, self.group.axis, self.sent, self.seconds)
             self.works = self.call = None
-            self.finish = lambda: None
+            self.finish = _nothing
 
     def _complete(self) -> None:
         for work in self.works or ():
@@ -79,7 +84,12 @@ class Pending:
 
 def share(x: Tensor, times: int, group: Group) -> Fraction:
     """Return `times` * (n-1)/n of the bytes of x: one of n ranks' share of a total of times * (n-1) * S."""
-    return Fraction(times * (group.size - 1) * x.nbytes, group.size)
+    return _share(x.nbytes, times, group.size)
+
+
+@lru_cache(4096)
+def _share(nbytes: int, times: int, n: int) -> Fraction:
+    return Fraction(times * (n - 1) * nbytes, n)
 
 
 def over_host(x: Tensor, group: Group) -> bool:
@@ -97,12 +107,14 @@ def carried(x: Tensor, group: Group) -> Tensor:
 
 def into(x: Tensor, y: Tensor) -> Callable[[], object]:
     """Return a callback that copies y into x."""
+    if y is x:
+        return _nothing
 
     def copy() -> None:
         with torch.no_grad():
             x.copy_(y)
 
-    return (lambda: None) if y is x else copy
+    return copy
 
 
 def in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:

@@ -50,7 +50,7 @@ __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "i
 
 
 def angles(x_BHSK: Tensor, positions_S: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotary angles of x: position * base^(-2k/K) for the pair (k, k + K/2).
+    """Return cosine and sine of the rotary angles of x: position * base^(-2k/K), negative for k, positive for k + K/2.
 
     `positions_S` may also be [B, S].
     """
@@ -58,13 +58,13 @@ def angles(x_BHSK: Tensor, positions_S: Tensor, base: float) -> tuple[Tensor, Te
     precise = torch.promote_types(x_BHSK.dtype, torch.float32)  # bfloat16 cannot count beyond 256
     frequency_k = base ** (-torch.arange(half, dtype=precise, device=x_BHSK.device) / half)
     angle_Sk = (positions_S.to(precise)[..., None] * frequency_k).unsqueeze(-3)
-    return angle_Sk.cos().to(x_BHSK.dtype), angle_Sk.sin().to(x_BHSK.dtype)
+    angle_SK = torch.cat((-angle_Sk, angle_Sk), dim=-1)
+    return angle_SK.cos().to(x_BHSK.dtype), angle_SK.sin().to(x_BHSK.dtype)
 
 
 def rotate(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x with its rotary position embedding (Su et al., "RoFormer", 2021, arXiv:2104.09864)."""
-    a, b = x_BHSK.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return x_BHSK * cos + x_BHSK.roll(x_BHSK.shape[-1] // 2, -1) * sin
 
 
 def attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool) -> Tensor:
