@@ -105,6 +105,9 @@ def views_and_scalars(rt: Runtime) -> None:
         cases.assert_close((1 / (abs(x) + 1)).full(), 1 / (whole.abs() + 1))
         cases.assert_close((3 * x + 1 - x / 4).full(), 3 * whole + 1 - whole / 4)
         cases.assert_close(((-x) ** 2).full(), whole**2)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+            compare: Callable[[Any, Any], Any] = getattr(operator, name)
+            assert torch.equal(compare(x, whole[0, 0, 0].item()).full(), compare(whole, whole[0, 0, 0]))
         assert x.to(torch.float32).full().dtype == torch.float32
         assert f"[3, 5, 2], float64, {dt.layout.show(x.placements)}" in repr(x)
         assert torch.equal(x.clone().detach().local, x.local)
@@ -208,7 +211,19 @@ def wrong(rt: Runtime, what: str, folder: Path) -> None:
     elif what == "piece":
         dt.from_pieces(torch.ones(2 if first else 3, 6), (4, 6), grid, Shard(0))
     elif what == "gradient":
-        x.backward()
+        x.requires_grad_().backward()
+    elif what == "history":
+        x.sum().backward()
+    elif what == "half a dimension":
+        x.redistribute(Shard(0.5))  # type: ignore[arg-type]
+    elif what == "order":
+        x.norm("fro")  # type: ignore[arg-type]
+    elif what == "no rank":
+        x.on_root(9)
+    elif what == "seeds":
+        dt.uniform((4, 6), grid, Shard(0), seed=rt.rank).full()
+    elif what == "truth":
+        assert x == x
 
 
 WRONG = {
@@ -225,6 +240,12 @@ WRONG = {
     "file": "absent.npy",
     "piece": "needed is",
     "gradient": "give its gradient",
+    "history": "without history",
+    "half a dimension": "it has dimensions 0 to 1",
+    "order": "norm of order 'fro'",
+    "no rank": "give one from 0 to 1",
+    "seeds": "different ones before",
+    "truth": "neither true nor false",
 }
 
 
@@ -234,3 +255,18 @@ def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=WRONG[what]) as failure:
         spawn(wrong, 2, what, tmp_path)
     assert failure.value.code == 2
+
+
+def absent(rt: Runtime) -> None:
+    """Call an operation on one rank only."""
+    x = dt.uniform((4, 6), Grid(rt.world), Shard(0))
+    if rt.rank == 0:
+        x.full()
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    with pytest.raises(
+        RankError,
+        match=r"rank 0 stands in all_reduce of redistribute\(\[4, 6\] float32 Shard\(0\) to Replicate",
+    ):
+        spawn(absent, 2, timeout=10)

@@ -25,6 +25,8 @@ TREE_TAG = 1 << 30  # no message of a chapter has it
 
 # Call in which this rank is blocked; the watchdog shows it when a run hangs.
 blocked_in: dict[str, object] = {}
+doing = ""
+"""Operation that a call is a part of, as ` of matmul(...)`; shown with the call."""
 
 
 def _nothing() -> None:
@@ -75,7 +77,7 @@ class Pending:
 
     def _blocked(self, call: Callable[[], T]) -> T:
         start = time.perf_counter()
-        blocked_in.update(op=self.op + self.peer, axis=self.group.axis, since=start)
+        blocked_in.update(op=self.op + self.peer + doing, axis=self.group.axis, since=start)
         result = call()  # where it raises, blocked_in keeps saying where this rank stood
         blocked_in.clear()
         self.seconds += time.perf_counter() - start

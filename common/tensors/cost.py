@@ -106,8 +106,8 @@ def choose(
     if not fits:
         least = min(ways, key=lambda w: w.cost.memory)
         raise UsageError(
-            f"{operation}: the least that a way needs is {show_bytes(least.cost.memory)} on a rank ({least.name}), "
-            f"allowed are {show_bytes(int(grid.rates.memory))}"
+            f"{operation}: the least that a way needs is {show_bytes(least.cost.memory)} bytes on a rank "
+            f"({least.name}), allowed are {show_bytes(int(grid.rates.memory))}"
         )
     best = min(fits, key=lambda w: grid.rates.predict(w.cost.terms))
     grid.chosen[known] = best.name

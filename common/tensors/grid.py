@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from common import comm
-from common.comm import Group, ledger
+from common.comm import Group, ledger, travel
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.tensors.rates import Rates
@@ -69,11 +69,15 @@ class Grid:
         if self._depth == 0 and self.check and not self.asked:
             self._done.update(description.encode())
             self._last = description
+        if self._depth == 0:
+            travel.doing = f" of {description}"
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
+            if self._depth == 0:
+                travel.doing = ""
 
     def meet(self, problem: str = "") -> None:
         """Compare what the ranks have called, before they communicate.

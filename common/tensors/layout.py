@@ -82,7 +82,7 @@ class Layout:
             if not isinstance(p, (Shard, Replicate, Partial)):
                 raise UsageError(f"{p!r} is not a placement: give Shard(dim), Replicate() or Partial()")
             if isinstance(p, Shard):
-                if not -dims <= p.dim < dims:
+                if not isinstance(p.dim, int) or not -dims <= p.dim < dims:
                     raise UsageError(
                         f"Shard({p.dim}) of a shape {list(shape)}: it has dimensions 0 to {dims - 1}"
                     )

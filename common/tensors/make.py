@@ -80,6 +80,8 @@ def _random(
     device: torch.device | str,
 ) -> DistributedTensor:
     layout = _laid_out(grid, shape, placements)
+    with grid.operation(f"random numbers of {list(shape)}, seed {seed}"):
+        pass  # ranks with different seeds get an error where they next communicate
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     made = torch.empty(layout.local_shape, dtype=dtype)
     rows = layout.mine[0] if shape else (0, 1)

@@ -243,8 +243,8 @@ def norm(x: DistributedTensor, p: float = 2.0, dim: Dims = None, keepdim: bool =
     """
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise UsageError(f"norm of {x.dtype}: give floating-point or complex numbers")
-    if p < 0 and not math.isinf(p):
-        raise UsageError(f"norm of order {p}: give 0, a positive number, inf or -inf")
+    if not isinstance(p, (int, float)) or (p < 0 and not math.isinf(p)) or p != p:
+        raise UsageError(f"norm of order {p!r}: give 0, a positive number, inf or -inf")
     dims = _dims(x, dim, "norm")
     with x.grid.operation(f"norm({describe(x)}, {p}, {dim}, {keepdim})"):
         x = to_layout(x, settled(x.layout))

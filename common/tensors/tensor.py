@@ -110,6 +110,8 @@ class DistributedTensor:
 
     def on_root(self, root: int = 0) -> Tensor | None:
         """Return the whole tensor on rank `root`, None elsewhere. Not differentiable."""
+        if not 0 <= root < self.grid.world.size:
+            raise UsageError(f"on_root: rank {root}; give one from 0 to {self.grid.world.size - 1}")
         with self.grid.operation(f"on_root({describe(self)}, {root})"):
             return gathered(self, root)
 
@@ -137,6 +139,10 @@ class DistributedTensor:
 
         All ranks call it.
         """
+        if not self.requires_grad:
+            raise UsageError(
+                "backward() of a tensor without history: call requires_grad_() on an operand first"
+            )
         with self.grid.operation(f"backward({describe(self)})"):
             if gradient is None:
                 if self.shape.numel() != 1:
@@ -196,8 +202,28 @@ class DistributedTensor:
     def __abs__(self) -> DistributedTensor:
         return pointwise("abs", torch.abs, self)
 
+    def __eq__(self, other: Operand) -> DistributedTensor:  # type: ignore[override]
+        return pointwise("eq", torch.eq, self, other)
+
+    def __ne__(self, other: Operand) -> DistributedTensor:  # type: ignore[override]
+        return pointwise("ne", torch.ne, self, other)
+
+    def __lt__(self, other: Operand) -> DistributedTensor:
+        return pointwise("lt", torch.lt, self, other)
+
+    def __le__(self, other: Operand) -> DistributedTensor:
+        return pointwise("le", torch.le, self, other)
+
+    def __gt__(self, other: Operand) -> DistributedTensor:
+        return pointwise("gt", torch.gt, self, other)
+
+    def __ge__(self, other: Operand) -> DistributedTensor:
+        return pointwise("ge", torch.ge, self, other)
+
+    __hash__ = object.__hash__
+
     def __bool__(self) -> bool:
-        raise UsageError("a distributed tensor is neither true nor false: compare x.full(), or its pieces")
+        raise UsageError("a distributed tensor is neither true nor false: x.full() has all numbers")
 
     def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
         return _methods["matmul"](self, other)
