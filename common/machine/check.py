@@ -1,0 +1,120 @@
+"""Check a machine: driver, GPUs, links, limits, networks, and whether they fit one another.
+
+    python -m common.machine check
+    python -m common.machine check --log gpu.log --json gpu.json
+    torchrun --nnodes 2 ... -m common.machine check          # one rank per host: all hosts, compared with one another
+
+Each line passes, warns, fails, or says why it was skipped. The first line of the output is the verdict.
+--record writes all answers of this machine to a file, and --answers checks such a file instead of this machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.markup import escape
+
+from common import comm
+from common.comm import Group
+from common.launch.runtime import Runtime
+from common.lesson.runner import LessonOptions, console, run, write_records
+from common.machine.facts import Host, read_host
+from common.machine.rules import lines_of
+from common.machine.source import Source
+from common.machine.verdict import Line, as_json, as_text, failed, headline, of, table, write_log
+
+HIDDEN = ("steps", "seed", "dtype", "data", "trace", "plot", "debug", "check")
+SKEW = 1.0  # seconds between the clocks of two hosts
+
+
+@dataclass
+class CheckOptions(LessonOptions, without=(*HIDDEN, "device", "backend")):
+    """Options of the check."""
+
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Device of the messages between hosts."""
+    log: Path | None = None
+    """File to which the lines are appended as text."""
+    record: Path | None = None
+    """File for all answers of this machine."""
+    answers: Path | None = None
+    """File of --record to check instead of this machine."""
+
+
+def checked(source: Source) -> tuple[Host, list[Line]]:
+    """Return the facts and the lines of the machine that answers."""
+    host = read_host(source)
+    return host, lines_of(host)
+
+
+def clock_ahead(group: Group, rank: int, tries: int = 9) -> float:
+    """Return how many seconds the clock of `rank` is ahead of rank 0's: of the fastest of some round trips (NTP)."""
+    best, ahead = float("inf"), 0.0
+    for _ in range(tries):
+        comm.barrier(group)
+        sent = time.time()
+        there = comm.everyones(time.time(), group)[rank]
+        back = time.time()
+        if back - sent < best:
+            best, ahead = back - sent, there - (sent + back) / 2
+    return ahead
+
+
+def compared(group: Group, host: Host) -> list[Line]:
+    """Return the lines that compare hosts: versions, GPUs, clocks. All ranks call it, one per host."""
+    hosts: list[Host] = comm.everyones(host, group)
+    skews = [clock_ahead(group, rank) for rank in range(group.size)]
+    lines = []
+    for name, cure, facts in (
+        ("version of the project", "git pull on all hosts, and make setup", [h.commit[:12] for h in hosts]),
+        (
+            "version of torch",
+            "make setup on all hosts",
+            [f"{h.torch}, CUDA {h.torch_cuda or 'none'}" for h in hosts],
+        ),
+        ("driver", "install the same driver on all hosts", [h.driver or "none" for h in hosts]),
+        ("GPUs", "give equal ranks equal GPUs", [", ".join(g.name for g in h.gpus) or "none" for h in hosts]),
+    ):
+        common = Counter(facts).most_common(1)[0][0]
+        bad = [f"{h.name} has {fact}" for h, fact in zip(hosts, facts, strict=True) if fact != common]
+        lines.append(
+            of(
+                not bad,
+                f"same {name}",
+                "; ".join(bad) + f", others {common}" if bad else common or "not told",
+                cure,
+            )
+        )
+    bad = [f"{h.name} is {skew:+.1f} s off" for h, skew in zip(hosts, skews, strict=True) if abs(skew) > SKEW]
+    found = "; ".join(bad) or f"within {max(map(abs, skews)):.3f} s"
+    lines.append(of(not bad, "clocks", found, "start chrony or ntpd on all hosts"))
+    return lines
+
+
+def main(rt: Runtime, o: CheckOptions) -> bool:
+    """Check this machine, or all hosts of the ranks; print the lines. False if one fails."""
+    source = Source.of(o.answers) if o.answers else Source()
+    host, lines = checked(source)
+    if o.record:
+        source.write(o.record)
+    if rt.world_size > 1:
+        across = compared(rt.world, host)
+        of_hosts = comm.everyones([replace(line, host=host.name) for line in lines], rt.world)
+        lines = [*across, *(line for of_host in of_hosts for line in of_host)]
+    title = f"{host.name}: {len(host.gpus)} GPU(s)" if rt.world_size == 1 else f"{rt.world_size} hosts"
+    out = console(rt)
+    out.print(escape(headline(lines)))
+    out.print(table(lines, title))
+    if rt.rank == 0:
+        write_log(o.log, as_text(lines, title))
+        write_records(o.json, [as_json("check", lines, host=host.name, gpus=[g.name for g in host.gpus])])
+    return not failed(lines)
+
+
+def start() -> None:
+    """Run the command line."""
+    run(main, CheckOptions)
