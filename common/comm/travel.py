@@ -36,7 +36,7 @@ def _nothing() -> None:
 Posted = dist.Work | list[dist.Work] | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Pending:
     """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger."""
 
