@@ -29,6 +29,7 @@ ROOMS = [
     "grade",
     "spot",
     "benchmarks",
+    "machine",
 ]
 CPP_ROOMS = ["error.hpp", "named.hpp", "math", "mpi", "lesson", "torch"]  # of cpp/include/fived, likewise
 PROGRAMS = {"common/utils/communication_demo.py"}  # imported by nothing

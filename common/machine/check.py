@@ -16,29 +16,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rich.markup import escape
-
 from common import comm
 from common.comm import Group
 from common.launch.runtime import Runtime
-from common.lesson.runner import LessonOptions, console, run, write_records
+from common.lesson.runner import run
 from common.machine.facts import Host, read_host
 from common.machine.rules import lines_of
 from common.machine.source import Source
-from common.machine.verdict import Line, as_json, as_text, failed, headline, of, table, write_log
+from common.machine.tool import ToolOptions, finish
+from common.machine.verdict import Line, of
 
-HIDDEN = ("steps", "seed", "dtype", "data", "trace", "plot", "debug", "check")
 SKEW = 1.0  # seconds between the clocks of two hosts
 
 
 @dataclass
-class CheckOptions(LessonOptions, without=(*HIDDEN, "device", "backend")):
+class CheckOptions(ToolOptions, without=("device", "backend")):
     """Options of the check."""
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Device of the messages between hosts."""
-    log: Path | None = None
-    """File to which the lines are appended as text."""
     record: Path | None = None
     """File for all answers of this machine."""
     answers: Path | None = None
@@ -106,13 +102,7 @@ def main(rt: Runtime, o: CheckOptions) -> bool:
         of_hosts = comm.everyones([replace(line, host=host.name) for line in lines], rt.world)
         lines = [*across, *(line for of_host in of_hosts for line in of_host)]
     title = f"{host.name}: {len(host.gpus)} GPU(s)" if rt.world_size == 1 else f"{rt.world_size} hosts"
-    out = console(rt)
-    out.print(escape(headline(lines)))
-    out.print(table(lines, title))
-    if rt.rank == 0:
-        write_log(o.log, as_text(lines, title))
-        write_records(o.json, [as_json("check", lines, host=host.name, gpus=[g.name for g in host.gpus])])
-    return not failed(lines)
+    return finish(rt, o, "check", lines, title, host=host.name, gpus=[g.name for g in host.gpus])
 
 
 def start() -> None:

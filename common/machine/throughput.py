@@ -1,0 +1,377 @@
+"""Train a real model on all ranks, and time its steps: images or tokens per second, scaling, MFU, memory.
+
+    python -m common.machine throughput --model resnet50 --batch-size 64 --iterations 100
+    torchrun --nproc_per_node=8 -m common.machine throughput --model gpt2 --strategy fsdp --amp
+    python -m common.machine throughput --largest          # the largest batch that fits, each try in its own process
+
+    DDP     every rank has all weights; gradients are averaged while the backward pass runs
+    FSDP    every rank has a part of each weight, and gathers a block of them when it computes
+
+Images are synthetic and lie on the device; --loader reads them through processes that make them, as a data set would.
+Efficiency compares the images per second of a rank with those of one rank alone, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from common import comm
+from common.errors import UsageError
+from common.launch.command_line import Count, Within
+from common.launch.runtime import Runtime
+from common.lesson.measure import peak_memory
+from common.machine.cards import IMAGES_PER_SECOND, card_of
+from common.machine.tool import ToolOptions, finish, ranks_here, start_tool
+from common.machine.tracker import Tracker
+from common.machine.verdict import Line, of, passed, skipped
+from common.models.configs import config
+from common.models.resnet import BLOCKS, Bottleneck, flops_per_image, resnet
+from common.models.transformer import Layer, Transformer, cross_entropy_sum
+
+Name = Literal["resnet50", "resnet101", "resnet152", "gpt2", "gpt2-10m"]
+OUT_OF_MEMORY = "out of memory"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+
+
+@dataclass
+class ThroughputOptions(ToolOptions):
+    """Options of the throughput benchmark."""
+
+    model: Name = "resnet50"
+    """Model to train."""
+    batch_size: Count = 64
+    """Images, or sequences, per rank."""
+    iterations: Annotated[int, Within(2, 10**9)] = 100
+    """Steps to time."""
+    warm_up: Annotated[int, Within(0, 10**6)] = 5
+    """Steps before these."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How the model lies on the ranks."""
+    amp: bool = False
+    """Compute in 16 bits by autocast: bfloat16 where the device has it, else float16 with scaled gradients."""
+    channels_last: bool = False
+    """Store images with their channels together, as Tensor cores read them."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    """Optimizer."""
+    image: Annotated[int, Within(32, 4096)] = 224
+    """Height and width of an image."""
+    sequence: Annotated[int, Within(8, 2**20)] = 1024
+    """Tokens of a sequence."""
+    loader: Annotated[int, Within(0, 256)] = 0
+    """Processes per rank that make images; 0: the same images again and again, on the device."""
+    alone: bool = True
+    """Time one rank alone first, for the efficiency."""
+    largest: bool = False
+    """Look for the largest batch that fits instead, by bisection."""
+    most: Count = 4096
+    """Largest batch that --largest tries."""
+    tracker: Literal["none", "tensorboard", "swanlab"] = "none"
+    """Where the steps are logged to, in results/tracker."""
+
+    @property
+    def is_image(self) -> bool:
+        """True for a model of images."""
+        return self.model in BLOCKS
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Random images, made one at a time, as a data set decodes them."""
+
+    def __init__(self, side: int, count: int) -> None:
+        self.side, self.count = side, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        raw = torch.randint(
+            256, (3, self.side, self.side), generator=torch.Generator().manual_seed(i), dtype=torch.uint8
+        )
+        return (raw.float() - 116) / 58, i % 1000
+
+
+def batches(o: ThroughputOptions, rt: Runtime, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and targets without end."""
+    if o.is_image and o.loader:
+        data = Images(o.image, 10**6)
+        loader = DataLoader(data, o.batch_size, num_workers=o.loader, pin_memory=rt.device.type == "cuda")
+        for x, y in loader:
+            yield x.to(rt.device, non_blocking=True), y.to(rt.device, non_blocking=True)
+        return
+    if o.is_image:
+        x = torch.randn(o.batch_size, 3, o.image, o.image, device=rt.device)
+        y = torch.randint(1000, (o.batch_size,), device=rt.device)
+    else:
+        x = torch.randint(vocabulary, (o.batch_size, o.sequence + 1), device=rt.device)
+        x, y = x[:, :-1], x[:, 1:]
+    while True:
+        yield x, y
+
+
+def make_model(o: ThroughputOptions, rt: Runtime) -> tuple[nn.Module, float]:
+    """Return the model on the rank's device, and the operations of a sample's step."""
+    if o.is_image:
+        images = resnet(o.model).to(rt.device)
+        return images, float(flops_per_image(images, o.image))
+    shape = config(o.model)
+    if o.sequence > shape.sequence:
+        raise UsageError(f"--sequence {o.sequence}: {o.model} has {shape.sequence} positions")
+    text = Transformer(shape).to(rt.device)
+    return text, float(text.flops_per_token(o.sequence) * o.sequence)
+
+
+def spread_out(model: nn.Module, o: ThroughputOptions, rt: Runtime, group: comm.Group) -> nn.Module:
+    """Return the model under the strategy, on the ranks of the group."""
+    if o.channels_last and o.is_image:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if group.pg is None:
+        return model
+    if o.strategy == "ddp":
+        ids = [rt.device.index] if rt.device.type == "cuda" else None
+        return DistributedDataParallel(model, ids, process_group=group.pg)
+    mesh = DeviceMesh.from_group(group.pg, rt.device.type, mesh_dim_names=("dp",))
+    for module in model.modules():
+        if isinstance(module, (Bottleneck, Layer)):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def steps(
+    o: ThroughputOptions, rt: Runtime, group: comm.Group, count: int
+) -> tuple[list[float], list[float], float]:
+    """Return seconds and loss of each step, on the ranks of the group, and the operations of a sample."""
+    plain, flops = make_model(o, rt)
+    model = spread_out(plain, o, rt, group)
+    optimizer = OPTIMIZERS[o.optimizer](model.parameters())
+    vocabulary = plain.config.vocabulary if isinstance(plain, Transformer) else 0
+    kind = torch.bfloat16
+    if rt.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        kind = torch.float16
+    scaler = torch.amp.GradScaler(rt.device.type, enabled=o.amp and kind == torch.float16)
+    seconds, losses = [], []
+    for (x, y), i in zip(batches(o, rt, vocabulary), range(-o.warm_up, count), strict=False):
+        if o.channels_last and o.is_image:
+            x = x.contiguous(memory_format=torch.channels_last)
+        if rt.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.autocast(rt.device.type, kind) if o.amp else nullcontext():
+            out = model(x)
+            loss = F.cross_entropy(out, y) if o.is_image else cross_entropy_sum(out, y)[0] / y.numel()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))  # waits for the device
+        if i >= 0:
+            seconds.append(time.perf_counter() - start)
+    return seconds, losses, flops
+
+
+def measured(rt: Runtime, o: ThroughputOptions) -> tuple[list[Line], dict[str, Any]]:
+    """Return the lines and the numbers of the benchmark. All ranks call it."""
+    n, unit = rt.world_size, "images" if o.is_image else "tokens"
+    per_sample = 1 if o.is_image else o.sequence
+    single = 0.0
+    if o.alone and n > 1:
+        if rt.rank == 0:
+            seconds, _, _ = steps(o, rt, comm.Group.alone(), max(2, min(o.iterations, 10)))
+            single = o.batch_size * per_sample / median(seconds)
+        single = comm.everyones(single, rt.world)[0]
+    tracker = Tracker(o.tracker, f"{o.model} {o.strategy}", rt.rank == 0)
+    seconds, losses, flops = steps(o, rt, rt.world, o.iterations)
+    of_all = comm.everyones(seconds, rt.world)
+    slowest = [max(times) for times in zip(*of_all, strict=True)]
+    speed = n * o.batch_size * per_sample / median(slowest)
+    for i, (t, loss) in enumerate(zip(slowest, losses[o.warm_up :], strict=True)):
+        tracker.log(i, {f"{unit}/s": n * o.batch_size * per_sample / t, "loss": loss, "seconds": t})
+    tracker.end()
+    peak = peak_memory(rt.world)
+    lines = [passed("speed", f"{speed:,.1f} {unit}/s on {n} rank(s), {speed / n:,.1f} per rank")]
+    lines.append(step_times(slowest))
+    lines.append(slow_ranks([median(times) for times in of_all]))
+    efficiency = speed / n / single if single else 0.0
+    if single:
+        found = f"{efficiency:.0%} of {single:,.1f} {unit}/s of one rank alone"
+        lines.append(passed("efficiency", found))
+    name = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else ""
+    card = card_of(name)
+    mfu = 0.0
+    if card:
+        peak_flops = 1e12 * (
+            card.half
+            if o.amp
+            else card.tf32
+            if torch.backends.cudnn.allow_tf32 and card.tf32
+            else card.float32
+        )
+        mfu = flops * o.batch_size / median(slowest) / peak_flops
+        lines.append(passed("MFU", f"{mfu:.1%} of {peak_flops / 1e12:.0f} TFLOP/s"))
+    else:
+        rate = flops * o.batch_size / median(slowest) / 1e9
+        lines.append(
+            skipped("MFU", f"no peak is known for {name or 'this CPU'}; {rate:,.0f} GFLOP/s per rank")
+        )
+    lines.append(against_table(o, speed, n, card.name if card else ""))
+    lines.append(passed("peak memory", f"{peak / 2**30:.2f} GiB on the fullest rank"))
+    good = all(x == x and abs(x) < 1e4 for x in losses)
+    cure = "a GPU computes wrong numbers: run stress"
+    lines.append(of(good, "loss", f"{losses[0]:.3f} to {losses[-1]:.3f}", cure))
+    facts = {
+        "model": o.model,
+        "strategy": o.strategy,
+        "amp": o.amp,
+        "batch_size": o.batch_size,
+        "unit": unit,
+        "speed": speed,
+        "efficiency": efficiency,
+        "mfu": mfu,
+        "seconds": slowest,
+        "peak_memory_bytes": peak,
+    }
+    return lines, facts
+
+
+def step_times(seconds: list[float]) -> Line:
+    """Return the percentiles of a step; a long tail is a warning."""
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    p50, p90, p99 = (1e3 * cuts[k - 1] for k in (50, 90, 99))
+    found = f"median {p50:.1f} ms, 90 % {p90:.1f}, 99 % {p99:.1f}, longest {1e3 * max(seconds):.1f}"
+    return of(
+        p90 < 2 * p50, "step", found, "another program, or the loader, takes the machine now and then", "warn"
+    )
+
+
+def slow_ranks(medians: list[float]) -> Line:
+    """Name a rank whose steps take longer than the others': on GPUs they wait for one another in the backward pass."""
+    usual = median(medians)
+    slow = [f"rank {r}: {1e3 * t:.1f} ms" for r, t in enumerate(medians) if t > 1.2 * usual]
+    found = f"{'; '.join(slow)}, median {1e3 * usual:.1f}" if slow else f"all near {1e3 * usual:.1f} ms"
+    return of(
+        not slow, "ranks", found, "run stress, which compares ranks that do not wait for one another", "warn"
+    )
+
+
+def against_table(o: ThroughputOptions, speed: float, ranks: int, card: str) -> Line:
+    """Compare images per second with the reference table, which is of 8 GPUs together and a batch of 64 each."""
+    name = "images/s against the expected"
+    if card not in IMAGES_PER_SECOND or o.model != "resnet50":
+        return skipped(name, "the table has 8 GPUs of five kinds, and ResNet-50")
+    least, most = (x * ranks / 8 for x in IMAGES_PER_SECOND[card][o.amp])
+    found = f"{speed:,.0f}, expected {least:,.0f} to {most:,.0f} of {ranks} {card}"
+    return of(speed >= least, name, found, "compare clocks and power in monitor; try --channels-last", "warn")
+
+
+def fits(o: ThroughputOptions, batch: int) -> bool:
+    """Try a batch in a process of its own, which takes a failed allocation's memory with it."""
+    command = [
+        sys.executable,
+        "-m",
+        "common.machine",
+        "throughput",
+        "--batch-size",
+        str(batch),
+        "--iterations",
+        "2",
+    ]
+    command += [
+        "--warm-up",
+        "1",
+        "--no-alone",
+        "--model",
+        o.model,
+        "--strategy",
+        o.strategy,
+        "--optimizer",
+        o.optimizer,
+    ]
+    command += [
+        "--image",
+        str(o.image),
+        "--sequence",
+        str(o.sequence),
+        "--nproc",
+        str(o.nproc or ranks_here(o.device)),
+    ]
+    command += ["--device", o.device, "--backend", o.backend, *(["--amp"] if o.amp else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and not any(
+        words in done.stderr for words in (OUT_OF_MEMORY, "not enough memory", "SIGKILL")
+    ):
+        raise UsageError(
+            f"a batch of {batch} failed, not for lack of memory: {done.stderr.strip().splitlines()[-1]}"
+        )
+    return done.returncode == 0
+
+
+def largest_batch(try_batch: Callable[[int], bool], most: int) -> int:
+    """Return the largest batch from 0 to `most` that fits: doubling, then bisection."""
+    good, bad = 0, most + 1
+    batch = 1
+    while good + 1 < bad:
+        if try_batch(batch):
+            good = batch
+        else:
+            bad = batch
+        batch = min(2 * good, most) if bad == most + 1 and good else (good + bad) // 2
+        if batch <= good:
+            break
+    return good
+
+
+def main(rt: Runtime, o: ThroughputOptions) -> bool:
+    """Run the benchmark, and print it."""
+    lines, facts = measured(rt, o)
+    what = f"{o.model}, {o.strategy}, batch {o.batch_size} per rank, {'16 bits' if o.amp else 'float32'}"
+    return finish(rt, o, "throughput", lines, f"{what}, {rt.world_size} rank(s), {rt.device.type}", **facts)
+
+
+def main_largest(rt: Runtime, o: ThroughputOptions) -> bool:
+    """Look for the largest batch, and print it."""
+    tries: dict[int, bool] = {}
+
+    def try_batch(batch: int) -> bool:
+        tries[batch] = fits(o, batch)
+        print(f"batch {batch}: {'fits' if tries[batch] else OUT_OF_MEMORY}", flush=True)
+        return tries[batch]
+
+    found = largest_batch(try_batch, o.most)
+    lines = [
+        of(
+            found > 0,
+            "largest batch",
+            f"{found} per rank, of at most {o.most}",
+            "take a smaller image, --amp or fsdp",
+        )
+    ]
+    return finish(rt, o, "largest", lines, o.model, largest=found, tries=json.dumps(tries))
+
+
+def start() -> None:
+    """Run the command line. --largest starts its tries itself."""
+    if "--largest" in sys.argv:
+        from common.lesson.runner import run
+
+        run(main_largest, ThroughputOptions)
+    start_tool(main, ThroughputOptions)
