@@ -2,7 +2,8 @@
 
     python -m common.machine check
     python -m common.machine check --log gpu.log --json gpu.json
-    torchrun --nnodes 2 ... -m common.machine check          # one rank per host: all hosts, compared with one another
+    python -m common.machine check --hosts node1 node2       # which of them can be reached from here
+    NPROC=1 scripts/launch/torchrun.sh 2 node0:29500 common/machine/__main__.py check     # on each host: compare them
 
 Each line passes, warns, fails, or says why it was skipped. The first line of the output is the verdict.
 --record writes all answers of this machine to a file, and --answers checks such a file instead of this machine.
@@ -10,8 +11,10 @@ Each line passes, warns, fails, or says why it was skipped. The first line of th
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +38,8 @@ class CheckOptions(ToolOptions, without=("device", "backend")):
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Device of the messages between hosts."""
+    hosts: tuple[str, ...] = ()
+    """Names or addresses of hosts that must be reachable from here."""
     record: Path | None = None
     """File for all answers of this machine."""
     answers: Path | None = None
@@ -45,6 +50,20 @@ def checked(source: Source) -> tuple[Host, list[Line]]:
     """Return the facts and the lines of the machine that answers."""
     host = read_host(source)
     return host, lines_of(host)
+
+
+def reachable(names: Sequence[str], port: int = 29500) -> Line:
+    """Name the hosts that do not answer on a port: one where nothing listens refuses, and so answers."""
+    bad = []
+    for name in names:
+        try:
+            socket.create_connection((name, port), timeout=5).close()
+        except ConnectionRefusedError:
+            pass
+        except OSError as error:
+            bad.append(f"{name}: {error.strerror or error}")
+    cure = "check cable, address, route and firewall; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose the network"
+    return of(not bad, "hosts reachable", "; ".join(bad) or ", ".join(names), cure)
 
 
 def clock_ahead(group: Group, rank: int, tries: int = 9) -> float:
@@ -95,6 +114,8 @@ def main(rt: Runtime, o: CheckOptions) -> bool:
     """Check this machine, or all hosts of the ranks; print the lines. False if one fails."""
     source = Source.of(o.answers) if o.answers else Source()
     host, lines = checked(source)
+    if o.hosts:
+        lines.insert(0, reachable(o.hosts))
     if o.record:
         source.write(o.record)
     if rt.world_size > 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Annotated, Any
 
 import numpy as np
@@ -196,7 +196,7 @@ def pair_lines(
     ranks = sorted({r for pair in latency for r in pair})
     if len(ranks) > 2:
         best = {r: min(t for pair, t in latency.items() if r in pair) for r in ranks}
-        usual = median(best.values())
+        usual = median_low(best.values())
         slow = [
             f"rank {r} answers after {1e6 * t:,.0f} us"
             for r, t in best.items()

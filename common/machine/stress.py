@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Annotated
 
 import psutil
@@ -205,7 +205,7 @@ def between_ranks(rt: Runtime, rounds: list[Round], n: int) -> list[Line]:
     cure = "equal GPUs compute equal bits: exchange the cards to see what the fault follows"
     lines = [of(not odd, "bits across ranks", found, cure)]
     times = [median(r.product_seconds for r in of_rank) for of_rank in everyone]
-    middle = median(times)
+    middle = median_low(times)
     slowest = max(range(len(times)), key=times.__getitem__)
     rate = 2 * n**3 / middle / 1e12
     found = (

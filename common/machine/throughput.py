@@ -7,20 +7,22 @@
     DDP     every rank has all weights; gradients are averaged while the backward pass runs
     FSDP    every rank has a part of each weight, and gathers a block of them when it computes
 
-Images are synthetic and lie on the device; --loader reads them through processes that make them, as a data set would.
+Images are synthetic and lie on the device; with --loader threads make them, as those of a data set are.
 Efficiency compares the images per second of a rank with those of one rank alone, in the same run.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,12 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 from common import comm
 from common.errors import UsageError
-from common.launch.command_line import Count, Within
-from common.launch.runtime import Runtime
+from common.launch.command_line import Count, Within, parse
+from common.launch.program import run_program
+from common.launch.runtime import Runtime, runtime
 from common.lesson.measure import peak_memory
 from common.machine.cards import IMAGES_PER_SECOND, card_of
 from common.machine.tool import ToolOptions, finish, ranks_here, start_tool
@@ -47,7 +49,7 @@ from common.models.transformer import Layer, Transformer, cross_entropy_sum
 Name = Literal["resnet50", "resnet101", "resnet152", "gpt2", "gpt2-10m"]
 OUT_OF_MEMORY = "out of memory"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=1e-4),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
 }
@@ -73,12 +75,12 @@ class ThroughputOptions(ToolOptions):
     """Store images with their channels together, as Tensor cores read them."""
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     """Optimizer."""
-    image: Annotated[int, Within(32, 4096)] = 224
+    image: Annotated[int, Within(64, 4096)] = 224
     """Height and width of an image."""
     sequence: Annotated[int, Within(8, 2**20)] = 1024
     """Tokens of a sequence."""
     loader: Annotated[int, Within(0, 256)] = 0
-    """Processes per rank that make images; 0: the same images again and again, on the device."""
+    """Threads per rank that make images; 0: the same images again and again, on the device."""
     alone: bool = True
     """Time one rank alone first, for the efficiency."""
     largest: bool = False
@@ -94,30 +96,27 @@ class ThroughputOptions(ToolOptions):
         return self.model in BLOCKS
 
 
-class Images(Dataset[tuple[Tensor, int]]):
-    """Random images, made one at a time, as a data set decodes them."""
+def made_images(o: ThroughputOptions, number: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of random images, made as a data set's are: bytes, then scaled numbers."""
+    generator = torch.Generator().manual_seed(number)
+    raw = torch.randint(256, (o.batch_size, 3, o.image, o.image), generator=generator, dtype=torch.uint8)
+    return (raw.float() - 116) / 58, torch.randint(1000, (o.batch_size,), generator=generator)
 
-    def __init__(self, side: int, count: int) -> None:
-        self.side, self.count = side, count
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        raw = torch.randint(
-            256, (3, self.side, self.side), generator=torch.Generator().manual_seed(i), dtype=torch.uint8
-        )
-        return (raw.float() - 116) / 58, i % 1000
+def loaded(o: ThroughputOptions, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches that threads make ahead."""
+    with ThreadPoolExecutor(o.loader) as pool:
+        ahead = deque(pool.submit(made_images, o, number) for number in range(2 * o.loader))
+        for number in itertools.count(2 * o.loader):
+            x, y = ahead.popleft().result()
+            ahead.append(pool.submit(made_images, o, number))
+            yield x.to(device), y.to(device)
 
 
 def batches(o: ThroughputOptions, rt: Runtime, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets without end."""
     if o.is_image and o.loader:
-        data = Images(o.image, 10**6)
-        loader = DataLoader(data, o.batch_size, num_workers=o.loader, pin_memory=rt.device.type == "cuda")
-        for x, y in loader:
-            yield x.to(rt.device, non_blocking=True), y.to(rt.device, non_blocking=True)
-        return
+        yield from loaded(o, rt.device)
     if o.is_image:
         x = torch.randn(o.batch_size, 3, o.image, o.image, device=rt.device)
         y = torch.randint(1000, (o.batch_size,), device=rt.device)
@@ -142,7 +141,7 @@ def make_model(o: ThroughputOptions, rt: Runtime) -> tuple[nn.Module, float]:
 
 def spread_out(model: nn.Module, o: ThroughputOptions, rt: Runtime, group: comm.Group) -> nn.Module:
     """Return the model under the strategy, on the ranks of the group."""
-    if o.channels_last and o.is_image:
+    if o.channels_last and o.is_image and o.strategy == "ddp":  # FSDP takes no weights in this order
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if group.pg is None:
         return model
@@ -265,7 +264,7 @@ def step_times(seconds: list[float]) -> Line:
 
 def slow_ranks(medians: list[float]) -> Line:
     """Name a rank whose steps take longer than the others': on GPUs they wait for one another in the backward pass."""
-    usual = median(medians)
+    usual = median_low(medians)
     slow = [f"rank {r}: {1e3 * t:.1f} ms" for r, t in enumerate(medians) if t > 1.2 * usual]
     found = f"{'; '.join(slow)}, median {1e3 * usual:.1f}" if slow else f"all near {1e3 * usual:.1f} ms"
     return of(
@@ -326,9 +325,9 @@ def fits(o: ThroughputOptions, batch: int) -> bool:
 
 
 def largest_batch(try_batch: Callable[[int], bool], most: int) -> int:
-    """Return the largest batch from 0 to `most` that fits: doubling, then bisection."""
+    """Return the largest batch from 0 to `most` that fits: doubling from 2, then bisection."""
     good, bad = 0, most + 1
-    batch = 1
+    batch = min(2, most)
     while good + 1 < bad:
         if try_batch(batch):
             good = batch
@@ -347,8 +346,8 @@ def main(rt: Runtime, o: ThroughputOptions) -> bool:
     return finish(rt, o, "throughput", lines, f"{what}, {rt.world_size} rank(s), {rt.device.type}", **facts)
 
 
-def main_largest(rt: Runtime, o: ThroughputOptions) -> bool:
-    """Look for the largest batch, and print it."""
+def find_largest(o: ThroughputOptions) -> int:
+    """Look for the largest batch, and print it; this process has no ranks, each try has its own."""
     tries: dict[int, bool] = {}
 
     def try_batch(batch: int) -> bool:
@@ -357,21 +356,14 @@ def main_largest(rt: Runtime, o: ThroughputOptions) -> bool:
         return tries[batch]
 
     found = largest_batch(try_batch, o.most)
-    lines = [
-        of(
-            found > 0,
-            "largest batch",
-            f"{found} per rank, of at most {o.most}",
-            "take a smaller image, --amp or fsdp",
-        )
-    ]
-    return finish(rt, o, "largest", lines, o.model, largest=found, tries=json.dumps(tries))
+    cure = "take a smaller image, --amp or --strategy fsdp"
+    lines = [of(found > 0, "largest batch", f"{found} per rank, of at most {o.most}", cure)]
+    with runtime("cpu") as rt:
+        return 0 if finish(rt, o, "largest", lines, o.model, largest=found, tries=tries) else 1
 
 
 def start() -> None:
-    """Run the command line. --largest starts its tries itself."""
+    """Run the command line."""
     if "--largest" in sys.argv:
-        from common.lesson.runner import run
-
-        run(main_largest, ThroughputOptions)
+        run_program(lambda: find_largest(parse(ThroughputOptions, sys.modules[__name__].__doc__)))
     start_tool(main, ThroughputOptions)

@@ -21,7 +21,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import Annotated, Any
 
 import torch
@@ -269,7 +269,7 @@ def speed_of_ranks(rt: Runtime, o: TrainingOptions) -> Line:
     for rank in range(rt.world_size):
         found = in_turn({"": work if rank == rt.rank else lambda: None}, 7, rt.world, 2, rt.device.type)
         least.append(min(found[""].seconds))
-    usual = median(least)
+    usual = median_low(least)
     slow = [
         f"rank {r} takes {t / usual:.1f} times the median" for r, t in enumerate(least) if t > o.slow * usual
     ]

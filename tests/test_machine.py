@@ -1,0 +1,359 @@
+"""The machine kit's tools: faults that are put in are found and named; records, reports, scripts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machines
+import pytest
+import torch
+from torch import nn
+
+from common.errors import RankError, UsageError
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.machine import communication, monitor, report, stress, throughput, training
+from common.machine.source import Source
+from common.machine.stress import StressOptions
+from common.machine.tracker import Tracker, read_tensorboard
+from common.machine.training import TrainingOptions
+from common.machine.verdict import Line, failed, headline
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts/machine"
+QUICK = communication.CommunicationOptions(sizes_mb=(0.01, 0.05), calls=20)
+
+
+def tool(*words: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    """Run a tool's command line."""
+    command = [sys.executable, "-m", "common.machine", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def line_of(lines: list[Line], name: str) -> Line:
+    """Return the line of that name."""
+    return next(line for line in lines if line.name == name)
+
+
+def sound(rt: Runtime) -> tuple[list[Line], list[Line]]:
+    """Run communication and training as they are."""
+    return communication.communicate(rt, QUICK)[0], training.check_training(
+        rt, TrainingOptions(calls=20, slow=50)
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_sound_machine_passes(n: int) -> None:
+    for lines in spawn(sound, n, timeout=120)[0]:
+        lines = [
+            line for line in lines if line.name not in ("latency of ranks", "links")
+        ]  # of a machine that others use
+        assert not failed(lines), headline(lines)
+        assert {line.status for line in lines} <= {"pass", "skipped"}
+
+
+def wrong_sum(rt: Runtime) -> list[Line]:
+    """Let one sum of 10,000 be wrong on rank 1."""
+    good, calls = communication.comm.all_reduce, itertools.count()
+
+    def sometimes_wrong(x: torch.Tensor, *args: Any) -> None:
+        good(x, *args)
+        if next(calls) == 7654:
+            x[3] += 1
+
+    if rt.rank == 1:
+        communication.comm.all_reduce = sometimes_wrong  # type: ignore[assignment]
+    try:
+        return [communication.many_sums(rt, 10_000)]
+    finally:
+        communication.comm.all_reduce = good
+
+
+def test_a_wrong_sum_in_ten_thousand_is_found() -> None:
+    for lines in spawn(wrong_sum, 2, timeout=120):
+        assert headline(lines).startswith("FAIL: small sums: rank 1: 1 of 10,000 wrong")
+
+
+def slow_rank(rt: Runtime) -> tuple[Line, Line]:
+    """Let rank 1 take long for its work, and rank 2 for its messages."""
+    if rt.rank == 1:
+        training.product = lambda device: lambda: time.sleep(0.05)
+    if rt.rank == 2:
+        good = communication.comm.send
+        communication.comm.send = lambda *a: (time.sleep(0.02), good(*a))[1]  # type: ignore[assignment, return-value]
+    work = training.speed_of_ranks(rt, TrainingOptions())
+    delays, speeds = communication.pair_matrix(rt, 4096, 3)
+    return work, line_of(communication.pair_lines(delays, speeds, machine_of({})), "latency of ranks")
+
+
+def machine_of(answers: machines.Answers) -> Any:
+    """Return the facts of a recorded machine."""
+    return communication.read_host(Source(answers))
+
+
+def test_slow_ranks_are_named() -> None:
+    work, messages = spawn(slow_rank, 3, timeout=120)[0]
+    assert work.status == "fail"
+    assert work.found.startswith("rank 1 takes ")
+    assert messages.status == "fail"
+    assert messages.found.startswith("rank 2 answers after ")
+
+
+def hangs(rt: Runtime) -> None:
+    """Let rank 1 never come to a collective."""
+    if rt.rank == 1:
+        time.sleep(1000)
+    communication.communicate(rt, QUICK)
+
+
+def test_a_hang_is_named() -> None:
+    with pytest.raises(RankError, match=r"rank 0 stands in send to 1 .*\n.*rank 1 stands .*hangs") as failure:
+        spawn(hangs, 2, timeout=10)
+    assert failure.value.code == 1
+
+
+def test_too_little_memory_is_one_line() -> None:
+    done = tool("throughput", "--batch-size", "9000000", "--iterations", "2", "--no-alone", "--nproc", "2")
+    assert done.returncode == 2
+    assert "there is not enough memory for these sizes" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def wrong_training(rt: Runtime, what: str) -> Line:
+    """Break one thing of training."""
+    o = TrainingOptions()
+    if what == "bits":
+        good = training.gradients_of
+        training.gradients_of = lambda model: good(model) * (1 + 1e-6 * (rt.rank == 1))
+        return training.gradients_alike(rt, o)
+
+    def not_averaged(model: nn.Module, rt: Runtime) -> nn.Module:
+        return model
+
+    def scaled(model: nn.Module, rt: Runtime) -> nn.Module:
+        for p in model.parameters():
+            p.register_hook(lambda g: g * 1.001)
+        return training.as_ddp(model, rt)
+
+    wrap: dict[str, Callable[[nn.Module, Runtime], nn.Module]] = {"alone": not_averaged, "scaled": scaled}
+    return training.equal_to_one_process(rt, o, "DDP", wrap[what])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("bits", "rank 1 differs from rank 0 in 24 of 24 steps"),
+        ("alone", "difference"),
+        ("scaled", "difference"),
+    ],
+)
+def test_wrong_training_is_found(what: str, words: str) -> None:
+    line = spawn(wrong_training, 2, what, timeout=120)[0]
+    assert line.status == "fail"
+    assert words in line.found
+
+
+def stressed(rt: Runtime, what: str, state: Path | None) -> tuple[list[Line], int]:
+    """Stress with something broken on rank 1 in the second round; return the lines and the rounds."""
+    good_product, good_walk, calls = stress.Work.product, stress.Work.walk, itertools.count()
+
+    def product(self: stress.Work) -> tuple[str, float]:
+        digest, seconds = good_product(self)
+        k = next(calls)
+        if what == "odd" or (what == "bit" and k == 1):
+            digest = digest[::-1]
+        return digest, 10 * seconds if what == "slow" else seconds
+
+    def walk(self: stress.Work) -> tuple[int, str]:
+        return (64, "1 words of 8 do not hold 0") if what == "memory" else good_walk(self)
+
+    if rt.rank == 1:
+        stress.Work.product, stress.Work.walk = product, walk  # type: ignore[method-assign]
+    o = StressOptions(minutes=0.02, size=64, memory=0.001, calls=5, state=state)
+    lines = stress.stress(rt, o)
+    return lines, len(state.read_text().splitlines()) if state and state.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("nothing", "PASS"),
+        ("bit", "FAIL: bits and memory: rank 1: .* in round 2, .* in the first one"),
+        ("memory", "FAIL: bits and memory: rank 1: 1 words of 8"),
+        ("odd", "FAIL: bits across ranks: rank 1 differ"),
+        ("slow", "WARN: slowest rank: rank 1 is 9"),
+    ],
+)
+def test_stress_names_what_is_wrong(what: str, words: str, tmp_path: Path) -> None:
+    import re
+
+    lines, rounds = spawn(stressed, 2, what, tmp_path / "state", timeout=120)[0]
+    if what != "slow":
+        lines = [line for line in lines if line.name not in ("slowest rank", "speed over time")]
+    assert re.match(words, headline(lines)), headline(lines)
+    assert rounds >= 1
+    if what == "memory":
+        assert rounds == 1  # it ended at once
+
+
+def test_a_stopped_stress_goes_on(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    first = spawn(stressed, 1, "nothing", state, timeout=60)[0]
+    again = spawn(stressed, 1, "nothing", state, timeout=60)[0]
+    assert again[1] == first[1] + 1  # the time was over: one round more
+    assert f"{first[1]} round(s) from before" in line_of(again[0], "time").found
+    state.write_text("no JSON\n")
+    with pytest.raises(RankError, match="remove it to begin anew"):
+        spawn(stressed, 1, "nothing", state, timeout=60)
+
+
+@pytest.mark.parametrize("most", [1, 5, 100])
+@pytest.mark.parametrize("fits", [0, 1, 2, 3, 37, 64, 99, 1000])
+def test_the_largest_batch_is_found(fits: int, most: int) -> None:
+    tried: list[int] = []
+
+    def try_batch(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= fits
+
+    assert throughput.largest_batch(try_batch, most) == min(fits, most)
+    assert len(tried) == len(set(tried)) <= 15
+
+
+def test_links_are_compared_with_others_of_their_kind() -> None:
+    host = machine_of(machines.machine("h100", 8))
+    speeds = dict.fromkeys(itertools.combinations(range(8), 2), 400000000000.0)
+    delays = dict.fromkeys(speeds, 1e-5)
+    assert not [x for x in communication.pair_lines(delays, speeds, host) if x.status != "pass"]
+    speeds[2, 5] = 90e9
+    found = line_of(communication.pair_lines(delays, speeds, host), "links")
+    assert found.status == "warn"
+    assert "slowest 2-5 with 90.00 GB/s, median 400.00 (NV18)" in found.found
+
+
+def test_the_fit_of_times_is_exact() -> None:
+    sizes = [2**k for k in range(10, 27, 4)]
+    latency, bandwidth = communication.fit(sizes, [5e-6 + size / 20e9 for size in sizes])
+    assert latency == pytest.approx(5e-6)
+    assert bandwidth == pytest.approx(20e9)
+
+
+def test_the_range_of_a_machine_is_compared() -> None:
+    host = machine_of(machines.machine("a100", 8))
+    rt = Runtime(0, 8, 0, 8, "torchrun", torch.device("cpu"), "nccl", 60.0, communication.comm.Group.alone())
+    for gb_s, status in ((250, "pass"), (160, "warn"), (40, "fail")):
+        size = 64 * 2**20
+        row = communication.Row("all-reduce", True, size, [size / (gb_s * 1e9) * 1.75], 1.75)
+        line = communication.expected([row], host, rt)
+        assert line.status == status
+        assert f"{gb_s} GB/s at 64 MiB, expected 200 to 300 for 8 A100 80GB" in line.found
+
+
+def test_monitor_of_a_recorded_machine() -> None:
+    answers = machines.machine("h100", 8) | {"DeviceGetPcieThroughput 0 0": 1_000_000}
+    machines.lose(answers, 7)
+    sample = monitor.Monitor(Source(answers)).sample()
+    assert [gpu["temperature_c"] for gpu in sample["gpus"]] == [34] * 7 + [None]
+    assert sample["gpus"][0]["pcie_gb_s"] == [1.0, None]
+    assert sample["gpus"][7]["lost"]
+    assert "GPU 3 0 % 0.5 GiB 34 °C 60 W" in monitor.as_line(sample)
+    assert monitor.as_table(sample).row_count == 9
+
+
+def test_monitor_writes_samples(tmp_path: Path) -> None:
+    done = tool("monitor", "--seconds", "0.5", "--every", "0.2", "--json", str(tmp_path / "load"))
+    assert done.returncode == 0, done.stderr
+    samples = [json.loads(line) for line in (tmp_path / "load").read_text().splitlines()]
+    assert len(samples) == len(done.stdout.splitlines()) >= 2
+    assert all(s["memory_used_gb"] > 0 and s["gpus"] == [] for s in samples)
+
+
+def test_report_of_two_machines(tmp_path: Path) -> None:
+    for name, fault in (("good", None), ("bad", "an XID")):
+        answers = machines.machine("a100", 8)
+        if fault:
+            machines.FAULTS[fault][2](answers)
+        (tmp_path / f"{name}.json").write_text(json.dumps(answers))
+        tool("check", "--answers", str(tmp_path / f"{name}.json"), "--json", str(tmp_path / f"{name}.jsonl"))
+    rows = [{"name": "all-reduce", "in_place": True, "bytes": 2**k, "bus": k} for k in (20, 24)]
+    lines = [{"name": "links", "status": "pass", "found": "<b>", "cure": "", "host": ""}]
+    record = {"tool": "communication", "time": "now", "lines": lines, "rows": rows, "pairs": [[0, 1, 5, 90]]}
+    with (tmp_path / "good.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    page = tmp_path / "page.html"
+    code = report.main(report.ReportOptions((tmp_path / "good.jsonl", tmp_path / "bad.jsonl"), page))
+    text = page.read_text()
+    assert code == 1
+    assert text.index("FAIL: XID errors") < text.index("<h2>check</h2>", text.index("FAIL"))
+    assert text.count("<svg") == 2
+    assert "<b>" not in text
+    assert text.count('<section class="machine">') == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "no JSON"])
+def test_report_of_nothing_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=r"x\.jsonl"):
+        report.machine(tmp_path / "x.jsonl")
+
+
+def test_tracker_and_its_pictures(tmp_path: Path) -> None:
+    tracker = Tracker("tensorboard", "a run", folder=tmp_path / "logs")
+    for step in range(3):
+        tracker.log(step, {"images/s": 10.0 * step})
+    tracker.end()
+    assert read_tensorboard(tmp_path / "logs")["a-run"]["images/s"] == [(0, 0.0), (1, 10.0), (2, 20.0)]
+    command = [sys.executable, str(SCRIPTS / "plot_tracker.py"), "--folder", str(tmp_path / "logs")]
+    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "images_per_s.png").stat().st_size > 1000
+    with pytest.raises(UsageError, match="pip install swanlab"):
+        Tracker("swanlab", "a run")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--strategy", "ddp", "--optimizer", "adamw", "--channels-last", "--loader", "1"),
+        ("--strategy", "fsdp", "--amp", "--optimizer", "adam", "--no-alone"),
+        ("--model", "gpt2-10m", "--sequence", "16", "--no-alone"),
+    ],
+    ids=" ".join,
+)
+def test_throughput(options: tuple[str, ...], tmp_path: Path) -> None:
+    small = ("--batch-size", "2", "--image", "64", "--iterations", "2", "--warm-up", "0", "--nproc", "2")
+    done = tool("throughput", *small, *options, "--json", str(tmp_path / "x"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "x").read_text())
+    assert record["speed"] > 0
+    assert len(record["seconds"]) == 2
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_shell_scripts_are_whole(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK) or script.name == "python.sh"
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
+def test_python_scripts_have_help(script: Path) -> None:
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--" in done.stdout
+
+
+@pytest.mark.slow
+def test_everything_without_a_gpu(tmp_path: Path) -> None:
+    env = {**os.environ, "NPROC": "2"}
+    done = subprocess.run(["bash", str(SCRIPTS / "test_8gpu.sh")], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file in ROOT.glob("gpu_test_*"):
+        file.unlink()
