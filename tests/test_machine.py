@@ -257,12 +257,16 @@ def test_the_range_of_a_machine_is_compared() -> None:
 
 
 def test_monitor_of_a_recorded_machine() -> None:
-    answers = machines.machine("h100", 8) | {"DeviceGetPcieThroughput 0 0": 1_000_000}
+    fields = [{"nvmlReturn": 0, "value": 1000}, {"nvmlReturn": 0, "value": 2000}]
+    links = {"DeviceGetFieldValues 0 138 139": fields}
+    answers = machines.machine("h100", 8) | {"DeviceGetPcieThroughput 0 0": 1_000_000} | links
     machines.lose(answers, 7)
     sample = monitor.Monitor(Source(answers)).sample()
     assert [gpu["temperature_c"] for gpu in sample["gpus"]] == [34] * 7 + [None]
     assert sample["gpus"][0]["pcie_gb_s"] == [1.0, None]
     assert sample["gpus"][7]["lost"]
+    assert sample["gpus"][0]["nvlink_gb_s"] == []  # a rate needs two samples
+    assert monitor.rates((1.0, [1000, 2000]), (3.0, [1000 + 10**6, 2000])) == [0.512, 0.0]
     assert "GPU 3 0 % 0.5 GiB 34 °C 60 W" in monitor.as_line(sample)
     assert monitor.as_table(sample).row_count == 9
 

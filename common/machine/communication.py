@@ -246,6 +246,17 @@ def speed_table(rows: list[Row], title: str) -> Table:
     return made
 
 
+def pair_table(pairs: list[list[float]], ranks: int) -> Table:
+    """Return GB/s of each pair of ranks above the diagonal, and microseconds below."""
+    cells = [["" for _ in range(ranks)] for _ in range(ranks)]
+    for a, b, microseconds, speed in pairs:
+        cells[int(a)][int(b)], cells[int(b)][int(a)] = f"{speed:.2f}", f"{microseconds:,.0f} us"
+    rows = ([str(r), *row] for r, row in enumerate(cells))
+    return make_table(
+        "each pair alone: GB/s above, latency below", ["", *(f">{r}" for r in range(ranks))], rows
+    )
+
+
 def communicate(rt: Runtime, o: CommunicationOptions) -> tuple[list[Line], list[Row], dict[str, Any]]:
     """Return the lines, the rows of the bandwidth table, and facts for --json. All ranks call it."""
     if rt.world_size == 1:
@@ -270,6 +281,8 @@ def main(rt: Runtime, o: CommunicationOptions) -> bool:
     lines, rows, facts = communicate(rt, o)
     title = f"{rt.world_size} ranks, {rt.backend}, {rt.device.type}"
     tables = [speed_table(rows, f"{title}, float32")] if rows else []
+    if facts.get("pairs") and rt.world_size <= 16:
+        tables.append(pair_table(facts["pairs"], rt.world_size))
     return finish(rt, o, "communication", lines, title, tables, **facts)
 
 

@@ -29,6 +29,12 @@ from common.launch.terminal import make_table, terminal
 from common.machine.facts import read_gpu
 from common.machine.source import Source
 
+NVLINK_KIB = (
+    138,
+    139,
+)  # NVML's fields of sent and received data, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX
+Counts = tuple[float, list[int]]  # seconds, counters
+
 
 @dataclass
 class MonitorOptions(Checked):
@@ -51,6 +57,7 @@ class Monitor:
         self.source, self.began, self.cpu = source, time.monotonic(), time.process_time()
         self.gpus = source.nvml("DeviceGetCount") or 0
         self.network, self.at = psutil.net_io_counters(), time.monotonic()
+        self.links: dict[int, Counts] = {}
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, Any]:
@@ -81,6 +88,9 @@ class Monitor:
     def _gpu(self, i: int) -> dict[str, Any]:
         gpu = read_gpu(self.source, i)
         pcie = [self.source.nvml("DeviceGetPcieThroughput", i, kind) for kind in (0, 1)]
+        links = self.source.nvml("DeviceGetFieldValues", i, *NVLINK_KIB)
+        counts = [f["value"] for f in links if f["nvmlReturn"] == 0] if isinstance(links, list) else []
+        before, self.links[i] = self.links.get(i), (time.monotonic(), counts)
         return {
             "index": i,
             "name": gpu.name,
@@ -92,8 +102,18 @@ class Monitor:
             "power_w": gpu.power,
             "clock_mhz": gpu.clock,
             "pcie_gb_s": [None if isinstance(k, str) or k is None else k / 1e6 for k in pcie],
+            "nvlink_gb_s": rates(before, self.links[i]),
             "processes": list(gpu.processes),
         }
+
+
+def rates(before: Counts | None, now: Counts) -> list[float]:
+    """Return GB/s from two readings of counters of KiB; empty if there are none."""
+    if before is None or len(before[1]) != len(now[1]):
+        return []
+    return [
+        (b - a) * 1024 / max(now[0] - before[0], 1e-6) / 1e9 for a, b in zip(before[1], now[1], strict=True)
+    ]
 
 
 def shown(value: Any, form: str = ".0f") -> str:
@@ -103,7 +123,19 @@ def shown(value: Any, form: str = ".0f") -> str:
 
 def as_table(sample: dict[str, Any]) -> Table:
     """Return a sample as a table."""
-    heads = ("", ">load %", ">memory GiB", ">of", ">°C", ">W", ">MHz", ">to GB/s", ">from GB/s", ">programs")
+    heads = (
+        "",
+        ">load %",
+        ">memory GiB",
+        ">of",
+        ">°C",
+        ">W",
+        ">MHz",
+        ">to GB/s",
+        ">from GB/s",
+        ">NVLink GB/s",
+        ">programs",
+    )
     title = f"{sample['time']}; the monitor takes {sample['own_load_percent']:.1f} % of a core"
     made = make_table(title, heads)
     for g in sample["gpus"]:
@@ -114,6 +146,7 @@ def as_table(sample: dict[str, Any]) -> Table:
         ]
         cells += [shown(g[k]) for k in ("temperature_c", "power_w", "clock_mhz")]
         cells += [shown(k, ".2f") for k in g["pcie_gb_s"]]
+        cells.append(shown(sum(g["nvlink_gb_s"]) if g["nvlink_gb_s"] else None, ".1f"))
         made.add_row(f"GPU {g['index']}{' LOST' if g['lost'] else ''}", *cells, str(len(g["processes"])))
     host = [
         shown(sample["cpu_percent"]),
@@ -121,7 +154,7 @@ def as_table(sample: dict[str, Any]) -> Table:
         shown(sample["memory_gb"], ".1f"),
     ]
     network = [shown(sample[f"network_{way}_gb_s"], ".3f") for way in ("sent", "received")]
-    made.add_row("host, network", *host, "", "", "", *network, "")
+    made.add_row("host, network", *host, "", "", "", *network, "", "")
     return made
 
 

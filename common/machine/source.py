@@ -24,6 +24,8 @@ from typing import Any
 from common.errors import UsageError
 
 LOST = "GPU is lost"
+FIELDS = "DeviceGetFieldValues"  # its arguments are one list, of fields of all links together
+ALL_LINKS = 2**32 - 1
 TWO_DEVICES = ("DeviceGetTopologyCommonAncestor", "DeviceGetP2PStatus")
 
 
@@ -114,7 +116,10 @@ class Source:
         devices = 2 if call in TWO_DEVICES else int(call.startswith("Device") and call != "DeviceGetCount")
         try:
             handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in args[:devices]]
-            return _plain(getattr(self._nvml, "nvml" + call)(*handles, *args[devices:]))
+            more: list[Any] = list(args[devices:])
+            if call == FIELDS:
+                more = [[(number, ALL_LINKS) for number in more]]
+            return _plain(getattr(self._nvml, "nvml" + call)(*handles, *more))
         except self._nvml.NVMLError as error:
             lost = error.value in (self._nvml.NVML_ERROR_GPU_IS_LOST, self._nvml.NVML_ERROR_RESET_REQUIRED)
             return LOST if lost else None
@@ -123,10 +128,12 @@ class Source:
 
 
 def _plain(x: Any) -> Any:
-    """Return an answer of pynvml as JSON."""
+    """Return an answer of pynvml as JSON; a field's value, which has several types, as a whole number."""
+    if isinstance(x, ctypes.Union):
+        return getattr(x, "ullVal", None)
     if isinstance(x, ctypes.Structure):
         return {name: _plain(getattr(x, name)) for name, *_ in x._fields_}
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple, ctypes.Array)):
         return [_plain(y) for y in x]
     if isinstance(x, bytes):
         return x.decode(errors="replace")

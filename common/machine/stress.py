@@ -5,7 +5,7 @@
 
     products      the same product again and again: its bits must not change, and be the same on all equal GPUs
     memory        patterns are written to most of the free memory, and read
-    collectives   many sums with known results, while the others compute
+    collectives   a large sum during the products, then many small ones, all with known results
     watch         temperature, clocks, power, throttle reasons, ECC and XID errors between beginning and end
 
 A round has all of them. The run ends at the first wrong bit, and says where. --state keeps a line per round; a run that
@@ -143,8 +143,13 @@ def stress(rt: Runtime, o: StressOptions) -> list[Line]:
     sums = passed("collectives", "one rank sends nothing")
     while True:
         start = time.monotonic()
+        flow = torch.full((work.n**2,), rt.rank + 1.0, device=rt.device)
+        pending = comm.all_reduce(flow, rt.world, async_op=True)
         digest, seconds = work.product()
+        pending.wait()
         walked, problem = work.walk()
+        if not bool((flow == rt.world_size * (rt.world_size + 1) // 2).all()):
+            problem = "a sum during the products is wrong"
         if rt.world_size > 1:
             sums = many_sums(rt, o.calls, "collectives")
         if " and then " in digest:

@@ -14,6 +14,7 @@ Efficiency compares the images per second of a rank with those of one rank alone
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 import time
@@ -188,68 +189,102 @@ def steps(
     return seconds, losses, flops
 
 
-def measured(rt: Runtime, o: ThroughputOptions) -> tuple[list[Line], dict[str, Any]]:
-    """Return the lines and the numbers of the benchmark. All ranks call it."""
-    n, unit = rt.world_size, "images" if o.is_image else "tokens"
-    per_sample = 1 if o.is_image else o.sequence
-    single = 0.0
-    if o.alone and n > 1:
+@dataclass
+class Run:
+    """Times of a run: of each step the slowest rank's seconds, and the median of each rank."""
+
+    o: ThroughputOptions
+    ranks: int
+    seconds: list[float]
+    medians: list[float]
+    losses: list[float]
+    flops: float
+    """Operations of a sample's step."""
+    alone: float
+    """Seconds of a step of one rank alone; 0 if it was not timed."""
+    peak: int
+    """Bytes of the fullest rank."""
+    gpu: str
+    """Name of the GPU; empty on a CPU."""
+
+    @property
+    def units(self) -> int:
+        """Images or tokens of a rank's step."""
+        return self.o.batch_size * (1 if self.o.is_image else self.o.sequence)
+
+    @property
+    def unit(self) -> str:
+        """Name of what is counted, per second."""
+        return "images/s" if self.o.is_image else "tokens/s"
+
+    @property
+    def speed(self) -> float:
+        """Images or tokens per second of all ranks together."""
+        return self.ranks * self.units / median(self.seconds)
+
+    @property
+    def efficiency(self) -> float:
+        """Speed of a rank over that of a rank alone."""
+        return self.alone / median(self.seconds)
+
+    @property
+    def flop_rate(self) -> float:
+        """FLOP/s of a rank."""
+        return self.flops * self.o.batch_size / median(self.seconds)
+
+
+def measured(rt: Runtime, o: ThroughputOptions) -> Run:
+    """Time one rank alone, then all. All ranks call it."""
+    alone = 0.0
+    if o.alone and rt.world_size > 1:
         if rt.rank == 0:
-            seconds, _, _ = steps(o, rt, comm.Group.alone(), max(2, min(o.iterations, 10)))
-            single = o.batch_size * per_sample / median(seconds)
-        single = comm.everyones(single, rt.world)[0]
-    tracker = Tracker(o.tracker, f"{o.model} {o.strategy}", rt.rank == 0)
+            alone = median(steps(o, rt, comm.Group.alone(), max(2, min(o.iterations, 10)))[0])
+        alone = comm.everyones(alone, rt.world)[0]
     seconds, losses, flops = steps(o, rt, rt.world, o.iterations)
     of_all = comm.everyones(seconds, rt.world)
     slowest = [max(times) for times in zip(*of_all, strict=True)]
-    speed = n * o.batch_size * per_sample / median(slowest)
-    for i, (t, loss) in enumerate(zip(slowest, losses[o.warm_up :], strict=True)):
-        tracker.log(i, {f"{unit}/s": n * o.batch_size * per_sample / t, "loss": loss, "seconds": t})
-    tracker.end()
-    peak = peak_memory(rt.world)
-    lines = [passed("speed", f"{speed:,.1f} {unit}/s on {n} rank(s), {speed / n:,.1f} per rank")]
-    lines.append(step_times(slowest))
-    lines.append(slow_ranks([median(times) for times in of_all]))
-    efficiency = speed / n / single if single else 0.0
-    if single:
-        found = f"{efficiency:.0%} of {single:,.1f} {unit}/s of one rank alone"
-        lines.append(passed("efficiency", found))
-    name = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else ""
-    card = card_of(name)
-    mfu = 0.0
-    if card:
-        peak_flops = 1e12 * (
-            card.half
-            if o.amp
-            else card.tf32
-            if torch.backends.cudnn.allow_tf32 and card.tf32
-            else card.float32
-        )
-        mfu = flops * o.batch_size / median(slowest) / peak_flops
-        lines.append(passed("MFU", f"{mfu:.1%} of {peak_flops / 1e12:.0f} TFLOP/s"))
-    else:
-        rate = flops * o.batch_size / median(slowest) / 1e9
-        lines.append(
-            skipped("MFU", f"no peak is known for {name or 'this CPU'}; {rate:,.0f} GFLOP/s per rank")
-        )
-    lines.append(against_table(o, speed, n, card.name if card else ""))
-    lines.append(passed("peak memory", f"{peak / 2**30:.2f} GiB on the fullest rank"))
-    good = all(x == x and abs(x) < 1e4 for x in losses)
+    gpu = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else ""
+    medians, peak = [median(times) for times in of_all], peak_memory(rt.world)
+    return Run(o, rt.world_size, slowest, medians, losses, flops, alone, peak, gpu)
+
+
+def lines_of(run: Run) -> list[Line]:
+    """Return the lines of a run."""
+    good = all(math.isfinite(x) and abs(x) < 1e4 for x in run.losses)
     cure = "a GPU computes wrong numbers: run stress"
-    lines.append(of(good, "loss", f"{losses[0]:.3f} to {losses[-1]:.3f}", cure))
-    facts = {
-        "model": o.model,
-        "strategy": o.strategy,
-        "amp": o.amp,
-        "batch_size": o.batch_size,
-        "unit": unit,
-        "speed": speed,
-        "efficiency": efficiency,
-        "mfu": mfu,
-        "seconds": slowest,
-        "peak_memory_bytes": peak,
-    }
-    return lines, facts
+    each = run.speed / run.ranks
+    return [
+        passed("speed", f"{run.speed:,.1f} {run.unit} on {run.ranks} rank(s), {each:,.1f} per rank"),
+        step_times(run.seconds),
+        slow_ranks(run.medians),
+        passed(
+            "efficiency", f"{run.efficiency:.0%} of {run.units / run.alone:,.1f} {run.unit} of one rank alone"
+        )
+        if run.alone
+        else skipped("efficiency", "one rank alone was not timed"),
+        utilisation(run),
+        against_table(run),
+        passed("peak memory", f"{run.peak / 2**30:.2f} GiB on the fullest rank"),
+        of(good, "loss", f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}", cure),
+    ]
+
+
+def peak_flops(run: Run) -> float:
+    """Return the FLOP/s that the card can do in the run's type; 0 if it is not known."""
+    card = card_of(run.gpu)
+    if not card:
+        return 0.0
+    in_tf32 = card.tf32 if torch.backends.cudnn.allow_tf32 else 0.0
+    return 1e12 * (card.half if run.o.amp else in_tf32 or card.float32)
+
+
+def utilisation(run: Run) -> Line:
+    """Return the line of model FLOP utilisation."""
+    if peak := peak_flops(run):
+        return passed("MFU", f"{run.flop_rate / peak:.1%} of {peak / 1e12:.0f} TFLOP/s")
+    return skipped(
+        "MFU", f"no peak is known for {run.gpu or 'this CPU'}; {run.flop_rate / 1e9:,.0f} GFLOP/s per rank"
+    )
 
 
 def step_times(seconds: list[float]) -> Line:
@@ -272,14 +307,24 @@ def slow_ranks(medians: list[float]) -> Line:
     )
 
 
-def against_table(o: ThroughputOptions, speed: float, ranks: int, card: str) -> Line:
+def against_table(run: Run) -> Line:
     """Compare images per second with the reference table, which is of 8 GPUs together and a batch of 64 each."""
-    name = "images/s against the expected"
-    if card not in IMAGES_PER_SECOND or o.model != "resnet50":
+    name, card = "images/s against the expected", card_of(run.gpu)
+    if card is None or card.name not in IMAGES_PER_SECOND or run.o.model != "resnet50":
         return skipped(name, "the table has 8 GPUs of five kinds, and ResNet-50")
-    least, most = (x * ranks / 8 for x in IMAGES_PER_SECOND[card][o.amp])
-    found = f"{speed:,.0f}, expected {least:,.0f} to {most:,.0f} of {ranks} {card}"
-    return of(speed >= least, name, found, "compare clocks and power in monitor; try --channels-last", "warn")
+    least, most = (x * run.ranks / 8 for x in IMAGES_PER_SECOND[card.name][run.o.amp])
+    found = f"{run.speed:,.0f}, expected {least:,.0f} to {most:,.0f} of {run.ranks} {card.name}"
+    return of(
+        run.speed >= least, name, found, "compare clocks and power in monitor; try --channels-last", "warn"
+    )
+
+
+def logged(run: Run) -> None:
+    """Log the steps to the tracker."""
+    tracker = Tracker(run.o.tracker, f"{run.o.model} {run.o.strategy}")
+    for i, (t, loss) in enumerate(zip(run.seconds, run.losses[run.o.warm_up :], strict=True)):
+        tracker.log(i, {run.unit: run.ranks * run.units / t, "loss": loss, "seconds": t})
+    tracker.end()
 
 
 def fits(o: ThroughputOptions, batch: int) -> bool:
@@ -341,9 +386,16 @@ def largest_batch(try_batch: Callable[[int], bool], most: int) -> int:
 
 def main(rt: Runtime, o: ThroughputOptions) -> bool:
     """Run the benchmark, and print it."""
-    lines, facts = measured(rt, o)
+    run = measured(rt, o)
+    if rt.rank == 0:
+        logged(run)
     what = f"{o.model}, {o.strategy}, batch {o.batch_size} per rank, {'16 bits' if o.amp else 'float32'}"
-    return finish(rt, o, "throughput", lines, f"{what}, {rt.world_size} rank(s), {rt.device.type}", **facts)
+    facts = {name: getattr(o, name) for name in ("model", "strategy", "amp", "batch_size")} | {
+        name: getattr(run, name) for name in ("unit", "speed", "efficiency", "flop_rate", "seconds", "peak")
+    }
+    return finish(
+        rt, o, "throughput", lines_of(run), f"{what}, {rt.world_size} rank(s), {rt.device.type}", **facts
+    )
 
 
 def find_largest(o: ThroughputOptions) -> int:

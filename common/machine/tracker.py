@@ -15,10 +15,10 @@ FOLDER = Path("results/tracker")
 class Tracker:
     """Log of one run. kind: none, tensorboard or swanlab. Raises UsageError if the package is not installed."""
 
-    def __init__(self, kind: str, name: str, logs: bool = True, folder: Path = FOLDER) -> None:
+    def __init__(self, kind: str, name: str, folder: Path = FOLDER) -> None:
         self.writer: Any = None
         self.swanlab: Any = None
-        if not logs or kind == "none":
+        if kind == "none":
             return
         try:
             if kind == "swanlab":
