@@ -66,8 +66,8 @@ def machine(kind: str, count: int) -> Answers:
             "CudaComputeCapability": capability,
             "MemoryInfo": {"total": memory, "free": memory - 2**29, "used": 2**29},
             "EccMode": None if ecc is None else [1, 1],
-            "TotalEccErrors:0 1": None if ecc is None else 0,
-            "TotalEccErrors:1 1": None if ecc is None else 0,
+            "TotalEccErrors:0 0": None if ecc is None else 0,
+            "TotalEccErrors:1 0": None if ecc is None else 0,
             "RemappedRows": None if ecc is None else [0, 0, 0, 0],
             "MigMode": None if ecc is None else [0, 0],
             "PersistenceMode": 1,
@@ -86,6 +86,9 @@ def machine(kind: str, count: int) -> Answers:
             "UtilizationRates": {"gpu": 0, "memory": 0},
             "ComputeRunningProcesses": [],
         } | {f"NvLinkState:{n}": 1 if n < links else None for n in range(18)}
+        of_gpu |= {
+            f"NvLinkRemotePciInfo:{n}": {"busId": "00000000:C4:00.0"} for n in range(links)
+        }  # a switch
         for key, value in of_gpu.items():
             call, _, more = key.partition(":")
             found[f"DeviceGet{call} {i}{' ' if more else ''}{more}"] = value
@@ -109,6 +112,11 @@ def missing(answers: Answers) -> None:
     answers["torch gpus"] -= 1
 
 
+def alone(answers: Answers, **others: Any) -> None:
+    """Let the machine be a container that got four of the host's GPUs."""
+    answers.update({"DeviceGetCount": 4, "torch gpus": 4, "list /.dockerenv": ["/.dockerenv"], **others})
+
+
 # name: the machine, the change, words of the verdict
 FAULTS: dict[str, tuple[str, int, Callable[[Answers], object], str]] = {
     "a card that does not answer": (
@@ -121,7 +129,7 @@ FAULTS: dict[str, tuple[str, int, Callable[[Answers], object], str]] = {
     "ECC errors on one GPU": (
         "a100",
         1,
-        lambda a: a.update({"DeviceGetTotalEccErrors 0 1 1": 12}),
+        lambda a: a.update({"DeviceGetTotalEccErrors 0 1 0": 12}),
         "FAIL: ECC memory errors: GPU 0 has 12 uncorrected",
     ),
     "a row that cannot be remapped": (
@@ -206,6 +214,36 @@ FAULTS: dict[str, tuple[str, int, Callable[[Answers], object], str]] = {
         8,
         lambda a: a.update({f"DeviceGetNvLinkState {i} {n}": 0 for i in range(8) for n in range(18)}),
         "FAIL: NVLink: GPU 0 has 0 of 18 up",
+    ),
+    "a container with some of the GPUs": (
+        "a100",
+        8,
+        alone,
+        "WARN: GPUs: 4 of the host's 8 are given to this container",
+    ),
+    "MIG hides GPUs": (
+        "a100",
+        8,
+        lambda a: a.update({"torch gpus": 1} | {f"DeviceGetMigMode {i}": [1, 1] for i in range(8)}),
+        "FAIL: GPUs of torch: torch sees 1 of 8: MIG divides GPU 0, 1",
+    ),
+    "locked clocks": (
+        "h100",
+        8,
+        lambda a: a.update({"DeviceGetMaxClockInfo 3 1": 600}),
+        "WARN: GPUs alike: GPU 3 has 600 MHz at most, others 1980",
+    ),
+    "a program without a name": (
+        "a100",
+        8,
+        lambda a: a.update({"DeviceGetMemoryInfo 2": {"total": 85899345920, "free": 0, "used": 85899345920}}),
+        r"WARN: GPUs in use: GPU 2: 0 program\(s\), 80\.0 GiB",
+    ),
+    "an XID of a MIG instance": (
+        "h100",
+        8,
+        lambda a: a.update({"run dmesg": f"NVRM: Xid (PCI:{bus(2)} GPU-I:05): 94, pid=1"}),
+        "FAIL: XID errors: XID 94 .contained ECC error. at 0000:32:00.0",
     ),
     "MIG": ("a100", 8, lambda a: a.update({"DeviceGetMigMode 1": [1, 1]}), "WARN: MIG: GPU 1 is divided"),
     "a program on the GPU": (

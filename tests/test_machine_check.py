@@ -51,6 +51,50 @@ def test_a_fault_is_named_in_the_first_line(fault: str) -> None:
     assert failed(lines) == words.startswith("FAIL")
 
 
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"DeviceGetCount": "8"}, "damaged"),
+        ({"DeviceGetCount": 2.5}, "damaged"),
+        ({"DeviceGetMemoryInfo 0": "x"}, "damaged"),
+        ({"run df -B1 --output=size,avail /dev/shm": "a b c d"}, "damaged"),
+        ({"torch cuda": "x"}, "damaged"),
+    ],
+)
+def test_damaged_answers_are_refused(answers: machines.Answers, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        checked(Source(machines.machine("h100", 8) | answers))
+
+
+def test_cards_for_slots_are_not_taken_for_others() -> None:
+    answers = levelled(machines.machine("a100", 8))
+    for i in range(8):
+        answers[f"DeviceGetName {i}"] = "NVIDIA A100 80GB PCIe"
+        answers |= {f"DeviceGetNvLinkState {i} {n}": 0 for n in range(12)}
+    _, lines = checked(Source(answers))
+    assert not failed(lines), headline(lines)
+    [line] = [line for line in lines if line.name == "NVLink"]
+    assert line.status == "skipped"
+
+
+def test_bridges_join_pairs_only() -> None:
+    answers = machines.machine("a100", 4)
+    for i in range(4):
+        answers |= {
+            f"DeviceGetNvLinkRemotePciInfo {i} {n}": {"busId": f"0000{machines.bus(i ^ 1)}"}
+            for n in range(12)
+        }
+    host, _ = checked(Source(answers))
+    assert host.peers == {
+        (0, 1): "NV12",
+        (2, 3): "NV12",
+        (0, 2): "SYS",
+        (0, 3): "SYS",
+        (1, 2): "SYS",
+        (1, 3): "SYS",
+    }
+
+
 def test_sockets_far_apart_are_a_warning() -> None:
     _, lines = checked(
         Source(
@@ -79,7 +123,7 @@ def test_this_machine_can_be_recorded_and_read_again(tmp_path: Path) -> None:
 
 def test_a_file_without_answers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(UsageError, match="no object"):
+    with pytest.raises(UsageError, match="no object of answers"):
         Source.of(tmp_path / "x.json")
 
 

@@ -18,7 +18,8 @@ class Card:
     """
 
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # all in the driver's name of it
+    without: tuple[str, ...]  # none in it: cards for PCIe slots have other links and peaks
     capability: tuple[int, int]
     float32: float
     tf32: float
@@ -32,19 +33,25 @@ class Card:
 
 
 CARDS = (
-    Card("H200", ("H200",), (9, 0), 67, 494, 989, 141, 4800, 5, 18, (350, 410), 128),
-    Card("H100 SXM", ("H100", "HBM3"), (9, 0), 67, 494, 989, 80, 3350, 5, 18, (350, 410), 128),
-    Card("A100 80GB", ("A100", "80GB"), (8, 0), 19.5, 156, 312, 80, 2039, 4, 12, (200, 300)),
-    Card("A100 40GB", ("A100", "40GB"), (8, 0), 19.5, 156, 312, 40, 1555, 4, 12, (200, 300)),
-    Card("V100", ("V100", "32GB"), (7, 0), 15.7, 0, 125, 32, 900, 3, 6, (100, 150)),
-    Card("RTX 4090", ("RTX 4090",), (8, 9), 82.6, 82.6, 165, 24, 1008, 4, 0, (30, 50)),
-    Card("RTX 3090", ("RTX 3090",), (8, 6), 35.6, 35.6, 71, 24, 936, 4, 0, (20, 40)),
+    Card("H200", ("H200",), ("NVL", "PCIe"), (9, 0), 67, 494, 989, 141, 4800, 5, 18, (350, 410), 128),
+    Card(
+        "H100 SXM", ("H100", "HBM3"), ("NVL", "PCIe"), (9, 0), 67, 494, 989, 80, 3350, 5, 18, (350, 410), 128
+    ),
+    Card("A100 80GB", ("A100-SXM", "80GB"), (), (8, 0), 19.5, 156, 312, 80, 2039, 4, 12, (200, 300)),
+    Card("A100 40GB", ("A100-SXM", "40GB"), (), (8, 0), 19.5, 156, 312, 40, 1555, 4, 12, (200, 300)),
+    Card("V100", ("V100-SXM", "32GB"), (), (7, 0), 15.7, 0, 125, 32, 900, 3, 6, (100, 150)),
+    Card("RTX 4090", ("RTX 4090",), (), (8, 9), 82.6, 82.6, 165, 24, 1008, 4, 0, (30, 50)),
+    Card("RTX 3090", ("RTX 3090",), (), (8, 6), 35.6, 35.6, 71, 24, 936, 4, 0, (20, 40)),
 )
 
 
 def card_of(name: str) -> Card | None:
     """Return the card that the driver calls `name`; None for one that is not in the table."""
-    return next((card for card in CARDS if all(word in name for word in card.words)), None)
+
+    def fits(card: Card) -> bool:
+        return all(word in name for word in card.words) and not any(word in name for word in card.without)
+
+    return next(filter(fits, CARDS), None)
 
 
 # Images per second of 8 GPUs together, ResNet-50 at 64 images per GPU: float32, and with AMP.

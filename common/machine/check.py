@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from common import comm
 from common.comm import Group
+from common.errors import UsageError
+from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.lesson.runner import run
 from common.machine.facts import Host, read_host
@@ -38,18 +40,25 @@ class CheckOptions(ToolOptions, without=("device", "backend")):
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Device of the messages between hosts."""
+    gpus: Annotated[int, Within(0, 1024)] | None = None
+    """GPUs that this machine must have."""
     hosts: tuple[str, ...] = ()
     """Names or addresses of hosts that must be reachable from here."""
     record: Path | None = None
-    """File for all answers of this machine."""
+    """File for all answers of this machine; of several hosts, the host's name is added."""
     answers: Path | None = None
     """File of --record to check instead of this machine."""
 
 
 def checked(source: Source) -> tuple[Host, list[Line]]:
     """Return the facts and the lines of the machine that answers."""
-    host = read_host(source)
-    return host, lines_of(host)
+    try:
+        host = read_host(source)
+        return host, lines_of(host)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if source.live:
+            raise
+        raise UsageError(f"the recorded answers are damaged: {error!r}") from None
 
 
 def reachable(names: Sequence[str], port: int = 29500) -> Line:
@@ -60,8 +69,8 @@ def reachable(names: Sequence[str], port: int = 29500) -> Line:
             socket.create_connection((name, port), timeout=5).close()
         except ConnectionRefusedError:
             pass
-        except OSError as error:
-            bad.append(f"{name}: {error.strerror or error}")
+        except (OSError, UnicodeError) as error:
+            bad.append(f"{name}: {getattr(error, 'strerror', '') or error}")
     cure = "check cable, address, route and firewall; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose the network"
     return of(not bad, "hosts reachable", "; ".join(bad) or ", ".join(names), cure)
 
@@ -91,6 +100,7 @@ def compared(group: Group, host: Host) -> list[Line]:
             "make setup on all hosts",
             [f"{h.torch}, CUDA {h.torch_cuda or 'none'}" for h in hosts],
         ),
+        ("version of NCCL", "make setup on all hosts", [h.nccl or "none" for h in hosts]),
         ("driver", "install the same driver on all hosts", [h.driver or "none" for h in hosts]),
         ("GPUs", "give equal ranks equal GPUs", [", ".join(g.name for g in h.gpus) or "none" for h in hosts]),
     ):
@@ -112,18 +122,26 @@ def compared(group: Group, host: Host) -> list[Line]:
 
 def main(rt: Runtime, o: CheckOptions) -> bool:
     """Check this machine, or all hosts of the ranks; print the lines. False if one fails."""
+    if rt.local_world_size > 1:
+        raise UsageError("check runs one rank per host: NPROC=1, or --nproc_per_node=1")
     source = Source.of(o.answers) if o.answers else Source()
     host, lines = checked(source)
+    if o.gpus is not None:
+        found = sum(not gpu.lost for gpu in host.gpus)
+        cure = "look for the missing ones on the PCI bus: lspci | grep -i nvidia; in a container: --gpus all"
+        lines.insert(0, of(found == o.gpus, "number of GPUs", f"{found} of {o.gpus} answer", cure))
     if o.hosts:
         lines.insert(0, reachable(o.hosts))
     if o.record:
-        source.write(o.record)
+        several = rt.world_size > 1
+        source.write(o.record.with_stem(f"{o.record.stem}-{host.name}") if several else o.record)
     if rt.world_size > 1:
         across = compared(rt.world, host)
         of_hosts = comm.everyones([replace(line, host=host.name) for line in lines], rt.world)
         lines = [*across, *(line for of_host in of_hosts for line in of_host)]
     title = f"{host.name}: {len(host.gpus)} GPU(s)" if rt.world_size == 1 else f"{rt.world_size} hosts"
-    return finish(rt, o, "check", lines, title, host=host.name, gpus=[g.name for g in host.gpus])
+    facts: dict[str, Any] = {"host": host.name, "driver": host.driver, "serials": [g.uuid for g in host.gpus]}
+    return finish(rt, o, "check", lines, title, **facts)
 
 
 def start() -> None:

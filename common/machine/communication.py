@@ -24,6 +24,7 @@ from rich.table import Table
 from common import comm
 from common.benchmarks.bandwidth import is_correct
 from common.benchmarks.primitives import PRIMITIVES
+from common.errors import UsageError
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
@@ -32,8 +33,9 @@ from common.lesson.runner import DTYPES
 from common.machine.cards import PCIE_LANE, Card, card_of
 from common.machine.facts import Host, read_host
 from common.machine.source import Source
-from common.machine.tool import ToolOptions, finish, start_tool
+from common.machine.tool import ToolOptions, finish, say, start_tool
 from common.machine.verdict import Line, of, passed, skipped
+from common.utils.visualizer import bytes_text
 
 MIB = 2**20
 
@@ -45,7 +47,7 @@ class CommunicationOptions(ToolOptions):
     sizes_mb: tuple[Annotated[float, Within(1e-6, 1e6)], ...] = (1, 4, 16, 64)
     """Sizes to measure, in MiB."""
     sweep: bool = False
-    """Measure from 8 bytes to the largest of --sizes-mb, each size 4 times the one before."""
+    """Measure from some bytes to the largest of --sizes-mb, each size 4 times the one before."""
     repeats: Annotated[int, Within(5, 10**6)] = 5
     """Samples of each size, after one that does not count."""
     calls: Annotated[int, Within(0, 10**9)] = 10_000
@@ -54,10 +56,12 @@ class CommunicationOptions(ToolOptions):
     """Measure each pair of ranks alone."""
 
     def lengths(self) -> list[int]:
-        """Return the sizes in bytes."""
+        """Return the sizes in bytes. Raises UsageError if there is none."""
+        if not self.sizes_mb:
+            raise UsageError("--sizes-mb is empty; give sizes in MiB, such as 1 4 16 64")
         largest = int(max(self.sizes_mb) * MIB)
         if self.sweep:
-            return [8 * 4**k for k in range(int(math.log(largest / 8, 4)) + 1)]
+            return sorted(largest // 4**k for k in range(int(math.log(max(largest / 8, 1), 4)) + 1))
         return [int(size * MIB) for size in self.sizes_mb]
 
 
@@ -153,10 +157,27 @@ def many_sums(rt: Runtime, calls: int, name: str = "small sums") -> Line:
     return of(not bad, name, "; ".join(bad) or f"{calls:,} right on every rank", cure)
 
 
+def fitted(rt: Runtime, o: CommunicationOptions) -> Line:
+    """Return the line of the all-reduce's time as latency and bandwidth, of sizes from 8 bytes to the largest."""
+    sizes, seconds = [8, 2**10, 2**14, 2**17, *o.lengths()], []
+    for size in sizes:
+        call, _ = cases(rt, size)["all-reduce", True]
+        seconds.append(median(in_turn({"": call}, o.repeats, rt.world, device=rt.device.type)[""].seconds))
+    latency, bandwidth = fit(sizes, seconds)
+    off = max(abs(latency + size / bandwidth - t) / t for size, t in zip(sizes, seconds, strict=True))
+    return passed(
+        "time of an all-reduce",
+        f"{1e6 * latency:,.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s, off by at most {off:.0%}",
+    )
+
+
 def pair_matrix(
     rt: Runtime, size: int = MIB, repeats: int = 5
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """Return latency in seconds and bandwidth in bytes per second of each pair of ranks, which talks alone."""
+    """Return latency in seconds and bandwidth in bytes per second of each pair of ranks, which talks alone.
+
+    The fastest of some round trips: half the time of a number, and the size over what more the whole message takes.
+    """
     latency, speed = {}, {}
     for a in range(rt.world_size):
         for b in range(a + 1, rt.world_size):
@@ -179,14 +200,22 @@ def pair_matrix(
     return latency, speed
 
 
+def kind_of(pair: tuple[int, int], host: Host, local: int) -> str:
+    """Return how two ranks are joined. local: ranks per host; a rank's GPU is its number on its host."""
+    a, b = pair
+    if a // local != b // local:
+        return "between hosts"
+    return host.peers.get((a % local, b % local), "between ranks")
+
+
 def pair_lines(
-    latency: dict[tuple[int, int], float], speed: dict[tuple[int, int], float], host: Host
+    latency: dict[tuple[int, int], float], speed: dict[tuple[int, int], float], host: Host, local: int
 ) -> list[Line]:
     """Name the slowest link, and a rank that is slow with every other. Pairs are compared with others of their kind."""
     lines = []
     kinds: dict[str, list[tuple[int, int]]] = {}
     for pair in speed:
-        kinds.setdefault(host.peers.get(pair, "between ranks"), []).append(pair)
+        kinds.setdefault(kind_of(pair, host, local), []).append(pair)
     for kind, pairs in kinds.items():
         usual = median(speed[pair] for pair in pairs)
         worst = min(pairs, key=lambda pair: speed[pair])
@@ -202,7 +231,9 @@ def pair_lines(
             for r, t in best.items()
             if t > max(5 * usual, usual + 1e-3)
         ]
-        found = "; ".join(slow) + f", others after {1e6 * usual:,.0f}" if slow else f"{1e6 * usual:,.0f} us"
+        found = (
+            "; ".join(slow) + f", the median after {1e6 * usual:,.0f}" if slow else f"{1e6 * usual:,.0f} us"
+        )
         lines.append(
             of(
                 not slow,
@@ -219,15 +250,16 @@ def expected(rows: list[Row], host: Host, rt: Runtime) -> Line:
     """Compare the all-reduce with the range to expect of these GPUs and links."""
     name = "all-reduce against the expected"
     card: Card | None = card_of(host.gpus[0].name) if host.gpus else None
-    if rt.backend != "nccl" or card is None or rt.world_size == 1:
-        return skipped(
-            name, f"no range is known for {rt.backend} on {host.gpus[0].name if host.gpus else 'CPUs'}"
-        )
+    if rt.backend != "nccl" or card is None or not rt.world_size == rt.local_world_size == 8:
+        what = host.gpus[0].name if host.gpus else "a CPU"
+        return skipped(name, f"ranges are known of 8 GPUs of one host on NCCL, not of {rt.backend} on {what}")
     least, most = card.all_reduce
     if host.peers and not any(level.startswith("NV") for level in host.peers.values()):
         lane = PCIE_LANE[card.pcie] * 16
         least, most = min(least, 0.4 * lane), min(most, lane)
     row = min((r for r in rows if r.name == "all-reduce"), key=lambda r: abs(r.bytes - card.at * MIB))
+    if not card.at / 2 <= row.bytes / MIB <= 2 * card.at:
+        return skipped(name, f"the range is of {card.at} MiB; give --sizes-mb {card.at}")
     found = f"{row.bus:.0f} GB/s at {row.bytes / MIB:.0f} MiB, expected {least:.0f} to {most:.0f} for 8 {card.name}"
     cure = "nvidia-smi topo -m; NCCL_ALGO=Ring, NCCL_MIN_NRINGS=8; docs/machine-kit.md#slow-links"
     if row.bus >= least:
@@ -237,12 +269,12 @@ def expected(rows: list[Row], host: Host, rt: Runtime) -> Line:
 
 def speed_table(rows: list[Row], title: str) -> Table:
     """Return a row per collective and size."""
-    heads = ("", "in place", ">MiB", ">median ms", ">min ms", ">alg GB/s", ">bus GB/s")
+    heads = ("", "in place", ">size", ">median ms", ">min ms", ">alg GB/s", ">bus GB/s")
     made = make_table(title, heads)
     for r in sorted(rows, key=lambda r: (r.name, not r.in_place, r.bytes)):
         times = f"{1e3 * median(r.seconds):.3f}", f"{1e3 * min(r.seconds):.3f}"
         where = "yes" if r.in_place else "no"
-        made.add_row(r.name, where, f"{r.bytes / MIB:.4g}", *times, f"{r.alg:.3f}", f"{r.bus:.3f}")
+        made.add_row(r.name, where, bytes_text(r.bytes), *times, f"{r.alg:.3f}", f"{r.bus:.3f}")
     return made
 
 
@@ -262,16 +294,16 @@ def communicate(rt: Runtime, o: CommunicationOptions) -> tuple[list[Line], list[
     if rt.world_size == 1:
         return [skipped("communication", "one rank sends nothing; give --nproc 2")], [], {}
     host = read_host(Source())
+    say(rt, "results of the collectives")
     lines = right(rt, o)
+    say(rt, "bandwidth")
     rows = measure(rt, o)
-    sums = [row for row in rows if row.name == "all-reduce"]
-    latency, bandwidth = fit([r.bytes for r in sums], [median(r.seconds) for r in sums])
-    lines.append(passed("all-reduce fits", f"{1e6 * latency:,.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s"))
-    lines.append(expected(rows, host, rt))
+    lines += [fitted(rt, o), expected(rows, host, rt)]
     facts: dict[str, Any] = {"rows": [{**asdict(r), "alg": r.alg, "bus": r.bus} for r in rows]}
     if o.pairs:
-        delays, speeds = pair_matrix(rt)
-        lines += pair_lines(delays, speeds, host)
+        say(rt, "each pair of ranks")
+        delays, speeds = pair_matrix(rt, MIB if rt.device.type == "cpu" else 16 * MIB)
+        lines += pair_lines(delays, speeds, host, rt.local_world_size)
         facts["pairs"] = [[a, b, 1e6 * delays[a, b], speed / 1e9] for (a, b), speed in speeds.items()]
     return lines, rows, facts
 

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import socket
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class Gpu:
     processes: tuple[int, ...] = ()
     links_up: int = 0
     links_down: int = 0
+    links_to: Counter[str] = field(default_factory=Counter)  # PCI address of the other end; empty: not told
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Host:
     files: int | None = None
     container: bool = False
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    job: str | None = None  # of Slurm, which may give a part of the GPUs
     governors: set[str] = field(default_factory=set)
     numa_nodes: int = 0
     gpu_nodes: list[int] = field(default_factory=list)
@@ -126,14 +129,14 @@ def read_gpu(source: Source, i: int) -> Gpu:
 
     gpu = Gpu(i)
     gpu.name, gpu.uuid = ask("Name") or "", ask("UUID") or ""
-    gpu.bus = (ask("PciInfo") or {}).get("busId", "").lower()[-12:]
+    gpu.bus = pci(ask("PciInfo"))
     capability = ask("CudaComputeCapability")
     gpu.capability = (capability[0], capability[1]) if capability else None
     memory = ask("MemoryInfo") or {}
     gpu.memory, gpu.used = memory.get("total"), memory.get("used")
     ecc = ask("EccMode")
     gpu.ecc = bool(ecc[0]) if ecc else None
-    gpu.corrected, gpu.uncorrected = (ask("TotalEccErrors", kind, 1) for kind in (0, 1))
+    gpu.corrected, gpu.uncorrected = (ask("TotalEccErrors", kind, 0) for kind in (0, 1))
     if rows := ask("RemappedRows"):
         gpu.row_pending, gpu.row_failure = bool(rows[2]), bool(rows[3])
     mig = ask("MigMode")
@@ -151,14 +154,24 @@ def read_gpu(source: Source, i: int) -> Gpu:
     gpu.processes = tuple(p["pid"] for p in ask("ComputeRunningProcesses") or ())
     links = [ask("NvLinkState", n) for n in range(MOST_LINKS)]
     gpu.links_up, gpu.links_down = links.count(1), links.count(0)
+    for n, state in enumerate(links):
+        if state == 1:
+            gpu.links_to[pci(ask("NvLinkRemotePciInfo", n))] += 1
     return gpu
 
 
+def pci(info: Any) -> str:
+    """Return the address of NVML's PCI information as /sys writes it, with a domain of four digits."""
+    return str((info or {}).get("busId", "")).lower()[-12:]
+
+
 def _read_links(source: Source, host: Host) -> None:
+    buses = {gpu.bus for gpu in host.gpus}
     for a in range(len(host.gpus)):
         for b in range(a + 1, len(host.gpus)):
             level = source.nvml("DeviceGetTopologyCommonAncestor", a, b)
-            links = min(host.gpus[a].links_up, host.gpus[b].links_up)
+            to_switch = [sum(n for to, n in host.gpus[x].links_to.items() if to not in buses) for x in (a, b)]
+            links = host.gpus[a].links_to[host.gpus[b].bus] or min(to_switch)
             if links:
                 host.peers[a, b] = f"NV{links}"
             elif level in LEVELS:
@@ -199,6 +212,7 @@ def _read_system(source: Source, host: Host) -> None:
     first = source.read("/proc/1/cgroup") or ""
     host.container = bool(source.list("/.dockerenv")) or "docker" in first or "kubepods" in first
     host.visible = source.ask("CUDA_VISIBLE_DEVICES", lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+    host.job = source.ask("SLURM_JOB_ID", lambda: os.environ.get("SLURM_JOB_ID"))
     governors = source.list("/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     host.governors = {source.read(path) or "" for path in governors}
     host.numa_nodes = len(source.list("/sys/devices/system/node/node[0-9]*"))
@@ -217,7 +231,7 @@ def _read_system(source: Source, host: Host) -> None:
         host.infiniband[f"{path.split('/')[4]}/{path.split('/')[6]}"] = (words[0], words[1], words[2])
     log = source.run("dmesg")
     host.kernel_log = log is not None
-    found = re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log or "")
+    found = re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)", log or "")
     host.xids = [(address.lower(), int(number)) for address, number in found]
     host.cores = source.ask("cores", lambda: os.cpu_count()) or 0
     total = re.search(r"MemTotal:\s+(\d+) kB", source.read("/proc/meminfo") or "")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from markupsafe import Markup
 from common.errors import UsageError
 from common.launch.command_line import Checked, parse
 from common.launch.program import run_program
-from common.machine.verdict import Line, headline
+from common.machine.verdict import COLOURS, Line, failed, headline
 from common.utils.visualizer import bandwidth_lines, figure
 
 Record = dict[str, Any]
@@ -42,36 +42,67 @@ class ReportOptions(Checked):
 
 @dataclass
 class Machine:
-    """A machine's name, verdict, and the newest record of each tool, with its pictures."""
+    """A machine's name, verdict, and the records of all runs, the newest last, each with its pictures."""
 
     name: str
     verdict: str
-    tools: list[tuple[str, Record, list[Markup]]]
+    runs: list[tuple[Record, list[Markup]]]
 
     @property
     def status(self) -> str:
         """The first word of the verdict, in small letters."""
-        return self.verdict.partition(":")[0].lower()
+        return self.verdict.partition(":")[0].split()[0].lower()
+
+    @property
+    def facts(self) -> Record:
+        """What the newest record says of the machine."""
+        names = ("system", "torch", "gpus", "driver", "serials")
+        return {name: record[name] for record, _ in self.runs for name in names if record.get(name)}
 
 
 def read(path: Path) -> list[Record]:
-    """Return the newest record of each tool. Raises UsageError if the file has none."""
+    """Return the records of a file; lines that a crash has cut are left out.
+
+    Raises UsageError if there is no record of a tool, or a damaged one.
+    """
     try:
-        found = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
-    records = {r["tool"]: r for r in found if isinstance(r, dict) and "tool" in r and "lines" in r}
+        text = path.read_text()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(record, dict) or "tool" not in record:
+            continue
+        try:
+            lines = [Line(**line) for line in record["lines"]]
+            if not lines or any(line.status not in COLOURS for line in lines):
+                raise ValueError("no lines, or an unknown status")
+            records.append({**record, "lines": lines, "tool": str(record["tool"])})
+        except (TypeError, ValueError, KeyError) as error:
+            raise UsageError(f"{path}, line {number} is damaged: {error!r}") from None
     if not records:
-        raise UsageError(f"{path} has no record of a tool; write one with --json {path}")
-    return list(records.values())
+        raise UsageError(
+            f"{path} has no record of a tool; check, communication, training, throughput, stress write them"
+        )
+    return records
 
 
 def machine(path: Path) -> Machine:
-    """Return what the page shows of a machine."""
+    """Return what the page shows of a machine. Its verdict: the newest run of each kind, and how many others failed."""
     records = read(path)
-    lines = [Line(**line) for record in records for line in record["lines"]]
-    name = next((r["host"] for r in records if "host" in r), path.stem)
-    return Machine(name, headline(lines), [(r["tool"], r, pictures(r)) for r in records])
+    newest = {(r["tool"], r.get("title")): r for r in records}
+    lines = [replace(x, name=f"{r['tool']}: {x.name}") for r in newest.values() for x in r["lines"]]
+    earlier = [r for r in records if r not in newest.values() and failed(r["lines"])]
+    verdict = headline(lines) + (f"; {len(earlier)} earlier run(s) failed" if earlier else "")
+    name = next((str(r["host"]) for r in records if r.get("host")), path.stem)
+    try:
+        return Machine(name, verdict, [(r, pictures(r)) for r in records])
+    except (TypeError, ValueError, LookupError, MemoryError) as error:
+        raise UsageError(f"{path}: a record is damaged: {error!r}") from None
 
 
 def pictures(record: Record) -> list[Markup]:
@@ -103,6 +134,8 @@ def drawn(draw: Any) -> Markup:
 def pair_map(axes: Any, pairs: list[list[float]]) -> None:
     """Draw the bandwidth of each pair of ranks."""
     n = 1 + int(max(max(a, b) for a, b, *_ in pairs))
+    if n > 4096:
+        raise ValueError(f"rank {n - 1}")
     speeds = np.full((n, n), np.nan)
     for a, b, _, speed in pairs:
         speeds[int(a), int(b)] = speeds[int(b), int(a)] = speed

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 
 from common.machine.cards import OLDEST_DRIVER, card_of
 from common.machine.facts import Gpu, Host
-from common.machine.verdict import Line, of, passed, skipped
+from common.machine.verdict import NO_GPU, Line, of, passed, skipped
 
 Rule = Callable[[Host], Iterator[Line]]
 RULES: list[Rule] = []
-NO_GPU = "this machine has no NVIDIA GPU"
 
 THROTTLES = {  # bit, reason, status
     0x8: ("hardware slowdown: too hot, or too little power", "fail"),
@@ -29,7 +28,6 @@ XIDS = {  # those after which a GPU should not be used: NVIDIA, XID errors
     48: "double-bit ECC error",
     61: "internal microcontroller halt",
     62: "internal microcontroller halt",
-    63: "row remapping recorded",
     64: "row remapping failed",
     74: "NVLink error",
     79: "GPU has fallen off the bus",
@@ -39,7 +37,13 @@ XIDS = {  # those after which a GPU should not be used: NVIDIA, XID errors
     119: "GSP timeout",
     120: "GSP error",
 }
-HARMLESS_XIDS = {13: "a program's illegal access", 31: "a program's page fault", 43: "a program was stopped"}
+HARMLESS_XIDS = {
+    13: "a program's illegal access",
+    31: "a program's page fault",
+    43: "a program was stopped",
+    45: "the end of a program that was killed",
+    63: "row remapping recorded",
+}
 
 
 def rule(name: str = "", gpus: int = 0) -> Callable[[Rule], Rule]:
@@ -77,8 +81,14 @@ def gpus_present(host: Host) -> Iterator[Line]:
     lost = [f"GPU {gpu.index}" for gpu in host.gpus if gpu.lost]
     on_bus, listed = len(host.on_bus), len(host.gpus)
     if lost or (host.driver and listed < on_bus):
-        known = {gpu.bus[-7:] for gpu in host.gpus}
-        missing = lost or [address for address in host.on_bus if address[-7:] not in known]
+        known = {gpu.bus for gpu in host.gpus}
+        missing = lost or [address for address in host.on_bus if address not in known]
+        if not lost and (host.container or host.job):
+            cure = "give all to the container or the job: --gpus all, --gpus-per-node"
+            yield Line(
+                "GPUs", "warn", f"{listed} of the host's {on_bus} are given to this container or job", cure
+            )
+            return
         yield Line(
             "GPUs",
             "fail",
@@ -113,6 +123,8 @@ def seen_by_torch(host: Host) -> Iterator[Line]:
         )
     elif host.torch_gpus < listed:
         why = f"CUDA_VISIBLE_DEVICES={host.visible}" if host.visible is not None else "no reason is known"
+        if divided := [str(gpu.index) for gpu in host.gpus if gpu.mig]:
+            why = f"MIG divides GPU {', '.join(divided)}, and a program sees one part"
         yield Line(
             name,
             "warn" if host.visible is not None else "fail",
@@ -146,8 +158,9 @@ def torch_fits(host: Host) -> Iterator[Line]:
     if not host.torch_archs:
         yield skipped(name, "torch does not say what it was compiled for")
         return
-    codes = [int(arch.split("_")[1].rstrip("af")) for arch in host.torch_archs if arch.startswith("sm_")]
-    intermediate = [int(a.split("_")[1]) for a in host.torch_archs if a.startswith("compute_")]
+    archs = " ".join(host.torch_archs)
+    codes = [int(number) for number in re.findall(r"\bsm_(\d+)", archs)]
+    intermediate = [int(number) for number in re.findall(r"\bcompute_(\d+)", archs)]
 
     def runs(
         gpu: Gpu,
@@ -210,10 +223,10 @@ def xids(host: Host) -> Iterator[Line]:
         f"XID {number} ({XIDS.get(number) or HARMLESS_XIDS.get(number, 'see the catalogue')}) at {address}"
         for address, number in dict.fromkeys(host.xids)
     ]
-    serious = any(number not in HARMLESS_XIDS for _, number in host.xids)
+    serious = any(number in XIDS for _, number in host.xids)
     if shown:
-        cure = "look the number up in NVIDIA's XID catalogue; drain the host"
-        yield Line(name, "fail" if serious else "warn", "; ".join(shown), cure if serious else "")
+        cure = "look the number up in NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors)"
+        yield Line(name, "fail" if serious else "warn", "; ".join(shown), cure)
     else:
         yield passed(name, "none in the kernel's log")
 
@@ -297,8 +310,8 @@ def nvlinks(host: Host) -> Iterator[Line]:
         "NVLink",
         {g.index: card.nvlinks for g in gpus if (card := card_of(g.name)) and card.nvlinks},
     )
-    if not any(g.links_up or g.links_down for g in gpus) and not expected:
-        yield skipped(name, "these GPUs have none")
+    if not any(g.links_up for g in gpus) and not expected:
+        yield skipped(name, "these GPUs have none, or no bridge between them")
         return
     bad = [
         f"GPU {g.index} has {g.links_up} of {max(expected.get(g.index, 0), g.links_up + g.links_down)} up"
@@ -339,6 +352,25 @@ def iommu(host: Host) -> Iterator[Line]:
     yield of(not translates, "IOMMU", found, "add iommu=pt to the kernel's command line", "warn")
 
 
+@rule("GPUs alike", gpus=2)
+def alike(host: Host) -> Iterator[Line]:
+    """Compare GPUs of one name with one another."""
+    bad = []
+    for what, unit in (
+        ("memory", "bytes of memory"),
+        ("clock_most", "MHz at most"),
+        ("pcie_most", "PCIe at most"),
+    ):
+        values = {gpu.index: getattr(gpu, what) for gpu in each_gpu(host)}
+        usual = Counter(values.values()).most_common(1)[0][0]
+        bad += [
+            f"GPU {i} has {value} {unit}, others {usual}" for i, value in values.items() if value != usual
+        ]
+    yield all_alike(
+        "GPUs alike", bad, "memory, clocks and slots", "nvidia-smi -rgc; exchange slots and cards", "warn"
+    )
+
+
 @rule("GPU modes", gpus=1)
 def modes(host: Host) -> Iterator[Line]:
     """Look at MIG, persistence, and programs that use the GPUs already."""
@@ -351,7 +383,7 @@ def modes(host: Host) -> Iterator[Line]:
     busy = [
         f"GPU {g.index}: {len(g.processes)} program(s), {(g.used or 0) / 2**30:.1f} GiB"
         for g in gpus
-        if g.processes
+        if g.processes or (g.used or 0) > 2 * 2**30
     ]
     yield all_alike(
         "GPUs in use", busy, "by nothing else", "end the programs: they disturb every measurement", "warn"
@@ -364,13 +396,16 @@ def shared_memory(host: Host) -> Iterator[Line]:
     if host.shm is None:
         yield skipped("/dev/shm", "there is none")
         return
-    needed = 8 * 2**30 if len(host.gpus) > 1 else 2**28
+    needed = 2**30 if len(host.gpus) > 1 else 2**26
     found = f"{host.shm / 2**30:.2f} GiB, {(host.shm_free or 0) / 2**30:.2f} free"
     small = host.shm < needed or (host.shm_free or 0) < needed / 4
     cure = (
         "docker run --ipc=host, or --shm-size=8g" if host.container else "mount -o remount,size=8G /dev/shm"
     )
-    yield of(not small, "/dev/shm", found, cure)
+    if small or len(host.gpus) < 2:
+        yield of(not small, "/dev/shm", found, cure)
+    else:
+        yield of(host.shm >= 8 * 2**30, "/dev/shm", found + ", 8 are safe for 8 ranks", cure, "warn")
 
 
 @rule()
@@ -399,7 +434,7 @@ def limits(host: Host) -> Iterator[Line]:
 @rule()
 def container(host: Host) -> Iterator[Line]:
     """Say whether this is a container."""
-    yield passed("container", "yes: start it with --gpus all --ipc=host" if host.container else "no")
+    yield passed("container", "yes" if host.container else "no")
 
 
 @rule()

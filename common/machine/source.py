@@ -42,8 +42,8 @@ class Source:
         """Return the machine of a file that `write` made. Raises UsageError if it cannot be read."""
         try:
             found = json.loads(path.read_text())
-            if not isinstance(found, dict):
-                raise ValueError("it holds no object")
+            if not isinstance(found, dict) or not found:
+                raise ValueError("it holds no object of answers")
         except (OSError, ValueError) as error:
             raise UsageError(f"--answers {path}: {error}") from None
         return cls(found)

@@ -3,13 +3,13 @@
     python -m common.machine stress                         # 15 minutes, a rank per GPU
     python -m common.machine stress --minutes 2 --state stress.jsonl
 
-    products      the same product again and again: its bits must not change, and be the same on all equal GPUs
-    memory        patterns are written to most of the free memory, and read
+    products      the same product for seconds: its bits must not change, and be the same on all equal GPUs
+    memory        addresses, and their complements, are written to most of the free memory, and read
     collectives   a large sum during the products, then many small ones, all with known results
     watch         temperature, clocks, power, throttle reasons, ECC and XID errors between beginning and end
 
-A round has all of them. The run ends at the first wrong bit, and says where. --state keeps a line per round; a run that
-was stopped goes on with the minutes that are left.
+A round has all of them. The run ends at the first wrong bit, and says where. --state keeps a line per round: a run that
+was stopped goes on with the minutes that are left, and after one that was over a new one begins.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median, median_high
 from typing import Annotated
 
 import psutil
@@ -31,13 +30,12 @@ from common import comm
 from common.errors import UsageError
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
-from common.lesson.runner import console
 from common.machine.communication import many_sums
-from common.machine.facts import Host, read_host
+from common.machine.facts import Host, read_gpu, read_host
 from common.machine.rules import HARMLESS_XIDS, THROTTLES, XIDS
 from common.machine.source import Source
-from common.machine.tool import ToolOptions, finish, start_tool
-from common.machine.verdict import Line, of, passed, skipped
+from common.machine.tool import ToolOptions, finish, say, start_tool
+from common.machine.verdict import NO_GPU, Line, of, passed, skipped
 
 
 @dataclass
@@ -60,7 +58,6 @@ class StressOptions(ToolOptions):
 class Round:
     """Results of a round on one rank. problem: empty if all was right."""
 
-    number: int
     seconds: float
     digest: str
     product_seconds: float
@@ -68,7 +65,12 @@ class Round:
     temperature: int | None = None
     clock: int | None = None
     power: float | None = None
+    throttle: int | None = None
     problem: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seconds, float) or not isinstance(self.product_seconds, float):
+            raise ValueError(f"seconds {self.seconds!r}")
 
 
 @dataclass
@@ -88,208 +90,229 @@ class Work:
         )
         self.share = self.o.memory or (0.05 if cpu else 0.8)
 
-    def product(self) -> tuple[str, float]:
-        """Return a digest of the product's bits, and the seconds of a product, the least of some."""
-        least, digest = float("inf"), ""
-        for _ in range(5):
-            start = time.perf_counter()
-            c = self.a @ self.b
-            if self.rt.device.type == "cuda":
-                torch.cuda.synchronize()
-            least = min(least, time.perf_counter() - start)
-            found = hashlib.sha256(c.cpu().numpy().tobytes()).hexdigest()[:16]
-            if digest not in ("", found):
-                return f"{digest} and then {found}", least
-            digest = found
-        return digest, least
+        self.seconds = 0.2 if cpu else 10.0  # of the products of a round
+        self.right = self.a @ self.b
+        self.digest = hashlib.sha256(self.right.cpu().numpy().tobytes()).hexdigest()[:16]
+
+    def products(self) -> tuple[float, str]:
+        """Multiply for some seconds; return the seconds of a product, and what was wrong."""
+        c, took, start = torch.empty_like(self.right), list[float](), time.perf_counter()
+        while time.perf_counter() < start + self.seconds or len(took) < 3:
+            before = time.perf_counter()
+            torch.mm(self.a, self.b, out=c)
+            same = torch.equal(c, self.right)  # waits for the device
+            took.append(time.perf_counter() - before)
+            if not same:
+                wrong = int((c != self.right).sum())
+                return median(took), f"a product's bits changed: {wrong:,} of {c.numel():,} numbers"
+        return median(took), ""
 
     def walk(self) -> tuple[int, str]:
-        """Write patterns to memory and read them; return the bytes, and what was wrong."""
+        """Write each word's address, and its complement, to memory and read them; return the bytes, and what was wrong.
+
+        Where another program has taken the memory, nothing is walked through.
+        """
         if self.rt.device.type == "cuda":
             free = torch.cuda.mem_get_info()[0]
         else:
             free = psutil.virtual_memory().available // self.rt.world_size
-        count = int(self.share * free) // 8
+        chunk = torch.arange(2**22, device=self.rt.device)
         try:
-            block = torch.empty(count, dtype=torch.int64, device=self.rt.device)
+            block = torch.empty(
+                int(self.share * free) // 8 // len(chunk), len(chunk), dtype=torch.int64, device=chunk.device
+            )
         except RuntimeError:
-            return 0, "out of memory: another program took it"
-        for pattern in (0x5555555555555555, -0x5555555555555556, 0):
-            block.fill_(pattern)
-            wrong = int((block != pattern).sum())
-            if wrong:
-                return 8 * count, f"{wrong} words of {count:,} do not hold {pattern & (2**64 - 1):016x}"
-        return 8 * count, ""
+            return 0, ""
+        for flip in (0, -1):
+            for k, row in enumerate(block):
+                torch.bitwise_xor(chunk + k * len(chunk), flip, out=row)
+            for k, row in enumerate(block):
+                if not torch.equal(row, (chunk + k * len(chunk)) ^ flip):
+                    return (
+                        block.nbytes,
+                        f"memory does not hold what was written, {k * chunk.nbytes:,} bytes from its begin",
+                    )
+        return block.nbytes, ""
 
 
-def rounds_before(path: Path | None) -> list[Round]:
-    """Return the rounds of a state file. Raises UsageError if it is no such file."""
-    if path is None or not path.exists():
+def rounds_before(path: Path | None, rt: Runtime, n: int, minutes: float) -> list[list[Round]]:
+    """Return the rounds of a run that was stopped, each of all ranks; none, and a new file, if that run was over.
+
+    Raises UsageError if the file is of another kind of run, or damaged.
+    """
+    if path is None:
         return []
     try:
-        return [Round(**json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"--state {path}: {error}; remove it to begin anew") from None
+        path.touch()  # fails now if it cannot be written
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rounds = [[Round(**each) for each in line["rounds"]] for line in lines]
+        runs = {(len(line["rounds"]), line["rows"], line["device"]) for line in lines}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"--state {path}: {error!r}; remove it to begin anew") from None
+    if runs - {(rt.world_size, n, rt.device.type)}:
+        raise UsageError(f"--state {path} is of a run with other ranks or --size; remove it to begin anew")
+    over = sum(r[0].seconds for r in rounds) >= 60 * minutes or any(x.problem for r in rounds for x in r)
+    if over:
+        path.unlink()
+    return [] if over else rounds
 
 
 def stress(rt: Runtime, o: StressOptions) -> list[Line]:
     """Run rounds until the time is over or something is wrong; return the lines. All ranks call it."""
     source, work = Source(), Work(rt, o)
     before = read_host(source)
-    done = rounds_before(o.state if rt.rank == 0 else None)
-    left = comm.everyones(60 * o.minutes - sum(r.seconds for r in done), rt.world)[0]
-    lines, rounds, ended = [], list[Round](), time.monotonic() + left
-    number = comm.everyones(len(done), rt.world)[0]
-    sums = passed("collectives", "one rank sends nothing")
+    mine = rounds_before(o.state, rt, work.n, o.minutes) if rt.rank == 0 else []
+    rounds: list[list[Round]] = comm.everyones(mine, rt.world)[0]
+    earlier, start = len(rounds), time.monotonic()
+    left = 60 * o.minutes - sum(r[0].seconds for r in rounds)
+    sums = skipped("collectives", "one rank sends nothing")
     while True:
-        start = time.monotonic()
-        flow = torch.full((work.n**2,), rt.rank + 1.0, device=rt.device)
-        pending = comm.all_reduce(flow, rt.world, async_op=True)
-        digest, seconds = work.product()
-        pending.wait()
-        walked, problem = work.walk()
-        if not bool((flow == rt.world_size * (rt.world_size + 1) // 2).all()):
-            problem = "a sum during the products is wrong"
+        say(rt, f"round {len(rounds) + 1}, {(time.monotonic() - start) / 60:.1f} of {left / 60:.1f} minutes")
+        now = one_round(rt, work, source, rounds[0][rt.rank].digest if rounds else "")
         if rt.world_size > 1:
             sums = many_sums(rt, o.calls, "collectives")
-        if " and then " in digest:
-            problem = f"a product's bits changed: {digest}"
-        now = Round(number, 0.0, digest, seconds, walked, *_of_gpu(source, rt), problem)
-        now.seconds = time.monotonic() - start
-        rounds.append(now)
-        everyone = comm.everyones(now, rt.world)
+        now.seconds = (time.monotonic() - start) - sum(r[0].seconds for r in rounds[earlier:])
+        rounds.append(comm.everyones(now, rt.world))
         if rt.rank == 0 and o.state:
-            with o.state.open("a") as file:
-                file.write(json.dumps(asdict(now)) + "\n")
-        number += 1
-        first = done[0].digest if done else rounds[0].digest
-        bad = [f"rank {r}: {x.problem}" for r, x in enumerate(everyone) if x.problem]
-        if now.digest != first and not now.problem:
-            bad.append(f"rank {rt.rank}: {now.digest} in round {number}, {first} in the first one")
-        told = [text for of_rank in comm.everyones(bad, rt.world) for text in of_rank]
-        over = time.monotonic() > ended
-        if comm.everyones(over, rt.world)[0] or told or sums.status == "fail":
+            keep(o.state, rounds[-1], work)
+        wrong = any(each.problem for each in rounds[-1]) or sums.status == "fail"
+        if wrong or comm.everyones(time.monotonic() - start >= left, rt.world)[0]:
             break
-    lines.append(
-        of(
-            not told,
-            "bits and memory",
-            "; ".join(dict.fromkeys(told)) or f"right in {number} round(s)",
-            "take the GPU out",
-        )
-    )
-    lines.append(sums if rt.world_size > 1 else skipped("collectives", "one rank sends nothing"))
-    lines += between_ranks(rt, rounds, work.n)
-    lines += watched(before, read_host(Source()), rounds)
-    minutes = sum(r.seconds for r in (*done, *rounds)) / 60
-    lines.append(passed("time", f"{minutes:.1f} of {o.minutes:g} minutes, {len(done)} round(s) from before"))
-    return lines
+    told = [f"rank {r}: {each.problem}" for r, each in enumerate(rounds[-1]) if each.problem]
+    found = "; ".join(told) or f"right in {len(rounds)} round(s)"
+    lines = [of(not told, "bits and memory", found, "take the GPU out"), sums]
+    lines += between_ranks(rounds, work.n)
+    lines += heat(rounds, before)
+    lines += of_every_host(rt, before)
+    minutes = sum(r[0].seconds for r in rounds) / 60
+    return [*lines, passed("time", f"{minutes:.1f} of {o.minutes:g} minutes, {earlier} round(s) from before")]
 
 
-def _of_gpu(source: Source, rt: Runtime) -> tuple[int | None, int | None, float | None]:
-    """Return temperature, clock and watts of the rank's GPU, now."""
+def of_every_host(rt: Runtime, before: Host) -> list[Line]:
+    """Return the lines of what each host says before and after, with its name if there are several."""
+    mine = watched(before, read_host(Source())) if rt.local_rank == 0 else []
+    if rt.local_world_size < rt.world_size:
+        mine = [replace(line, host=before.name) for line in mine]
+    return [line for of_host in comm.everyones(mine, rt.world) for line in of_host]
+
+
+def one_round(rt: Runtime, work: Work, source: Source, first: str) -> Round:
+    """Compute, send and walk through memory. first: the digest of the first round; empty in that one."""
+    flow = torch.full((work.n**2,), rt.rank + 1.0, device=rt.device)
+    pending = comm.all_reduce(flow, rt.world, async_op=True)
+    seconds, problem = work.products()
+    now = _of_gpu(source, rt)  # while it is hot
+    pending.wait()
+    walked, lost = work.walk()
+    if not bool((flow == rt.world_size * (rt.world_size + 1) // 2).all()):
+        problem = problem or "a sum during the products is wrong"
+    if first not in ("", work.digest):
+        problem = f"a product's bits changed: {work.digest}, in the first round {first}"
+    return Round(0.0, work.digest, seconds, walked, *now, problem or lost)
+
+
+def keep(path: Path, rounds: list[Round], work: Work) -> None:
+    """Append a round of all ranks to the state. Raises UsageError if it cannot be written."""
+    record = {"rounds": [asdict(each) for each in rounds], "rows": work.n, "device": work.rt.device.type}
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise UsageError(f"--state {path} cannot be written: {error.strerror}") from None
+
+
+def _of_gpu(source: Source, rt: Runtime) -> tuple[int | None, int | None, float | None, int | None]:
+    """Return temperature, clock, watts and throttle reasons of the rank's GPU, now."""
     if rt.device.type != "cuda":
-        return None, None, None
+        return None, None, None, None
     source.again()
-    i = rt.device.index or 0
-    watts = source.nvml("DeviceGetPowerUsage", i)
-    return (
-        source.nvml("DeviceGetTemperature", i, 0),
-        source.nvml("DeviceGetClockInfo", i, 1),
-        watts and watts / 1000,
-    )
+    gpu = read_gpu(source, rt.device.index or 0)
+    return gpu.temperature, gpu.clock, gpu.power, gpu.throttle
 
 
-def between_ranks(rt: Runtime, rounds: list[Round], n: int) -> list[Line]:
-    """Compare the bits and the speed of the ranks' products."""
-    everyone: list[list[Round]] = comm.everyones(rounds, rt.world)
-    digests = [of_rank[0].digest for of_rank in everyone]
+def between_ranks(rounds: list[list[Round]], n: int) -> list[Line]:
+    """Compare the bits and the speed of the ranks' products, of n rows."""
+    digests = [each.digest for each in rounds[0]]
     usual = Counter(digests).most_common(1)[0][0]
     odd = [f"rank {r}" for r, digest in enumerate(digests) if digest != usual]
     found = f"{', '.join(odd)} differ from the others" if odd else "the same on all ranks"
     cure = "equal GPUs compute equal bits: exchange the cards to see what the fault follows"
     lines = [of(not odd, "bits across ranks", found, cure)]
-    times = [median(r.product_seconds for r in of_rank) for of_rank in everyone]
-    middle = median_low(times)
-    slowest = max(range(len(times)), key=times.__getitem__)
-    rate = 2 * n**3 / middle / 1e12
-    found = (
-        f"rank {slowest} is {times[slowest] / middle - 1:.0%} slower than the median of {rate:.2f} TFLOP/s"
-    )
-    lines.append(
-        of(
-            times[slowest] <= 1.15 * middle,
-            "slowest rank",
-            found,
-            "compare clocks and power in monitor",
-            "warn",
-        )
-    )
+    rates = [[2e-12 * n**3 / r[k].product_seconds for r in rounds] for k in range(len(digests))]  # TFLOP/s
+    middles = [median(of_rank) for of_rank in rates]
+    slowest = min(range(len(middles)), key=middles.__getitem__)
+    usual_rate = median_high(middles)
+    found = f"rank {slowest} with {middles[slowest]:.3g} TFLOP/s, median {usual_rate:.3g}"
+    cure = "compare clocks and power in monitor"
+    lines.append(of(middles[slowest] >= 0.85 * usual_rate, "slowest rank", found, cure, "warn"))
+    if len(rounds) < 8:
+        return [*lines, skipped("speed over time", f"{len(rounds)} rounds are too few to see it fall")]
     falls = [
         f"rank {r} from {first:.3g} to {last:.3g} TFLOP/s"
-        for r, of_rank in enumerate(everyone)
-        for first, last in [
-            (2 * n**3 / of_rank[0].product_seconds / 1e12, 2 * n**3 / of_rank[-1].product_seconds / 1e12)
-        ]
-        if len(of_rank) > 4 and last < 0.85 * first
+        for r, of_rank in enumerate(rates)
+        for first, last in [(median(of_rank[: len(rounds) // 4]), median(of_rank[-(len(rounds) // 4) :]))]
+        if last < 0.85 * first
     ]
-    lines.append(
-        of(
-            not falls,
-            "speed over time",
-            "; ".join(falls) or "did not fall",
-            "check fans and power limits",
-            "warn",
-        )
-    )
-    return lines
+    found = "; ".join(falls) or "did not fall"
+    return [*lines, of(not falls, "speed over time", found, "check fans and power limits", "warn")]
 
 
-def watched(before: Host, after: Host, rounds: list[Round]) -> list[Line]:
-    """Compare what the driver and the kernel say before and after."""
-    names = ("temperature", "throttling", "ECC errors", "XID errors")
-    if not before.gpus:
-        return [skipped(name, "this machine has no NVIDIA GPU") for name in names]
-    heat = [r.temperature for r in rounds if r.temperature is not None]
-    lost = [f"GPU {g.index}" for g in after.gpus if g.lost]
-    lines = [
-        of(not lost, "GPUs", f"{', '.join(lost)} lost" if lost else "all answer", "power the host off and on")
-    ]
-    limit = next((g.slowdown_at for g in after.gpus if g.slowdown_at), None)
-    hot = bool(heat and limit and max(heat) >= limit)
-    found = f"{max(heat)} °C at most, slows down at {limit}" if heat else "not told"
-    lines.append(of(not hot, names[0], found, "check fans, air flow and the room"))
-    held = [
-        f"GPU {g.index}: {reason}"
-        for g in after.gpus
+def heat(rounds: list[list[Round]], before: Host) -> list[Line]:
+    """Judge temperature and throttle reasons of all ranks under load."""
+    hottest = {
+        r: max(x.temperature for x in of_rank if x.temperature)
+        for r, of_rank in enumerate(zip(*rounds, strict=True))
+        if of_rank[0].temperature
+    }
+    if not hottest:
+        return [skipped(name, NO_GPU) for name in ("temperature", "throttling")]
+    limit = next((g.slowdown_at for g in before.gpus if g.slowdown_at), 1000)
+    worst = max(hottest, key=hottest.__getitem__)
+    found = f"rank {worst} with {hottest[worst]} °C at most, slows down at {limit}"
+    held = {
+        f"rank {r}: {reason}"
+        for of_round in rounds
+        for r, each in enumerate(of_round)
         for bit, (reason, status) in THROTTLES.items()
-        if status == "fail" and (g.throttle or 0) & bit
+        if status == "fail" and (each.throttle or 0) & bit
+    }
+    good = "by nothing but load and power cap"
+    return [
+        of(hottest[worst] < limit, "temperature", found, "check fans, air flow and the room"),
+        of(
+            not held, "throttling", "; ".join(sorted(held)) or good, "check fans, air flow and power supplies"
+        ),
     ]
-    lines.append(
-        of(not held, names[1], "; ".join(held) or "by nothing but load and power cap", "check fans and power")
-    )
-    more: Callable[[int | None, int | None], int] = lambda a, b: (b or 0) - (a or 0)  # noqa: E731
-    ecc = [
-        f"GPU {a.index}: {more(a.uncorrected, b.uncorrected)} uncorrected, {more(a.corrected, b.corrected)} corrected"
-        for a, b in zip(before.gpus, after.gpus, strict=False)
-        if more(a.uncorrected, b.uncorrected) or more(a.corrected, b.corrected)
-    ]
-    lines.append(of(not ecc, names[2], "; ".join(ecc) or "no new ones", "take the GPU out"))
+
+
+def watched(before: Host, after: Host) -> list[Line]:
+    """Compare what the driver and the kernel say before and after."""
+    if not before.gpus:
+        return [skipped(name, NO_GPU) for name in ("GPUs", "ECC errors", "XID errors")]
+    lost = [f"GPU {g.index}" for g in after.gpus if g.lost]
+    lost += ["some are not listed"] if len(after.gpus) < len(before.gpus) else []
+    cure = "power the host off and on"
+    lines = [of(not lost, "GPUs", f"{', '.join(lost)} lost" if lost else "all answer", cure)]
+    ecc = []
+    for a, b in zip(before.gpus, after.gpus, strict=False):
+        more = [(y or 0) - (x or 0) for x, y in ((a.uncorrected, b.uncorrected), (a.corrected, b.corrected))]
+        if any(more):
+            ecc.append(f"GPU {a.index}: {more[0]} uncorrected, {more[1]} corrected")
+    lines.append(of(not ecc, "ECC errors", "; ".join(ecc) or "no new ones", "take the GPU out"))
     if not after.kernel_log:
-        return [*lines, skipped(names[3], "dmesg cannot be read: run as root")]
-    new = [x for x in after.xids if after.xids.count(x) > before.xids.count(x) and x[1] not in HARMLESS_XIDS]
+        return [*lines, skipped("XID errors", "dmesg cannot be read: run as root")]
+    new = Counter(after.xids) - Counter(before.xids)
     shown = "; ".join(
-        f"XID {number} ({XIDS.get(number, 'see the catalogue')}) at {at}" for at, number in dict.fromkeys(new)
+        f"XID {n} ({XIDS.get(n, 'see the catalogue')}) at {at}" for at, n in new if n not in HARMLESS_XIDS
     )
     return [
         *lines,
-        of(not new, names[3], shown or "no new ones", "look the number up in NVIDIA's XID catalogue"),
+        of(not shown, "XID errors", shown or "no new ones", "look the number up in NVIDIA's XID catalogue"),
     ]
 
 
 def main(rt: Runtime, o: StressOptions) -> bool:
     """Run the stress test, and print it."""
-    console(rt).print(f"{o.minutes:g} minutes of full load on {rt.world_size} rank(s), {rt.device.type}")
     return finish(rt, o, "stress", stress(rt, o), f"{rt.world_size} ranks, {rt.backend}, {rt.device.type}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,12 @@ class ToolOptions(LessonOptions, without=HIDDEN):
 T = TypeVar("T", bound=ToolOptions)
 
 
+def say(rt: Runtime, text: str) -> None:
+    """Tell a person at a terminal what is being done; programs get the verdict first."""
+    if rt.rank == 0 and sys.stderr.isatty():
+        print(f"  {text} ...", file=sys.stderr, flush=True)
+
+
 def ranks_here(device: str = "auto") -> int:
     """Return how many ranks to start on this machine: a rank per GPU, else two to four on its cores."""
     gpus = torch.cuda.device_count() if device != "cpu" else 0
@@ -46,6 +53,7 @@ def start_tool(main: Callable[[Runtime, T], bool], options: type[T]) -> NoReturn
         found: T = parse(*args, **kwargs)
         if found.nproc is None and resolve().launcher == "none":
             found.nproc = ranks_here(found.device)
+        write_log(found.log, "")  # fails now if it cannot be written
         return found
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a thread per rank
@@ -70,5 +78,6 @@ def finish(
         out.print(more)
     if rt.rank == 0:
         write_log(o.log, as_text(lines, title))
-        write_records(o.json, [as_json(tool, lines, ranks=rt.world_size, backend=rt.backend, **facts)])
+        record = as_json(tool, lines, title=title, ranks=rt.world_size, backend=rt.backend, **facts)
+        write_records(o.json, [record])
     return not failed(lines)

@@ -5,12 +5,17 @@ exit code 0: nothing failed     1: a line failed     2: bad input
 
 from __future__ import annotations
 
+import platform
+import socket
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +23,7 @@ from common.errors import UsageError
 from common.launch.terminal import make_table
 
 Status = Literal["pass", "warn", "fail", "skipped"]
+NO_GPU = "this machine has no NVIDIA GPU"
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 
 
@@ -61,7 +67,10 @@ def headline(lines: Sequence[Line]) -> str:
             if line.status == status:
                 where = f"{line.host}: " if line.host else ""
                 return f"{status.upper()}: {where}{line.name}: {line.found} ({shown})"
-    return f"PASS: {shown}"
+    if not counts["pass"]:
+        return f"SKIPPED: {lines[0].found if lines else 'nothing was checked'} ({shown})"
+    without = " without a GPU" if any(line.found == NO_GPU for line in lines) else ""
+    return f"PASS{without}: {shown}"
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
@@ -89,10 +98,20 @@ def as_text(lines: Sequence[Line], title: str) -> str:
 
 
 def as_json(tool: str, lines: Sequence[Line], **facts: Any) -> dict[str, Any]:
-    """Return a record of --json."""
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    verdict = headline(lines)
-    return {"tool": tool, "time": now, "verdict": verdict, "lines": [asdict(x) for x in lines], **facts}
+    """Return a record of --json, with the machine that it is of."""
+    gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return {
+        "tool": tool,
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        "gpus": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none",
+        "command": " ".join(sys.argv[1:]),
+        "verdict": headline(lines),
+        "lines": [asdict(x) for x in lines],
+        **facts,
+    }
 
 
 def write_log(path: Path | None, text: str) -> None:
