@@ -1,4 +1,4 @@
-"""Where a tool logs its steps: TensorBoard, SwanLab, or nowhere. TensorBoard's files can be drawn by draw()."""
+"""Log of a tool's steps: for TensorBoard, for SwanLab and TensorBoard, or none. `read_tensorboard` reads it again."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class Tracker:
                 self.swanlab.init(
                     project="5d-parallel", experiment_name=name, logdir=str(folder), mode="local"
                 )
-            else:
-                board = importlib.import_module("torch.utils.tensorboard")
-                self.writer = board.SummaryWriter(str(folder / name.replace(" ", "-")))
+            board = importlib.import_module("torch.utils.tensorboard")
         except ImportError:
             raise UsageError(f"--tracker {kind} needs the package: pip install {kind}") from None
+        self.writer = board.SummaryWriter(str(folder / name.replace(" ", "-")))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step."""
