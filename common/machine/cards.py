@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Card:
-    """A model of GPU: its name as the driver shows it, in part; peaks; links.
+    """Model of GPU: peaks in TFLOP/s, memory in GB, memory_speed in GB/s, generation of PCIe, number of NVLinks.
 
     half: TFLOP/s in float16 and bfloat16; V100 has float16 alone. tf32: 0 where there is none. nvlinks: of a GPU.
     all_reduce: bus bandwidth in GB/s, of 8 GPUs of a host at `at` MiB, the range to expect.
@@ -28,7 +28,7 @@ class Card:
     memory_speed: float
     pcie: int
     nvlinks: int
-    all_reduce: tuple[float, float] = (0.0, 0.0)
+    all_reduce: tuple[float, float]
     at: int = 64
 
 

@@ -62,7 +62,7 @@ def checked(source: Source) -> tuple[Host, list[Line]]:
 
 
 def reachable(names: Sequence[str], port: int = 29500) -> Line:
-    """Name the hosts that do not answer on a port: one where nothing listens refuses, and so answers."""
+    """Return a line that names the unreachable hosts. A refused connection counts as reachable."""
     bad = []
     for name in names:
         try:
@@ -76,7 +76,10 @@ def reachable(names: Sequence[str], port: int = 29500) -> Line:
 
 
 def clock_ahead(group: Group, rank: int, tries: int = 9) -> float:
-    """Return how many seconds the clock of `rank` is ahead of rank 0's: of the fastest of some round trips (NTP)."""
+    """Return by how many seconds the clock of `rank` is ahead of this rank's.
+
+    Of the fastest of `tries` round trips, in whose middle the other clock is taken to be read, as in NTP.
+    """
     best, ahead = float("inf"), 0.0
     for _ in range(tries):
         comm.barrier(group)
@@ -139,7 +142,7 @@ def main(rt: Runtime, o: CheckOptions) -> bool:
         across = compared(rt.world, host)
         of_hosts = comm.everyones([replace(line, host=host.name) for line in lines], rt.world)
         lines = [*across, *(line for of_host in of_hosts for line in of_host)]
-    title = f"{host.name}: {len(host.gpus)} GPU(s)" if rt.world_size == 1 else f"{rt.world_size} hosts"
+    title = host.name if rt.world_size == 1 else f"{rt.world_size} hosts"
     facts: dict[str, Any] = {"host": host.name, "driver": host.driver, "serials": [g.uuid for g in host.gpus]}
     return finish(rt, o, "check", lines, title, **facts)
 

@@ -66,7 +66,6 @@ class Host:
 
     name: str
     driver: str = ""
-    cuda_of_driver: int | None = None  # 12040 is 12.4
     on_bus: list[str] = field(default_factory=list)  # PCI addresses of NVIDIA GPUs
     gpus: list[Gpu] = field(default_factory=list)
     peers: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -102,7 +101,6 @@ def read_host(source: Source) -> Host:
     """Return the facts of the machine that answers."""
     host = Host(source.ask("host name", socket.gethostname) or "?")
     host.driver = source.nvml("SystemGetDriverVersion") or ""
-    host.cuda_of_driver = source.nvml("SystemGetCudaDriverVersion_v2")
     for path in source.list("/sys/bus/pci/devices/*/vendor"):
         device = path.rpartition("/")[0]
         if source.read(path) == NVIDIA and (source.read(f"{device}/class") or "").startswith("0x03"):
@@ -160,6 +158,12 @@ def read_gpu(source: Source, i: int) -> Gpu:
     return gpu
 
 
+def driver_index(device: torch.device, host: Host) -> int:
+    """Return the driver's number of a rank's GPU: CUDA numbers only those that a process sees."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return next((gpu.index for gpu in host.gpus if gpu.uuid == uuid), device.index or 0)
+
+
 def pci(info: Any) -> str:
     """Return the address of NVML's PCI information as /sys writes it, with a domain of four digits."""
     return str((info or {}).get("busId", "")).lower()[-12:]
@@ -210,7 +214,9 @@ def _read_system(source: Source, host: Host) -> None:
     host.stack = source.ask("limit stack", lambda: limit(resource.RLIMIT_STACK))
     host.files = source.ask("limit files", lambda: limit(resource.RLIMIT_NOFILE))
     first = source.read("/proc/1/cgroup") or ""
-    host.container = bool(source.list("/.dockerenv")) or "docker" in first or "kubepods" in first
+    marks = source.list("/.dockerenv") + source.list("/run/.containerenv")
+    pod = source.ask("KUBERNETES_SERVICE_HOST", lambda: os.environ.get("KUBERNETES_SERVICE_HOST"))
+    host.container = bool(marks or pod) or "docker" in first or "kubepods" in first
     host.visible = source.ask("CUDA_VISIBLE_DEVICES", lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
     host.job = source.ask("SLURM_JOB_ID", lambda: os.environ.get("SLURM_JOB_ID"))
     governors = source.list("/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")

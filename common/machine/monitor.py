@@ -4,7 +4,7 @@
     python -m common.machine monitor --seconds 60 --json load.jsonl
     ssh node1 python -m common.machine monitor --plain      # a line per sample
 
-The monitor's own load is stated below the table: its processor time over the time that has passed.
+The title states the monitor's own load: its processor time over the time that has passed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Monitor:
         return {
             "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
             "cpu_percent": psutil.cpu_percent(),
-            "memory_used_gb": memory.used / 2**30,
-            "memory_gb": memory.total / 2**30,
+            "memory_used_gib": memory.used / 2**30,
+            "memory_gib": memory.total / 2**30,
             "network_sent_gb_s": sent,
             "network_received_gb_s": received,
             "gpus": [self._gpu(i) for i in range(self.gpus)],
@@ -96,8 +96,8 @@ class Monitor:
             "name": gpu.name,
             "lost": gpu.lost,
             "utilisation_percent": gpu.utilisation,
-            "memory_used_gb": None if gpu.used is None else gpu.used / 2**30,
-            "memory_gb": None if gpu.memory is None else gpu.memory / 2**30,
+            "memory_used_gib": None if gpu.used is None else gpu.used / 2**30,
+            "memory_gib": None if gpu.memory is None else gpu.memory / 2**30,
             "temperature_c": gpu.temperature,
             "power_w": gpu.power,
             "clock_mhz": gpu.clock,
@@ -141,8 +141,8 @@ def as_table(sample: dict[str, Any]) -> Table:
     for g in sample["gpus"]:
         cells = [
             shown(g["utilisation_percent"]),
-            shown(g["memory_used_gb"], ".1f"),
-            shown(g["memory_gb"], ".1f"),
+            shown(g["memory_used_gib"], ".1f"),
+            shown(g["memory_gib"], ".1f"),
         ]
         cells += [shown(g[k]) for k in ("temperature_c", "power_w", "clock_mhz")]
         cells += [shown(k, ".2f") for k in g["pcie_gb_s"]]
@@ -150,8 +150,8 @@ def as_table(sample: dict[str, Any]) -> Table:
         made.add_row(f"GPU {g['index']}{' LOST' if g['lost'] else ''}", *cells, str(len(g["processes"])))
     host = [
         shown(sample["cpu_percent"]),
-        shown(sample["memory_used_gb"], ".1f"),
-        shown(sample["memory_gb"], ".1f"),
+        shown(sample["memory_used_gib"], ".1f"),
+        shown(sample["memory_gib"], ".1f"),
     ]
     network = [shown(sample[f"network_{way}_gb_s"], ".3f") for way in ("sent", "received")]
     made.add_row("host, network", *host, "", "", "", *network, "", "")
@@ -161,11 +161,11 @@ def as_table(sample: dict[str, Any]) -> Table:
 def as_line(sample: dict[str, Any]) -> str:
     """Return a sample as a line."""
     parts = [
-        f"GPU {g['index']} {shown(g['utilisation_percent'])} % {shown(g['memory_used_gb'], '.1f')} GiB "
+        f"GPU {g['index']} {shown(g['utilisation_percent'])} % {shown(g['memory_used_gib'], '.1f')} GiB "
         f"{shown(g['temperature_c'])} °C {shown(g['power_w'])} W"
         for g in sample["gpus"]
     ]
-    host = f"host {sample['cpu_percent']:.0f} % {sample['memory_used_gb']:.1f} GiB"
+    host = f"host {sample['cpu_percent']:.0f} % {sample['memory_used_gib']:.1f} GiB"
     return f"{sample['time']}  {' | '.join([*parts, host])}"
 
 

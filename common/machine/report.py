@@ -55,7 +55,7 @@ class Machine:
 
     @property
     def facts(self) -> Record:
-        """What the newest record says of the machine."""
+        """Newest value of each fact of the machine."""
         names = ("system", "torch", "gpus", "driver", "serials")
         return {name: record[name] for record, _ in self.runs for name in names if record.get(name)}
 

@@ -1,4 +1,4 @@
-"""The rules of `check`: each takes a host's facts and returns lines. Order: what explains later lines comes first.
+"""The rules of `check`: each takes a host's facts and returns lines. Causes come before their consequences.
 
 Numbers without a source beside them are NVIDIA's: the XID catalogue, the NVML reference (throttle reasons, P2P status)
 and the NCCL documentation (shared memory, locked memory).
@@ -92,7 +92,7 @@ def gpus_present(host: Host) -> Iterator[Line]:
         yield Line(
             "GPUs",
             "fail",
-            f"{', '.join(missing)} has fallen off the bus: {on_bus} on the PCI bus, {listed - len(lost)} answer",
+            f"{on_bus} on the PCI bus, {listed - len(lost)} answer; no answer from {', '.join(missing)}",
             "power the host off and on; if it comes back, reseat the card and its power cable",
         )
     elif on_bus and not host.driver:
@@ -145,7 +145,11 @@ def driver_fits(host: Host) -> Iterator[Line]:
         yield skipped(name, "no driver" if not host.driver else "torch is a build for CPUs")
         return
     numbers = tuple(int(n) for n in re.findall(r"\d+", host.driver)[:2])
-    oldest = OLDEST_DRIVER.get(int(host.torch_cuda.split(".")[0]), (0, 0))
+    major = int(host.torch_cuda.split(".")[0])
+    if major not in OLDEST_DRIVER:
+        yield skipped(name, f"the oldest driver for CUDA {host.torch_cuda} is not in the table")
+        return
+    oldest = OLDEST_DRIVER[major]
     needed = ".".join(map(str, oldest))
     found = f"driver {host.driver}, torch's CUDA {host.torch_cuda}, which needs {needed}"
     yield of(numbers >= oldest, name, found, f"install driver {needed} or newer, or torch for an older CUDA")
@@ -253,7 +257,7 @@ def throttling(host: Host) -> Iterator[Line]:
         if g.temperature and g.slowdown_at and g.temperature > g.slowdown_at - 8
     ]
     temperatures = [g.temperature for g in gpus if g.temperature is not None]
-    good = f"{min(temperatures)} to {max(temperatures)} °C" if temperatures else "not told"
+    good = f"{min(temperatures)} to {max(temperatures)} °C" if temperatures else "not reported"
     yield all_alike("temperature", hot, good, "check fans, air flow and the room", "warn")
 
 
@@ -262,7 +266,7 @@ def power(host: Host) -> Iterator[Line]:
     """Compare power limits with their defaults."""
     gpus = [g for g in each_gpu(host) if g.power_limit and g.power_default]
     if not gpus:
-        yield skipped("power limit", "the GPUs do not tell")
+        yield skipped("power limit", "not reported by the GPUs")
         return
     bad = [
         f"GPU {g.index} is limited to {g.power_limit:.0f} of {g.power_default:.0f} W"
@@ -279,7 +283,7 @@ def pcie(host: Host) -> Iterator[Line]:
     """Compare PCIe lanes and generation with the possible ones. An idle GPU may lower its generation, never lanes."""
     gpus = [g for g in each_gpu(host) if g.pcie and g.pcie_most]
     if not gpus:
-        yield skipped("PCIe", "the GPUs do not tell")
+        yield skipped("PCIe", "not reported by the GPUs")
         return
     bad = [
         f"GPU {g.index} has {g.pcie[1]} of {g.pcie_most[1]} lanes"
@@ -326,7 +330,7 @@ def nvlinks(host: Host) -> Iterator[Line]:
 def topology(host: Host) -> Iterator[Line]:
     """Show how GPUs reach one another."""
     levels = Counter(host.peers.values())
-    found = ", ".join(f"{count} pairs {level}" for level, count in levels.most_common()) or "not told"
+    found = ", ".join(f"{count} pairs {level}" for level, count in levels.most_common()) or "not reported"
     far = [level for level in levels if level == "SYS"]
     cure = "messages between sockets are slow: let the ranks of a group share a socket"
     yield of(not far, "topology", found, cure, "warn")
@@ -379,7 +383,13 @@ def modes(host: Host) -> Iterator[Line]:
     yield all_alike("MIG", parts, "off", "nvidia-smi -mig 0: NCCL does not connect parts of a GPU", "warn")
     cold = [f"GPU {g.index}" for g in gpus if g.persistence is False]
     found = f"off on {', '.join(cold)}" if cold else "on"
-    yield of(not cold, "persistence", found, "nvidia-smi -pm 1: each start waits for the GPU without", "warn")
+    yield of(
+        not cold,
+        "persistence",
+        found,
+        "nvidia-smi -pm 1: without it, each program start initialises the GPU",
+        "warn",
+    )
     busy = [
         f"GPU {g.index}: {len(g.processes)} program(s), {(g.used or 0) / 2**30:.1f} GiB"
         for g in gpus
@@ -394,7 +404,7 @@ def modes(host: Host) -> Iterator[Line]:
 def shared_memory(host: Host) -> Iterator[Line]:
     """Look at /dev/shm, through which ranks of a host send."""
     if host.shm is None:
-        yield skipped("/dev/shm", "there is none")
+        yield skipped("/dev/shm", "df gives no size")
         return
     needed = 2**30 if len(host.gpus) > 1 else 2**26
     found = f"{host.shm / 2**30:.2f} GiB, {(host.shm_free or 0) / 2**30:.2f} free"
@@ -453,7 +463,7 @@ def processors(host: Host) -> Iterator[Line]:
         yield of(not slow, "CPU governor", ", ".join(sorted(host.governors)), cure, "warn")
     if host.gpus and -1 in host.gpu_nodes and host.numa_nodes > 1:
         cure = "the BIOS does not tell the GPUs' sockets: bind ranks by hand"
-        yield Line("NUMA nodes of GPUs", "warn", "not told", cure)
+        yield Line("NUMA nodes of GPUs", "warn", "not reported", cure)
 
 
 @rule()

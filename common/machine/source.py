@@ -30,7 +30,7 @@ TWO_DEVICES = ("DeviceGetTopologyCommonAncestor", "DeviceGetP2PStatus")
 
 
 class Source:
-    """Answers by question. recorded: all that there are; None: ask this machine, and keep what it says."""
+    """Answers by question. recorded: all answers; None: ask this machine and keep the answers."""
 
     def __init__(self, recorded: dict[str, Any] | None = None) -> None:
         self.answers: dict[str, Any] = {} if recorded is None else recorded

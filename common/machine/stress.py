@@ -31,11 +31,11 @@ from common.errors import UsageError
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.machine.communication import many_sums
-from common.machine.facts import Host, read_gpu, read_host
+from common.machine.facts import Host, driver_index, read_gpu, read_host
 from common.machine.rules import HARMLESS_XIDS, THROTTLES, XIDS
 from common.machine.source import Source
 from common.machine.tool import ToolOptions, finish, say, start_tool
-from common.machine.verdict import NO_GPU, Line, of, passed, skipped
+from common.machine.verdict import NO_GPU, Line, Status, of, passed, skipped
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Work:
     def walk(self) -> tuple[int, str]:
         """Write each word's address, and its complement, to memory and read them; return the bytes, and what was wrong.
 
-        Where another program has taken the memory, nothing is walked through.
+        0 bytes if another program has taken the memory.
         """
         if self.rt.device.type == "cuda":
             free = torch.cuda.mem_get_info()[0]
@@ -121,7 +121,9 @@ class Work:
             block = torch.empty(
                 int(self.share * free) // 8 // len(chunk), len(chunk), dtype=torch.int64, device=chunk.device
             )
-        except RuntimeError:
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
             return 0, ""
         for flip in (0, -1):
             for k, row in enumerate(block):
@@ -130,7 +132,7 @@ class Work:
                 if not torch.equal(row, (chunk + k * len(chunk)) ^ flip):
                     return (
                         block.nbytes,
-                        f"memory does not hold what was written, {k * chunk.nbytes:,} bytes from its begin",
+                        f"memory does not hold what was written, {k * chunk.nbytes:,} bytes from its start",
                     )
         return block.nbytes, ""
 
@@ -161,6 +163,7 @@ def stress(rt: Runtime, o: StressOptions) -> list[Line]:
     """Run rounds until the time is over or something is wrong; return the lines. All ranks call it."""
     source, work = Source(), Work(rt, o)
     before = read_host(source)
+    index = driver_index(rt.device, before) if rt.device.type == "cuda" else None
     mine = rounds_before(o.state, rt, work.n, o.minutes) if rt.rank == 0 else []
     rounds: list[list[Round]] = comm.everyones(mine, rt.world)[0]
     earlier, start = len(rounds), time.monotonic()
@@ -168,19 +171,26 @@ def stress(rt: Runtime, o: StressOptions) -> list[Line]:
     sums = skipped("collectives", "one rank sends nothing")
     while True:
         say(rt, f"round {len(rounds) + 1}, {(time.monotonic() - start) / 60:.1f} of {left / 60:.1f} minutes")
-        now = one_round(rt, work, source, rounds[0][rt.rank].digest if rounds else "")
+        now = one_round(rt, work, source, index, rounds[0][rt.rank].digest if rounds else "")
         if rt.world_size > 1:
             sums = many_sums(rt, o.calls, "collectives")
+        if sums.status == "fail":
+            now.problem = now.problem or f"collectives: {sums.found}"
         now.seconds = (time.monotonic() - start) - sum(r[0].seconds for r in rounds[earlier:])
         rounds.append(comm.everyones(now, rt.world))
         if rt.rank == 0 and o.state:
             keep(o.state, rounds[-1], work)
-        wrong = any(each.problem for each in rounds[-1]) or sums.status == "fail"
+        wrong = any(each.problem for each in rounds[-1])
         if wrong or comm.everyones(time.monotonic() - start >= left, rt.world)[0]:
             break
     told = [f"rank {r}: {each.problem}" for r, each in enumerate(rounds[-1]) if each.problem]
     found = "; ".join(told) or f"right in {len(rounds)} round(s)"
-    lines = [of(not told, "bits and memory", found, "take the GPU out"), sums]
+    lines = [of(not told, "bits and memory", found, "exclude or replace the GPU"), sums]
+    least = min(each.walked for of_round in rounds for each in of_round)
+    cure = "end the programs that hold the memory"
+    lines.append(
+        of(least > 0, "memory tested", f"{least / 2**30:.2f} GiB on the rank with least", cure, "warn")
+    )
     lines += between_ranks(rounds, work.n)
     lines += heat(rounds, before)
     lines += of_every_host(rt, before)
@@ -196,12 +206,15 @@ def of_every_host(rt: Runtime, before: Host) -> list[Line]:
     return [line for of_host in comm.everyones(mine, rt.world) for line in of_host]
 
 
-def one_round(rt: Runtime, work: Work, source: Source, first: str) -> Round:
-    """Compute, send and walk through memory. first: the digest of the first round; empty in that one."""
+def one_round(rt: Runtime, work: Work, source: Source, index: int | None, first: str) -> Round:
+    """Compute, send and walk through memory.
+
+    index: the driver's number of the GPU; None on a CPU. first: the digest of the first round; empty in that one.
+    """
     flow = torch.full((work.n**2,), rt.rank + 1.0, device=rt.device)
     pending = comm.all_reduce(flow, rt.world, async_op=True)
     seconds, problem = work.products()
-    now = _of_gpu(source, rt)  # while it is hot
+    now = _of_gpu(source, index)  # while it is hot
     pending.wait()
     walked, lost = work.walk()
     if not bool((flow == rt.world_size * (rt.world_size + 1) // 2).all()):
@@ -221,12 +234,12 @@ def keep(path: Path, rounds: list[Round], work: Work) -> None:
         raise UsageError(f"--state {path} cannot be written: {error.strerror}") from None
 
 
-def _of_gpu(source: Source, rt: Runtime) -> tuple[int | None, int | None, float | None, int | None]:
+def _of_gpu(source: Source, index: int | None) -> tuple[int | None, int | None, float | None, int | None]:
     """Return temperature, clock, watts and throttle reasons of the rank's GPU, now."""
-    if rt.device.type != "cuda":
+    if index is None:
         return None, None, None, None
     source.again()
-    gpu = read_gpu(source, rt.device.index or 0)
+    gpu = read_gpu(source, index)
     return gpu.temperature, gpu.clock, gpu.power, gpu.throttle
 
 
@@ -266,9 +279,9 @@ def heat(rounds: list[list[Round]], before: Host) -> list[Line]:
     }
     if not hottest:
         return [skipped(name, NO_GPU) for name in ("temperature", "throttling")]
-    limit = next((g.slowdown_at for g in before.gpus if g.slowdown_at), 1000)
+    limit = min((g.slowdown_at for g in before.gpus if g.slowdown_at), default=None)
     worst = max(hottest, key=hottest.__getitem__)
-    found = f"rank {worst} with {hottest[worst]} °C at most, slows down at {limit}"
+    found = f"rank {worst} with {hottest[worst]} °C at most" + (f", slows down at {limit}" if limit else "")
     held = {
         f"rank {r}: {reason}"
         for of_round in rounds
@@ -278,7 +291,7 @@ def heat(rounds: list[list[Round]], before: Host) -> list[Line]:
     }
     good = "by nothing but load and power cap"
     return [
-        of(hottest[worst] < limit, "temperature", found, "check fans, air flow and the room"),
+        of(not limit or hottest[worst] < limit, "temperature", found, "check fans, air flow and the room"),
         of(
             not held, "throttling", "; ".join(sorted(held)) or good, "check fans, air flow and power supplies"
         ),
@@ -293,17 +306,23 @@ def watched(before: Host, after: Host) -> list[Line]:
     lost += ["some are not listed"] if len(after.gpus) < len(before.gpus) else []
     cure = "power the host off and on"
     lines = [of(not lost, "GPUs", f"{', '.join(lost)} lost" if lost else "all answer", cure)]
-    ecc = []
-    for a, b in zip(before.gpus, after.gpus, strict=False):
-        more = [(y or 0) - (x or 0) for x, y in ((a.uncorrected, b.uncorrected), (a.corrected, b.corrected))]
-        if any(more):
-            ecc.append(f"GPU {a.index}: {more[0]} uncorrected, {more[1]} corrected")
-    lines.append(of(not ecc, "ECC errors", "; ".join(ecc) or "no new ones", "take the GPU out"))
+    kinds: tuple[tuple[str, str, Status], ...] = (
+        ("ECC errors", "uncorrected", "fail"),
+        ("corrected ECC errors", "corrected", "warn"),
+    )
+    for name, kind, otherwise in kinds:
+        more = {
+            a.index: (getattr(b, kind) or 0) - (getattr(a, kind) or 0)
+            for a, b in zip(before.gpus, after.gpus, strict=False)
+        }
+        new = "; ".join(f"GPU {i}: {count} {kind}" for i, count in more.items() if count > 0)
+        cure = "exclude or replace the GPU"
+        lines.append(of(not new, name, new or "no new ones", cure, otherwise))
     if not after.kernel_log:
         return [*lines, skipped("XID errors", "dmesg cannot be read: run as root")]
-    new = Counter(after.xids) - Counter(before.xids)
+    errors = [x for x in Counter(after.xids) - Counter(before.xids) if x[1] not in HARMLESS_XIDS]
     shown = "; ".join(
-        f"XID {n} ({XIDS.get(n, 'see the catalogue')}) at {at}" for at, n in new if n not in HARMLESS_XIDS
+        f"XID {number} ({XIDS.get(number, 'see the catalogue')}) at {at}" for at, number in errors
     )
     return [
         *lines,

@@ -36,13 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from common import comm
 from common.errors import UsageError
 from common.launch.command_line import Count, Within, parse
+from common.launch.launcher import resolve
 from common.launch.program import run_program
 from common.launch.runtime import Runtime, runtime
 from common.lesson.measure import peak_memory
 from common.machine.cards import IMAGES_PER_SECOND, card_of
 from common.machine.tool import ToolOptions, finish, ranks_here, say, start_tool
 from common.machine.tracker import Tracker
-from common.machine.verdict import Line, of, passed, skipped
+from common.machine.verdict import Line, of, passed, skipped, write_log
 from common.models.configs import config
 from common.models.resnet import BLOCKS, Bottleneck, flops_per_image, resnet
 from common.models.transformer import Layer, Transformer, cross_entropy_sum
@@ -67,9 +68,9 @@ class ThroughputOptions(ToolOptions):
     iterations: Annotated[int, Within(2, 10**9)] = 100
     """Steps to time."""
     warm_up: Annotated[int, Within(0, 10**6)] = 5
-    """Steps before these."""
+    """Warm-up steps, which are not timed."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """How the model lies on the ranks."""
+    """Parallel strategy."""
     amp: bool = False
     """Compute in 16 bits by autocast: bfloat16 where the device has it, else float16 with scaled gradients."""
     channels_last: bool = False
@@ -326,76 +327,55 @@ def against_table(run: Run) -> Line:
     )
 
 
-def logged(run: Run) -> None:
+def log_steps(tracker: Tracker, run: Run) -> None:
     """Log the steps to the tracker."""
-    tracker = Tracker(run.o.tracker, f"{run.o.model} {run.o.strategy}")
     for i, (t, loss) in enumerate(zip(run.seconds, run.losses[run.o.warm_up :], strict=True)):
         tracker.log(i, {run.unit: run.ranks * run.units / t, "loss": loss, "seconds": t})
     tracker.end()
 
 
 def fits(o: ThroughputOptions, batch: int) -> bool:
-    """Try a batch in a process of its own, which takes a failed allocation's memory with it."""
-    command = [
-        sys.executable,
-        "-m",
-        "common.machine",
-        "throughput",
-        "--batch-size",
-        str(batch),
-        "--iterations",
-        "2",
-    ]
-    command += [
-        "--warm-up",
-        "1",
-        "--no-alone",
-        "--model",
-        o.model,
-        "--strategy",
-        o.strategy,
-        "--optimizer",
-        o.optimizer,
-    ]
-    command += [
-        "--image",
-        str(o.image),
-        "--sequence",
-        str(o.sequence),
-        "--nproc",
-        str(o.nproc or ranks_here(o.device)),
-    ]
-    command += ["--device", o.device, "--backend", o.backend, *(["--amp"] if o.amp else [])]
+    """Try a batch in processes of its own, which take a failed allocation's memory with them.
+
+    Raises UsageError if it fails for another reason than memory.
+    """
+    given: dict[str, object] = {"batch-size": batch, "iterations": 2, "warm-up": 1}
+    given["nproc"] = o.nproc or ranks_here(o.device)
+    for name in ("model", "strategy", "optimizer", "image", "sequence", "loader", "device", "backend"):
+        given[name] = getattr(o, name)
+    flags = [f"--{name.replace('_', '-')}" for name in ("amp", "channels_last") if getattr(o, name)]
+    command = [sys.executable, "-m", "common.machine", "throughput", "--no-alone", *flags]
+    command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and not any(
         words in done.stderr for words in (OUT_OF_MEMORY, "not enough memory", "SIGKILL")
     ):
+        why = (done.stderr or done.stdout).strip().splitlines()
         raise UsageError(
-            f"a batch of {batch} failed, not for lack of memory: {done.stderr.strip().splitlines()[-1]}"
+            f"a batch of {batch} failed, not for lack of memory: {why[-1] if why else 'no output'}"
         )
     return done.returncode == 0
 
 
 def largest_batch(try_batch: Callable[[int], bool], most: int) -> int:
     """Return the largest batch from 0 to `most` that fits: doubling from 2, then bisection."""
-    good, bad = 0, most + 1
-    batch = min(2, most)
+    good, bad, batch = 0, most + 1, min(2, most)
     while good + 1 < bad:
         if try_batch(batch):
             good = batch
         else:
             bad = batch
-        batch = min(2 * good, most) if bad == most + 1 and good else (good + bad) // 2
-        if batch <= good:
-            break
+        batch = min(2 * good, most) if bad > most else (good + bad) // 2
     return good
 
 
 def main(rt: Runtime, o: ThroughputOptions) -> bool:
     """Run the benchmark, and print it."""
+    tracker = Tracker(
+        o.tracker if rt.rank == 0 else "none", f"{o.model} {o.strategy}"
+    )  # fails now if not installed
     run = measured(rt, o)
-    if rt.rank == 0:
-        logged(run)
+    log_steps(tracker, run)
     what = f"{o.model}, {o.strategy}, batch {o.batch_size} per rank, {'16 bits' if o.amp else 'float32'}"
     facts = {name: getattr(o, name) for name in ("model", "strategy", "amp", "batch_size")} | {
         name: getattr(run, name) for name in ("unit", "speed", "efficiency", "flop_rate", "seconds", "peak")
@@ -407,6 +387,9 @@ def main(rt: Runtime, o: ThroughputOptions) -> bool:
 
 def find_largest(o: ThroughputOptions) -> int:
     """Look for the largest batch, and print it; this process has no ranks, each try has its own."""
+    if resolve().launcher != "none":
+        raise UsageError("--largest starts its own ranks; run it without a launcher")
+    write_log(o.log, "")  # fails now if it cannot be written
     tries: dict[int, bool] = {}
 
     def try_batch(batch: int) -> bool:

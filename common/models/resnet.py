@@ -18,7 +18,7 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around which the input passes; it is projected where the shape changes."""
+    """Three convolutions with a residual connection, which is projected where the shape changes."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def resnet(name: str, classes: int = 1000) -> ResNet:
 
 
 def flops_per_image(model: ResNet, side: int) -> int:
-    """Return the operations of an image, forward and backward: 6 per weight and place of its output.
+    """Return the FLOP of a training step per image: 6 per weight and position of its output.
 
     A multiply-add counts as two, the backward as twice the forward. side: height and width of the image.
     """

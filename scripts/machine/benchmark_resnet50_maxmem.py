@@ -17,7 +17,7 @@ def main() -> int:
     options = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "largest.jsonl")
-        code = subprocess.run([*TOOL, "--largest", "--json", str(found), *options]).returncode
+        code = subprocess.run([*TOOL, *options, "--largest", "--json", str(found)]).returncode
         if code or not found.exists():
             return code
         batch = json.loads(found.read_text().splitlines()[-1])["largest"]
