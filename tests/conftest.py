@@ -73,6 +73,11 @@ launch_files::two_hosts_give_the_numbers_of_one[hybrid_5d]
 hybrid_whole::200_steps_are_those_of_python
 launch_files::mpirun_with_hosts_on_its_command_line
 launch_files::torchrun_with_a_rank_for_each_node
+inference::200_requests_that_join_leave_and_are_cancelled[1-1]
+inference::200_requests_that_join_leave_and_are_cancelled[2-1]
+inference::text_is_that_of_transformers_and_of_one_device[1-6]
+inference::text_is_that_of_transformers_and_of_one_device[5-1]
+planner::the_search_finds_what_brute_force_finds[gpt3-175b-64-16]
 pp::equal_to_one_device[8]
 sp::equal_to_one_device[4]
 sp::equal_to_one_device[8]
