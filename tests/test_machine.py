@@ -21,7 +21,7 @@ from torch import nn
 from common.errors import RankError, UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.machine import communication, monitor, report, stress, throughput, training
+from common.machine import communication, largest, monitor, report, stress, throughput, training
 from common.machine.source import Source
 from common.machine.stress import StressOptions
 from common.machine.tracker import Tracker, read_tensorboard
@@ -241,7 +241,7 @@ def test_the_largest_batch_is_found(fits: int, most: int) -> None:
         tried.append(batch)
         return batch <= fits
 
-    assert throughput.largest_batch(try_batch, most) == min(fits, most)
+    assert largest.largest_batch(try_batch, most) == min(fits, most)
     assert len(tried) == len(set(tried)) <= 15
 
 

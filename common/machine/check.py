@@ -25,8 +25,9 @@ from common.errors import UsageError
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.lesson.runner import run
+from common.machine import gpu_rules, host_rules  # noqa: F401  they add their rules, GPUs first
 from common.machine.facts import Host, read_host
-from common.machine.rules import lines_of
+from common.machine.rules import RULES
 from common.machine.source import Source
 from common.machine.tool import ToolOptions, finish
 from common.machine.verdict import Line, of
@@ -54,7 +55,7 @@ def checked(source: Source) -> tuple[Host, list[Line]]:
     """Return the facts and the lines of the machine that answers."""
     try:
         host = read_host(source)
-        return host, lines_of(host)
+        return host, [line for rule in RULES for line in rule(host)]
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         if source.live:
             raise
@@ -113,7 +114,7 @@ def compared(group: Group, host: Host) -> list[Line]:
             of(
                 not bad,
                 f"same {name}",
-                "; ".join(bad) + f", others {common}" if bad else common or "not told",
+                "; ".join(bad) + f", others {common}" if bad else common or "not reported",
                 cure,
             )
         )

@@ -32,7 +32,7 @@ from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.machine.communication import many_sums
 from common.machine.facts import Host, driver_index, read_gpu, read_host
-from common.machine.rules import HARMLESS_XIDS, THROTTLES, XIDS
+from common.machine.gpu_rules import HARMLESS_XIDS, THROTTLES, XIDS
 from common.machine.source import Source
 from common.machine.tool import ToolOptions, finish, say, start_tool
 from common.machine.verdict import NO_GPU, Line, Status, of, passed, skipped

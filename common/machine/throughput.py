@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
 import sys
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, median_low, quantiles
 from typing import Annotated, Any, Literal
 
@@ -36,20 +36,19 @@ from torch.nn.parallel import DistributedDataParallel
 from common import comm
 from common.errors import UsageError
 from common.launch.command_line import Count, Within, parse
-from common.launch.launcher import resolve
 from common.launch.program import run_program
-from common.launch.runtime import Runtime, runtime
+from common.launch.runtime import Runtime
 from common.lesson.measure import peak_memory
 from common.machine.cards import IMAGES_PER_SECOND, card_of
+from common.machine.largest import find_largest
 from common.machine.tool import ToolOptions, finish, ranks_here, say, start_tool
 from common.machine.tracker import Tracker
-from common.machine.verdict import Line, of, passed, skipped, write_log
+from common.machine.verdict import Line, of, passed, skipped
 from common.models.configs import config
 from common.models.resnet import BLOCKS, Bottleneck, flops_per_image, resnet
 from common.models.transformer import Layer, Transformer, cross_entropy_sum
 
 Name = Literal["resnet50", "resnet101", "resnet152", "gpt2", "gpt2-10m"]
-OUT_OF_MEMORY = "out of memory"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=1e-4),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
@@ -245,9 +244,8 @@ def measured(rt: Runtime, o: ThroughputOptions) -> Run:
             torch.cuda.reset_peak_memory_stats()
     seconds, losses, flops = steps(o, rt, rt.world, o.iterations)
     of_all = comm.everyones(seconds, rt.world)
-    losses = max(
-        comm.everyones(losses, rt.world), key=lambda x: not all(map(math.isfinite, x))
-    )  # a bad rank's
+    # those of a rank with a loss that is no number, if there is one
+    losses = max(comm.everyones(losses, rt.world), key=lambda x: not all(map(math.isfinite, x)))
     slowest = [max(times) for times in zip(*of_all, strict=True)]
     gpu = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else ""
     medians, peak = [median(times) for times in of_all], peak_memory(rt.world)
@@ -334,46 +332,10 @@ def log_steps(tracker: Tracker, run: Run) -> None:
     tracker.end()
 
 
-def fits(o: ThroughputOptions, batch: int) -> bool:
-    """Try a batch in processes of its own, which take a failed allocation's memory with them.
-
-    Raises UsageError if it fails for another reason than memory.
-    """
-    given: dict[str, object] = {"batch-size": batch, "iterations": 2, "warm-up": 1}
-    given["nproc"] = o.nproc or ranks_here(o.device)
-    for name in ("model", "strategy", "optimizer", "image", "sequence", "loader", "device", "backend"):
-        given[name] = getattr(o, name)
-    flags = [f"--{name.replace('_', '-')}" for name in ("amp", "channels_last") if getattr(o, name)]
-    command = [sys.executable, "-m", "common.machine", "throughput", "--no-alone", *flags]
-    command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and not any(
-        words in done.stderr for words in (OUT_OF_MEMORY, "not enough memory", "SIGKILL")
-    ):
-        why = (done.stderr or done.stdout).strip().splitlines()
-        raise UsageError(
-            f"a batch of {batch} failed, not for lack of memory: {why[-1] if why else 'no output'}"
-        )
-    return done.returncode == 0
-
-
-def largest_batch(try_batch: Callable[[int], bool], most: int) -> int:
-    """Return the largest batch from 0 to `most` that fits: doubling from 2, then bisection."""
-    good, bad, batch = 0, most + 1, min(2, most)
-    while good + 1 < bad:
-        if try_batch(batch):
-            good = batch
-        else:
-            bad = batch
-        batch = min(2 * good, most) if bad > most else (good + bad) // 2
-    return good
-
-
 def main(rt: Runtime, o: ThroughputOptions) -> bool:
     """Run the benchmark, and print it."""
-    tracker = Tracker(
-        o.tracker if rt.rank == 0 else "none", f"{o.model} {o.strategy}"
-    )  # fails now if not installed
+    # before the run: fails now if the package is not installed
+    tracker = Tracker(o.tracker if rt.rank == 0 else "none", f"{o.model} {o.strategy}")
     run = measured(rt, o)
     log_steps(tracker, run)
     what = f"{o.model}, {o.strategy}, batch {o.batch_size} per rank, {'16 bits' if o.amp else 'float32'}"
@@ -385,27 +347,25 @@ def main(rt: Runtime, o: ThroughputOptions) -> bool:
     )
 
 
-def find_largest(o: ThroughputOptions) -> int:
-    """Look for the largest batch, and print it; this process has no ranks, each try has its own."""
-    if resolve().launcher != "none":
-        raise UsageError("--largest starts its own ranks; run it without a launcher")
-    write_log(o.log, "")  # fails now if it cannot be written
-    tries: dict[int, bool] = {}
+def command_of(o: ThroughputOptions, batch: int) -> list[str]:
+    """Return the command of a short run with that batch, which starts its own ranks."""
+    given: dict[str, object] = {"batch-size": batch, "iterations": 2, "warm-up": 1}
+    given["nproc"] = o.nproc or ranks_here(o.device)
+    for name in ("model", "strategy", "optimizer", "image", "sequence", "loader", "device", "backend"):
+        given[name] = getattr(o, name)
+    flags = [f"--{name.replace('_', '-')}" for name in ("amp", "channels_last") if getattr(o, name)]
+    command = [sys.executable, "-m", "common.machine", "throughput", "--no-alone", *flags]
+    return command + [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
-    def try_batch(batch: int) -> bool:
-        tries[batch] = fits(o, batch)
-        print(f"batch {batch}: {'fits' if tries[batch] else OUT_OF_MEMORY}", flush=True)
-        return tries[batch]
 
-    found = largest_batch(try_batch, o.most)
-    cure = "take a smaller image, --amp or --strategy fsdp"
-    lines = [of(found > 0, "largest batch", f"{found} per rank, of at most {o.most}", cure)]
-    with runtime("cpu") as rt:
-        return 0 if finish(rt, o, "largest", lines, o.model, largest=found, tries=tries) else 1
+def search() -> int:
+    """Run --largest."""
+    o = parse(ThroughputOptions, __doc__)
+    return find_largest(o, o.model, partial(command_of, o), o.most)
 
 
 def start() -> None:
     """Run the command line."""
     if "--largest" in sys.argv:
-        run_program(lambda: find_largest(parse(ThroughputOptions, sys.modules[__name__].__doc__)))
+        run_program(search)
     start_tool(main, ThroughputOptions)
