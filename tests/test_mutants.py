@@ -50,9 +50,9 @@ def no_mask_where_dropped(q: Tensor, k: Tensor, v: Tensor, causal: bool, drop: A
     return attend_and_drop(q, k, v, False, drop)
 
 
-def another_base(x: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
+def another_base(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Broken: rotary positions with three times the base."""
-    return angles(x, positions, 3 * base)
+    return angles(positions, width, 3 * base, dtype)
 
 
 def not_shifted(*given: Any) -> tuple[Tensor, Tensor]:

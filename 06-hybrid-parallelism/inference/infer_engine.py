@@ -14,6 +14,8 @@ tokens, so rounding cannot make two ranks choose differently.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -22,17 +24,17 @@ from common.comm import sizes_of
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.models.configs import TransformerConfig
-from common.models.transformer import FeedForward, Layer, Linear
+from common.models.transformer import FeedForward, Layer, Linear, angles
 from common.utils.pages import in_large_pages
 
 from hybrid_initial import Whole
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
 from infer_cache import Blocks, Cache
-from infer_joined import Joined
+from infer_layers import CachedAttention, JoinedFeedForward
 from infer_sampling import choose
 from infer_scheduler import Request, Scheduler, Sequence
-from infer_step import CachedAttention, SharedAngles, Step, make_step
+from infer_step import Step, make_step
 from tp_megatron import SharedRows, kv_heads_read
 
 
@@ -80,13 +82,11 @@ class Engine:
         )
         self.shared = queries // kv_heads
         self.cache = Cache(len(layers), self.blocks, kv_heads, config.head_width, dtype, device)
-        shared_angles = SharedAngles()
+        self.rotary = partial(angles, width=config.head_width, base=config.rotary_base, dtype=dtype)
         for number, layer in enumerate(layers):
-            Joined(layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj)
+            layer.add_module("attention", CachedAttention(layer.attention, self.cache, number))
             if isinstance(layer.mlp, FeedForward) and layer.mlp.gate_proj is not None:
-                Joined(layer.mlp.gate_proj, layer.mlp.up_proj)
-            layer.attention.angles = shared_angles
-            layer.attention.attend = CachedAttention(self.cache, number)
+                layer.mlp = JoinedFeedForward(layer.mlp)
 
     def add(self, request: Request) -> Sequence:
         """Let a request wait for its first step. Raises UsageError if it can never run."""
@@ -108,7 +108,7 @@ class Engine:
     def step(self) -> list[tuple[Sequence, int]]:
         """Run one forward pass; return the tokens that were chosen, the same on all ranks."""
         scheduled = self.scheduler.schedule()
-        step = make_step(scheduled, self.blocks.size, self.shared, self.dtype, self.device)
+        step = make_step(scheduled, self.blocks.size, self.shared, self.rotary, self.dtype, self.device)
         logits_RV = self.forward(step)
         tokens = self.choose(logits_RV, step.sequences) if step.sequences else []
         for sequence, count in scheduled:

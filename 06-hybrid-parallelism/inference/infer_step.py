@@ -7,25 +7,22 @@
     scores of a part      q_RGmK  x  k_RGLK         m = n * H / G: the query heads that read one key-value head
     visible               key's position <= query's position
 
-The seam of the model is `Attention.attend`: all else, and all that tensor parallelism has done to it, stays as in
-training. Attention takes R * L * G * K numbers from the cache in each layer, and is the only part that grows with the
-text.
+Norms, embedding and head, and all that tensor parallelism has done to them, stay as in training; infer_layers.py has
+the attention that reads the cache. Attention takes R * L * G * K numbers from the cache in each layer, and is the only
+part that grows with the text.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from common.models.transformer import angles
-
-from infer_cache import Cache
 from infer_scheduler import Sequence
 
 
@@ -48,17 +45,25 @@ class Step:
     tokens_1T: Tensor
     positions_1T: Tensor
     slots_T: Tensor
+    cos_T1K: Tensor
+    sin_T1K: Tensor
     last_R: Tensor
     parts: list[Part]
     sequences: list[Sequence]
 
 
 def make_step(
-    scheduled: Row[tuple[Sequence, int]], block: int, shared: int, dtype: torch.dtype, device: torch.device
+    scheduled: Row[tuple[Sequence, int]],
+    block: int,
+    shared: int,
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Step:
     """Return the step that computes these sequences' next tokens.
 
-    block: tokens per block of the cache. shared: query heads that read one key-value head. dtype: of attention.
+    block: tokens per block of the cache. shared: query heads that read one key-value head. rotary: cosine and sine,
+    [1, T, K], for positions_T. dtype: of attention.
     """
     put = partial(torch.tensor, dtype=torch.int64, device=device)
     in_parts = sorted(scheduled, key=lambda pair: -pair[1])  # stable: a part keeps the order of the sequences
@@ -88,40 +93,6 @@ def make_step(
         tables_RN = put([s.table + [0] * (longest - len(s.table)) for s in members])
         slots_RL = (tables_RN[..., None] * block + torch.arange(block, device=device)).flatten(1)
         parts.append(Part(begin, len(tokens), slots_RL, mask_R1nL.repeat(1, 1, shared, 1)))
-    return Step(put([tokens]), put([positions]), put(slots), put(last), parts, sequences)
-
-
-class SharedAngles:
-    """`Attention.angles` of all layers: the same for all of them, so computed by the first one of a pass."""
-
-    positions_1T: Tensor | None = None
-
-    def __call__(self, x_1HTK: Tensor, positions_1T: Tensor, base: float) -> tuple[Tensor, Tensor]:
-        if positions_1T is not self.positions_1T:
-            self.positions_1T, self.found = positions_1T, angles(x_1HTK, positions_1T, base)
-        return self.found
-
-
-class CachedAttention:
-    """`Attention.attend` of one layer: stores the step's keys and values, and attends to all that are cached."""
-
-    step: Step  # of all layers; set before each forward pass
-
-    def __init__(self, cache: Cache, layer: int) -> None:
-        self.cache, self.layer = cache, layer
-
-    def __call__(self, q_1HTK: Tensor, k_1GTK: Tensor, v_1GTK: Tensor, _: bool) -> Tensor:
-        parts = self.step.parts
-        self.cache.write(self.layer, self.step.slots_T, k_1GTK, v_1GTK)
-        H, K, G = q_1HTK.shape[1], q_1HTK.shape[3], k_1GTK.shape[1]
-        q_GhTK = q_1HTK.reshape(G, H // G, -1, K)
-        y_GhTK = [self.attend(part, q_GhTK[:, :, part.begin : part.end]) for part in parts]
-        return (torch.cat(y_GhTK, 2) if len(parts) > 1 else y_GhTK[0]).reshape(1, H, -1, K)
-
-    def attend(self, part: Part, q_GhTK: Tensor) -> Tensor:
-        """Return the attention of a part's tokens, [G, h, T, K]."""
-        k_RGLK, v_RGLK = self.cache.read(self.layer, part.slots_RL)
-        (G, h, T, K), R = q_GhTK.shape, len(part.slots_RL)
-        q_RGmK = q_GhTK.reshape(G, h, R, T // R, K).permute(2, 0, 1, 3, 4).reshape(R, G, -1, K)
-        y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.mask_R1mL)
-        return y_RGmK.reshape(R, G, h, -1, K).permute(1, 2, 0, 3, 4).reshape(G, h, T, K)
+    positions_1T = put([positions])
+    cos_T1K, sin_T1K = (x_1TK.transpose(0, 1) for x_1TK in rotary(positions_1T[0]))
+    return Step(put([tokens]), positions_1T, put(slots), cos_T1K, sin_T1K, put(last), parts, sequences)

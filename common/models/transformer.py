@@ -11,8 +11,7 @@ change the model at these seams, and at no others:
     a module, for one with the same map   Linear, Embedding      tp, by `replace_linears`; embed_tokens
     a module's input, output: torch hooks unchanged              tp: attention, mlp, both ends, dropout
     MatrixProduct.product                 F.linear               pp: weight gradients later than those of inputs
-    Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks; a cache
-    Attention.angles                      cos, sin               generated text: once for all layers
+    Attention.attend                      softmax(q k^T) v       sp: keys and values of other ranks
     MoE.compute, in moe.py                its experts            ep: experts of other ranks
     Transformer.run_layer                 layer(x, positions)    checkpointing
     Transformer.loss                      cross_entropy_sum      tp: of logits split over the vocabulary
@@ -49,17 +48,17 @@ from common.models.moe import MoE
 __all__ = ["Transformer", "TransformerConfig", "config", "cross_entropy_sum", "initialise"]
 
 
-def angles(x_BHSK: Tensor, positions_S: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotary angles of x: position * base^(-2k/K), negative for k, positive for k + K/2.
+def angles(positions_S: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the rotary angles: position * base^(-2k/K), negative for k, positive for k + K/2.
 
-    `positions_S` may also be [B, S].
+    width: K. `positions_S` may also be [B, S]; the results are [1, S, K] or [B, 1, S, K].
     """
-    half = x_BHSK.shape[-1] // 2
-    precise = torch.promote_types(x_BHSK.dtype, torch.float32)  # bfloat16 cannot count beyond 256
-    frequency_k = base ** (-torch.arange(half, dtype=precise, device=x_BHSK.device) / half)
+    half = width // 2
+    precise = torch.promote_types(dtype, torch.float32)  # bfloat16 cannot count beyond 256
+    frequency_k = base ** (-torch.arange(half, dtype=precise, device=positions_S.device) / half)
     angle_Sk = (positions_S.to(precise)[..., None] * frequency_k).unsqueeze(-3)
     angle_SK = torch.cat((-angle_Sk, angle_Sk), dim=-1)
-    return angle_SK.cos().to(x_BHSK.dtype), angle_SK.sin().to(x_BHSK.dtype)
+    return angle_SK.cos().to(dtype), angle_SK.sin().to(dtype)
 
 
 def rotate(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -123,7 +122,6 @@ class Attention(nn.Module):
         self.k_proj = Linear(D, config.kv_heads * K, bias)
         self.v_proj = Linear(D, config.kv_heads * K, bias)
         self.o_proj = Linear(config.heads * K, D, bias)
-        self.angles: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = angles
         self.attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend
         self.weights_dropout, self.dropout = Dropout(config.dropout), Dropout(config.dropout)
 
@@ -136,7 +134,7 @@ class Attention(nn.Module):
         k_BGSK = heads(self.k_proj(x_BSD))
         v_BGSK = heads(self.v_proj(x_BSD))
         if self.rotary_base is not None:
-            cos, sin = self.angles(q_BHSK, positions_S, self.rotary_base)
+            cos, sin = angles(positions_S, self.head_width, self.rotary_base, q_BHSK.dtype)
             q_BHSK, k_BGSK = rotate(q_BHSK, cos, sin), rotate(k_BGSK, cos, sin)
         if self.weights_dropout.active:
             drop = partial(self.weights_dropout, positions_S=positions_S)
