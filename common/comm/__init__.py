@@ -5,6 +5,7 @@ from common.comm.calls import all_gather_into as all_gather_into
 from common.comm.calls import all_reduce as all_reduce
 from common.comm.calls import all_to_all as all_to_all
 from common.comm.calls import all_to_all_into as all_to_all_into
+from common.comm.calls import all_to_all_views as all_to_all_views
 from common.comm.calls import barrier as barrier
 from common.comm.calls import broadcast as broadcast
 from common.comm.calls import everyones as everyones

@@ -26,6 +26,7 @@ from common.comm.travel import (
     adds_itself,
     carried,
     in_place,
+    joined,
     room_for,
     share,
 )
@@ -214,6 +215,55 @@ def all_to_all_into(
     return ready.start(
         lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True), async_op
     )
+
+
+@checked_call
+def all_to_all_views(
+    places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group, async_op: bool = False
+) -> Pending:
+    """Piece r goes to rank r, into its place for this rank, of the same shape. Both may be views with gaps.
+
+    Sends all pieces but this rank's own, which is copied while the others travel. On MPI a host's ranks copy from piece
+    to place through the memory that they share; other backends get the pieces one behind another.
+    """
+    me = group.rank
+    numbers = [[_as_numbers(x) for x in views] for views in (places, pieces)]
+    room, sent = ([x if r != me else x.new_empty(0) for r, x in enumerate(views)] for views in numbers)
+    if group.pg is None or dist.get_backend(group.pg) != "fived" or sent[0].is_cuda:
+        ready = _packed_all_to_all(room, sent, group)
+    else:
+        pg = group.pg
+        ready = Pending("all_to_all", group, sum(x.nbytes for x in sent))
+        ready.start(lambda: pg.alltoall(room, sent, dist.AllToAllOptions()), async_op=True)
+    places[me].copy_(pieces[me])
+    if not async_op:
+        ready.wait()
+    return ready
+
+
+def _packed_all_to_all(places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group) -> Pending:
+    """Start an all-to-all of pieces that are joined to one tensor; when it is waited for, the places are filled."""
+    x, out, sizes = joined(pieces), joined(places), [place.numel() for place in places]
+    x = torch.cat([piece.reshape(-1) for piece in pieces]) if x is None else x
+    received = x.new_empty(sum(sizes)) if out is None else out
+    ready = all_to_all_into(received, x, group, [piece.numel() for piece in pieces], sizes, async_op=True)
+    if out is None:
+        before = ready.finish
+
+        def spread() -> None:
+            before()
+            for place, part in zip(places, received.split(sizes), strict=True):
+                place.copy_(part.view(place.shape))
+
+        ready.finish = spread
+    return ready
+
+
+def _as_numbers(x: Tensor) -> Tensor:
+    """Return x as numbers of a type that every backend carries: two for a complex one, bytes for bool."""
+    if x.is_complex():
+        return torch.view_as_real(x)
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
 def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:

@@ -7,7 +7,7 @@ algorithm sends more bytes than the operation needs (reduce, reduce-scatter), th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -117,6 +117,23 @@ def into(x: Tensor, y: Tensor) -> Callable[[], object]:
             x.copy_(y)
 
     return copy
+
+
+def joined(views: Sequence[Tensor]) -> Tensor | None:
+    """Return the views as one flat view, if they lie in memory one behind another without gaps; else None."""
+    filled = [x for x in views if x.numel()]
+    if not filled:
+        return views[0].new_empty(0)
+    at = filled[0].data_ptr()
+    for x in filled:
+        if (
+            not x.is_contiguous()
+            or x.data_ptr() != at
+            or x.untyped_storage().data_ptr() != filled[0].untyped_storage().data_ptr()
+        ):
+            return None
+        at += x.nbytes
+    return filled[0].as_strided((sum(x.numel() for x in filled),), (1,))
 
 
 def in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:

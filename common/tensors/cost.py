@@ -24,7 +24,7 @@ from common.tensors.grid import Grid
 from common.tensors.layout import Layout, Shard, size_of
 from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor
-from common.tensors.transfer import bytes_sent, is_all_gather, settled_sums, summed_along
+from common.tensors.transfer import bytes_sent, is_all_gather, settled_sums, sources, summed_along
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,16 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
             for s, t in zip(settled.placements, target.placements, strict=True)
         )
         return (*terms, *(() if kept else (Term("copy", (2 * copied,)),)))
-    arrived = max(size_of(target.box(r)) for r in range(n)) * item
     if is_all_gather(settled, target):
+        arrived = max(size_of(target.box(r)) for r in range(n)) * item
         [gathered] = [p for p, q in zip(settled.placements, target.placements, strict=True) if p != q]
         joined = () if gathered == Shard(0) else (Term("copy", (2 * arrived,)),)
         return (*terms, Term("all-gather", (sent,)), *joined)
-    return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * arrived,)))
+    stays = max(
+        (size_of(box) for r in range(n) for owner, box in sources(r, settled, target) if owner == r),
+        default=0,
+    )
+    return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * stays * item,)))
 
 
 def received(source: Layout, target: Layout, dtype: torch.dtype) -> int:

@@ -249,7 +249,7 @@ def _in_blocks(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way
             Term("transform", (-(-M // n), N, 1), wide),
             Term("transform", (-(-N // n), M, 1), wide),
             Term("exchange", (most, n - 1), times=times),
-            Term("copy", (M * N * item // n,), times=times),
+            Term("copy", (2 * M * N * item // n**2,), times=times),
         )
         memory = received(rows, columns, wide) * 2
         back = bytes_sent(columns, rows, item) if times == 2 else 0

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from common import comm
@@ -69,16 +68,13 @@ class Exchange:
     def __init__(self, x: Tensor, halo: Halo) -> None:
         self.x, self.halo, self.me = x, halo, halo.source.grid.world.rank
         self.came = [(r, part) for r, part in halo.owners[self.me] if r != self.me]
+        self.received: list[Tensor] = []
         self.pending: Pending | None = None
         if not halo.moves:
             return
         halo.source.grid.meet()
         to = [(r, part) for r, part in halo.sends(self.me) if r != self.me]
-        here = halo.source.mine
-        packed = [x[inside(part, here)].reshape(-1) for _, part in to]
-        self.sent = torch.cat(packed) if packed else x.new_empty(0)
-        self.received = x.new_empty(sum(size_of(part) for _, part in self.came))
-        self.pending = _all_to_all(self.received, self.sent, halo, to, self.came)
+        self.received, self.pending = _all_to_all(x, halo.source.mine, halo, to, self.came)
 
     def wait(self) -> None:
         """Wait until this rank's parts have gone and the others' have come."""
@@ -96,14 +92,10 @@ class Exchange:
         mine = intersect(here, box)
         if size_of(mine):
             out[inside(mine, box)] = self.x[inside(mine, here)]
-        begin = 0
-        for _, part in self.came:
-            end = begin + size_of(part)
+        for (_, part), piece in zip(self.came, self.received, strict=True):
             common = intersect(part, box)
             if size_of(common):
-                piece = self.received[begin:end].view([hi - lo for lo, hi in part])
                 out[inside(common, box)] = piece[inside(common, part)]
-            begin = end
         return out
 
 
@@ -120,27 +112,22 @@ def sent_back(dy: Tensor, halo: Halo) -> Tensor:
     halo.source.grid.meet()
     to = [(r, part) for r, part in halo.owners[me] if r != me]
     came = [(r, part) for r, part in halo.sends(me) if r != me]
-    packed = [dy[inside(part, box)].reshape(-1) for _, part in to]
-    sent = torch.cat(packed) if packed else dy.new_empty(0)
-    received = dy.new_empty(sum(size_of(part) for _, part in came))
-    _all_to_all(received, sent, halo, to, came).wait()
-    begin = 0
-    for _, part in came:
-        end = begin + size_of(part)
-        out[inside(part, here)] += received[begin:end].view([hi - lo for lo, hi in part])
-        begin = end
+    received, pending = _all_to_all(dy, box, halo, to, came)
+    pending.wait()
+    for (_, part), piece in zip(came, received, strict=True):
+        out[inside(part, here)] += piece
     return out
 
 
 def _all_to_all(
-    out: Tensor, x: Tensor, halo: Halo, to: Sequence[tuple[int, Box]], came: Sequence[tuple[int, Box]]
-) -> Pending:
-    world = halo.source.grid.world
-    words = 2 if x.is_complex() else 1
-    if x.is_complex():
-        out, x = torch.view_as_real(out).view(-1), torch.view_as_real(x).view(-1)
-    send, receive = [0] * world.size, [0] * world.size
-    for sizes, parts in ((send, to), (receive, came)):
-        for rank, part in parts:
-            sizes[rank] = size_of(part) * words
-    return comm.all_to_all_into(out, x, replace(world, axis="grid"), send, receive, async_op=True)
+    x: Tensor, box: Box, halo: Halo, to: Sequence[tuple[int, Box]], came: Sequence[tuple[int, Box]]
+) -> tuple[list[Tensor], Pending]:
+    """Send parts of x, which is the content of `box`; return those that will have come, and what is under way."""
+    world = replace(halo.source.grid.world, axis="grid")
+    pieces, places = ([x.new_empty(0)] * world.size for _ in range(2))
+    for rank, part in to:
+        pieces[rank] = x[inside(part, box)]
+    for rank, part in came:
+        places[rank] = x.new_empty([hi - lo for lo, hi in part])
+    pending = comm.all_to_all_views(places, pieces, world, async_op=True)
+    return [places[rank] for rank, _ in came], pending

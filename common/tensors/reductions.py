@@ -24,6 +24,7 @@ from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard
 from common.tensors.tensor import DistributedTensor, describe, method, settled, to_layout
 
 Dims = int | Sequence[int] | None
+ROWS = 64  # rows that are added by one product
 
 
 def _dims(x: DistributedTensor, dim: Dims, operation: str) -> list[int]:
@@ -53,7 +54,37 @@ def _reduced(layout: Layout, dims: Sequence[int], keepdim: bool, cut: Placement)
 
 
 def _local_sum(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    return x.sum(list(dims), keepdim) if dims else x.clone()
+    if not dims:
+        return x.clone()
+    if not _is_tall(x, dims):
+        return x.sum(list(dims), keepdim)
+    return _sum_of_rows(x.flatten(0, len(dims) - 1).flatten(1)).view(
+        (*[1] * len(dims) * keepdim, *x.shape[len(dims) :])
+    )
+
+
+def _is_tall(x: Tensor, dims: Sequence[int]) -> bool:
+    """Return True for the sum of many long rows that lie one behind another, without a gradient."""
+    leading = list(dims) == list(range(len(dims))) and len(dims) < x.ndim
+    exact = x.dtype == torch.float64 or (
+        x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    )
+    plain = x.device.type == "cpu" and x.is_contiguous() and not (torch.is_grad_enabled() and x.requires_grad)
+    long = leading and x.shape[: len(dims)].numel() >= 2 * ROWS and x.shape[len(dims) :].numel() >= ROWS
+    return exact and plain and long
+
+
+def _sum_of_rows(x_NM: Tensor) -> Tensor:
+    """Return the sum over N. A product with ones reads the rows in order, twice as fast as torch's sum along a column.
+
+    ROWS at a time, whose sums are then added: rounding grows with N / ROWS + ROWS, not with N.
+    """
+    N, M = x_NM.shape
+    rest = N % ROWS
+    blocks = x_NM[: N - rest].view(-1, ROWS, M)
+    ones = x_NM.new_ones(1, ROWS)
+    sums = torch.bmm(ones.expand(len(blocks), 1, ROWS), blocks).sum(0)
+    return (sums + ones[:, :rest] @ x_NM[N - rest :])[0]
 
 
 @method

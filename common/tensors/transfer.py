@@ -147,71 +147,25 @@ def _all_gathered(piece: Tensor, source: Layout, target: Layout) -> Tensor | Non
 def _exchanged(
     piece: Tensor, source: Layout, target: Layout, to: list[Box | None], came: list[Box | None]
 ) -> Tensor:
-    """Return the piece that an all-to-all brings. What a rank keeps is copied meanwhile, if it can be."""
-    me, n = source.grid.world.rank, source.grid.world.size
+    """Return the piece that an all-to-all brings."""
+    world = replace(source.grid.world, axis="grid")
     arrived = sum(size_of(b) for b in came if b)
     adds = arrived > size_of(target.mine)
-    flat_in = tiles(to, source.mine) and piece.is_contiguous()
-    flat_out = tiles(came, target.mine) and not adds
-    own = to[me]
-    apart = own is not None and not adds and (me in (0, n - 1) or not (flat_in or flat_out))
-    if apart:
-        to, came = ([None if r == me else b for r, b in enumerate(boxes)] for boxes in (to, came))
-
-    def others(x: Tensor) -> Tensor:
-        """Return x without this rank's own part, which is its first or its last."""
-        rest = x.numel() - (size_of(own) if apart and own else 0)
-        return x.view(-1)[x.numel() - rest :] if me == 0 else x.view(-1)[:rest]
-
     wide = torch.float32 if adds and piece.dtype in HALF else piece.dtype
     out = new_empty(target.local_shape, wide, piece.device)
     if adds or arrived < size_of(target.mine):
         out.zero_()
-    packed = others(piece) if flat_in else _packed(piece, source.mine, to)
-    received = others(out) if flat_out else piece.new_empty(sum(size_of(b) for b in came if b))
-    pending = _all_to_all(received, packed, to, came, source.grid.world)
-    if apart and own:
-        out[inside(own, target.mine)].copy_(piece[inside(own, source.mine)])
-    pending.wait()
-    if not flat_out:
-        parts = received.split([size_of(b) for b in came if b])
-        for box, part in zip([b for b in came if b], parts, strict=True):
-            place = out[inside(box, target.mine)]
-            part = part.view(place.shape)
-            place.add_(part) if adds else place.copy_(part)
+    nothing = piece.new_empty(0)
+    pieces = [piece[inside(b, source.mine)] if b else nothing for b in to]
+    places = [out[inside(b, target.mine)] if b else nothing for b in came]
+    if not adds:
+        comm.all_to_all_views(places, pieces, world)
+        return out
+    terms = [piece.new_empty(place.shape) for place in places]
+    comm.all_to_all_views(terms, pieces, world)
+    for place, term in zip(places, terms, strict=True):
+        place.add_(term)
     return out.to(piece.dtype)
-
-
-def _packed(piece: Tensor, mine: Box, to: Sequence[Box | None]) -> Tensor:
-    """Return the parts of a piece for each rank, one after another."""
-    found = new_empty((sum(size_of(b) for b in to if b),), piece.dtype, piece.device)
-    parts = found.split([size_of(b) for b in to if b])
-    for box, part in zip([b for b in to if b], parts, strict=True):
-        part.view([hi - lo for lo, hi in box]).copy_(piece[inside(box, mine)])
-    return found
-
-
-def tiles(boxes: Sequence[Box | None], whole: Box) -> bool:
-    """Return True if the boxes, in order, are runs of rows that fill `whole`: no copy is needed to join them."""
-    at = whole[0][0] if whole else 0
-    for box in boxes:
-        if box is not None:
-            if not whole or box[0][0] != at or box[1:] != whole[1:]:
-                return False
-            at = box[0][1]
-    return bool(whole) and at == whole[0][1]
-
-
-def _all_to_all(
-    out: Tensor, x: Tensor, to: Sequence[Box | None], came: Sequence[Box | None], world: Group
-) -> comm.Pending:
-    words = 2 if x.is_complex() else 1
-    if x.is_complex():
-        out, x = torch.view_as_real(out).view(-1), torch.view_as_real(x).view(-1)
-    if x.dtype == torch.bool:
-        out, x = out.view(torch.uint8), x.view(torch.uint8)
-    send, receive = ([size_of(b) * words if b else 0 for b in boxes] for boxes in (to, came))
-    return comm.all_to_all_into(out, x, replace(world, axis="grid"), send, receive, async_op=True)
 
 
 @lru_cache(4096)

@@ -1,7 +1,7 @@
 // What torch hands over, as memory without gaps that a processor can read.
 //
 //     CPU, contiguous    itself
-//     CPU, with gaps     a contiguous copy; copied back when all is done
+//     CPU, with gaps     a contiguous copy; copied back when all is done. In an all-to-all itself, if its runs are long
 //     GPU                a copy in pinned host memory, by the device's own copy engine; copied back the same way
 //
 // Copies from and to a device take their place among what the device has been told to do (a stream), and nobody waits
@@ -20,6 +20,8 @@
 #include <stdexcept>
 #include <utility>
 #include <vector>
+
+#include "fived/mpi/strided.hpp"
 
 namespace fived {
 
@@ -47,6 +49,29 @@ class Order {
     c10::Event event_;
 };
 
+/// Where the numbers of a CPU's tensor lie, without a copy. Nothing if copying each run would take longer than a copy by
+/// torch, which knows how to transpose.
+template <class Byte>
+std::optional<Strided<Byte>> strided(const at::Tensor& t) {
+    constexpr std::size_t shortest_run = 64;  // a line of the cache
+    std::size_t run = t.element_size();
+    std::vector<typename Strided<Byte>::Dim> outer;
+    for (std::int64_t d = t.dim(); d-- > 0;) {
+        const std::size_t count = t.size(d);
+        const std::ptrdiff_t apart = t.stride(d) * std::ptrdiff_t(t.element_size());
+        if (count == 1) continue;
+        if (outer.empty() && apart == std::ptrdiff_t(run))
+            run *= count;
+        else if (!outer.empty() && apart == outer.front().apart * std::ptrdiff_t(outer.front().count))
+            outer.front().count *= count;
+        else
+            outer.insert(outer.begin(), {count, apart});
+    }
+    if (t.numel() == 0) return Strided<Byte>();
+    if (outer.size() > Strided<Byte>::most_dims || (!outer.empty() && run < shortest_run)) return {};
+    return Strided<Byte>(bytes_of(t), run, std::move(outer));
+}
+
 class Buffers {
   public:
     enum class Via {
@@ -68,6 +93,19 @@ class Buffers {
                           : used      ? t.contiguous()
                                       : at::empty_like(t, at::MemoryFormat::Contiguous);
         return copied_.emplace_back(t, near).second;
+    }
+    /// The same for a receiver that takes gaps, if `gaps`.
+    Strided<const std::byte> read_strided(const at::Tensor& t, bool gaps) {
+        if (gaps && is_near(t))
+            if (const auto x = strided<const std::byte>(t)) return kept_.push_back(t), *x;
+        const at::Tensor x = read(t);
+        return std::span<const std::byte>(bytes_of(x), x.nbytes());
+    }
+    Strided<std::byte> write_strided(const at::Tensor& t, bool gaps) {
+        if (gaps && is_near(t))
+            if (const auto x = strided<std::byte>(t)) return kept_.push_back(t), *x;
+        const at::Tensor x = write(t, false);
+        return std::span(bytes_of(x), x.nbytes());
     }
     /// Whether what is read is there.
     bool ready() const { return !order_ || order_->reached(); }

@@ -283,12 +283,11 @@ WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllT
     check(outputs, size_, "all_to_all");
     check(inputs, size_, "all_to_all");
     auto buffers = buffer();
-    Inputs in;
-    Outputs out;
+    StridedInputs in;
+    StridedOutputs out;
     for (int r = 0; r < size_; ++r) {
-        const at::Tensor x = buffers->read(inputs[r]), y = buffers->write(outputs[r], false);
-        in.emplace_back(bytes_of(x), x.nbytes());
-        out.emplace_back(bytes_of(y), y.nbytes());
+        in.push_back(buffers->read_strided(inputs[r], hosts_->is_near(r)));
+        out.push_back(buffers->write_strided(outputs[r], hosts_->is_near(r)));
     }
     return collective(OpType::ALLTOALL, "fived:all_to_all", buffers,
                       hosts_->all_to_all(call(OpType::ALLTOALL, inputs[0], -1), in, out), outputs, o.timeout,

@@ -84,7 +84,7 @@ void test_sizes(const Communicator& world, Hosts& hosts, std::size_t n) {
     Outputs to;
     for (Numbers& part : sent) from.push_back(std::as_bytes(std::span(part)));
     for (Numbers& part : received) to.push_back(std::as_writable_bytes(std::span(part)));
-    run(hosts, hosts.all_to_all(call, from, to));
+    run(hosts, hosts.all_to_all(call, {from.begin(), from.end()}, {to.begin(), to.end()}));
     for (int r = 0; r < P; ++r) CHECK(received[r] == numbers(n + r + 2 * me, r, me));
 
     run(hosts, hosts.barrier(call));

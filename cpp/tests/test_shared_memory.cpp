@@ -62,10 +62,63 @@ void test_sizes(const Communicator& world, HostMemory& memory, std::size_t n) {
     std::vector<std::span<std::byte>> to;
     for (Numbers& part : sent) from.push_back(std::as_bytes(std::span(part)));
     for (Numbers& part : received) to.push_back(std::as_writable_bytes(std::span(part)));
-    run(memory, all_to_all(memory, call, from, to, 4 * (n + 3 * (P - 1))));
+    run(memory,
+        all_to_all(memory, call, {from.begin(), from.end()}, {to.begin(), to.end()}, 4 * (n + 3 * (P - 1))));
     for (int r = 0; r < P; ++r) CHECK(received[r] == numbers(n + r + 2 * me, r, me));
 
     run(memory, barrier(call));
+}
+
+/// Columns of a matrix of n rows go to each rank, which stores them below each other in groups of 3 columns.
+void test_gaps(const Communicator& world, HostMemory& memory, std::size_t n) {
+    const std::size_t P = world.size(), me = world.rank(), item = sizeof(std::int32_t);
+    const std::size_t groups = 2, wide = 3, columns = P * groups * wide + 1;
+    using In = Strided<const std::byte>;
+    using Out = Strided<std::byte>;
+    Numbers x = numbers(n * columns, int(me)), y(P * groups * n * wide, -1);
+    std::vector<In> in;
+    std::vector<Out> out;
+    for (std::size_t r = 0; r < P; ++r) {
+        in.emplace_back(bytes(x) + (1 + r * groups * wide) * item, groups * wide * item,
+                        std::vector<In::Dim>{{n, std::ptrdiff_t(columns * item)}});
+        out.emplace_back(bytes(y) + r * n * wide * item, wide * item,
+                         std::vector<Out::Dim>{{n, std::ptrdiff_t(wide * item)},
+                                               {groups, std::ptrdiff_t(P * n * wide * item)}});
+    }
+    const Call call{.operation = 3, .elements = n};
+    run(memory, all_to_all(memory, call, in, out, n * groups * wide * item));
+    for (std::size_t r = 0; r < P; ++r) {
+        const Numbers given = numbers(n * columns, int(r));
+        for (std::size_t row = 0; row < n; ++row)
+            for (std::size_t c = 0; c < groups * wide; ++c)
+                CHECK(y[((c / wide * P + r) * n + row) * wide + c % wide] ==
+                      given[row * columns + 1 + me * groups * wide + c]);
+    }
+}
+
+/// Runs from any byte of the message to any other.
+void test_runs() {
+    const Numbers x = numbers(60, 1);
+    const auto* const start = reinterpret_cast<const std::byte*>(x.data());
+    const Strided<const std::byte> piece(start + 5, 3, {{4, 50}, {2, -4}});
+    std::vector<std::byte> message;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j)
+            for (int k = 0; k < 3; ++k) message.push_back(start[5 + 50 * i - 4 * j + k]);
+    CHECK(piece.size() == 24);
+    for (std::size_t begin = 0; begin <= 24; ++begin)
+        for (std::size_t count = 0; begin + count <= 24; ++count) {
+            std::vector<std::byte> found(count);
+            piece.each(begin, count, [&](const std::byte* from, std::size_t at, std::size_t n) {
+                std::copy_n(from, n, &found[at]);
+            });
+            CHECK(std::equal(found.begin(), found.end(), message.begin() + std::ptrdiff_t(begin)));
+        }
+    try {
+        (void)piece.whole();
+        CHECK(false);
+    } catch (const std::logic_error&) {
+    }
 }
 
 void test_mismatch(const Communicator& world) {
@@ -100,6 +153,8 @@ int main(int argc, char** argv) {
     for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, small,
                                 small + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
         test_sizes(world, memory, n);
+    for (const std::size_t n : {0, 1, 300, 4001}) test_gaps(world, memory, n);
+    test_runs();
     test_mismatch(world);
     test_past_the_cache();
     return world.all_reduce(failures) > 0;

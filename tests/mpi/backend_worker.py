@@ -49,8 +49,8 @@ def calls() -> st.SearchStrategy[dict[str, Any]]:
         "call": st.sampled_from(
             [
                 "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter",
-                "reduce_scatter_single", "all_to_all", "all_to_all_single", "gather", "scatter", "exchange",
-                "any_source",
+                "reduce_scatter_single", "all_to_all", "all_to_all_single", "all_to_all_views", "gather",
+                "scatter", "exchange", "any_source",
             ]
         ),
         "group": st.sampled_from(range(len(SUBSETS))),
@@ -116,6 +116,16 @@ def run(c: dict[str, Any], group: dist.ProcessGroup, me: int, members: tuple[int
             pieces = torch.cat([numbers(c, me, r, s) for r, s in enumerate(splits)])
             out = [torch.zeros(sum(splits), dtype=x.dtype)]
             work = dist.all_to_all_single(out[0], pieces, splits, splits, **later)
+        case "all_to_all_views":  # rows of `long` numbers, with gaps between them
+            rows, long = 1 + c["elements"] % 500, 5 + c["seed"] % 90
+            base = numbers(c, me, 0, n * 3 * (rows + 1) * 100).reshape(n, 3, rows + 1, 100)
+            pieces = [base[r, :, 1:, 3 : 3 + long].transpose(0, 1) for r in range(n)]
+            whole = torch.zeros(rows, n, 3, long + 7, dtype=x.dtype)
+            views = [whole[:, r, :, 2 : 2 + long] for r in range(n)]
+            gaps = [whole[..., :2], whole[..., 2 + long :]]
+            if "dense" in c:
+                views, pieces = ([t.contiguous() for t in given] for given in (views, pieces))
+            work, out = dist.all_to_all(views, pieces, **later), [*views, *gaps]
         case "gather":
             here = members[me] == root
             work, out = dist.gather(x, empty if here else None, root, **later), empty if here else []
@@ -160,7 +170,7 @@ def same(c: dict[str, Any], groups: dict[str, list[Any]]) -> str:
     theirs = run(c | {"dense": True}, groups["gloo"][c["group"]], me, members)
     ours = {setting: run(c, groups[setting][c["group"]], me, members) for setting in SETTINGS}
     return "; ".join(
-        f"rank {WORLD.rank}, {setting}: {c} gives {a[:8].tolist()}, gloo {b[:8].tolist()}"
+        f"rank {WORLD.rank}, {setting}: {c} gives {a.flatten()[:8].tolist()}, gloo {b.flatten()[:8].tolist()}"
         for setting, mine in ours.items()
         for a, b in zip(mine, theirs, strict=True)
         if not torch.equal(a, b)

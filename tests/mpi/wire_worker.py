@@ -58,6 +58,7 @@ def calls(g: Group) -> dict[str, Callable[[], object]]:
     x, y, piece = torch.ones(LENGTH), torch.empty(LENGTH), torch.ones(LENGTH // n)
     sizes = [(r + j) % n * 60_000 for j in range(n)]  # to and from rank j
     uneven, room = torch.ones(sum(sizes)), torch.empty(sum(sizes))
+    gaps = [torch.ones(max(sizes) // 50, 60)[: size // 50, :50] for size in sizes]
     return {
         "all_reduce": lambda: comm.all_reduce(x, g),
         "broadcast": lambda: comm.broadcast(x, g, n - 1),
@@ -67,6 +68,7 @@ def calls(g: Group) -> dict[str, Callable[[], object]]:
         "reduce_scatter": lambda: comm.reduce_scatter(x, g),
         "reduce_scatter_into": lambda: comm.reduce_scatter_into(piece, x, g),
         "all_to_all": lambda: comm.all_to_all(x, g),
+        "all_to_all_views": lambda: comm.all_to_all_views([torch.empty_like(x) for x in gaps], gaps, g),
         "all_to_all_into": lambda: comm.all_to_all_into(room, uneven, g, sizes, sizes),
         "send": lambda: comm.send(x, g, 1) if r == 0 else comm.recv(y, g, 0) if r == 1 else None,
         "exchange": lambda: comm.exchange(x, y, g, (r + 1) % n, (r - 1) % n),

@@ -60,6 +60,9 @@ struct Differs : std::runtime_error {
 /// Pieces of memory, read or written one behind the other.
 using Inputs = std::vector<std::span<const std::byte>>;
 using Outputs = std::vector<std::span<std::byte>>;
+/// The same with gaps.
+using StridedInputs = std::vector<Strided<const std::byte>>;
+using StridedOutputs = std::vector<Strided<std::byte>>;
 
 template <class Span>
 std::size_t length_of(const std::vector<Span>& pieces) {
@@ -160,6 +163,7 @@ class Hosts {
     }
 
     int count() const { return int(hosts_.size()); }
+    bool is_near(int rank) const { return of_rank_[rank] == here_; }
     HostMemory& memory() const { return *memory_; }
     /// The ranks on the host of `rank`, in order. Those of this host are the local ranks of its memory.
     const std::vector<int>& host_of(int rank) const { return hosts_[of_rank_[rank]]; }
@@ -251,7 +255,8 @@ class Hosts {
         in[root] = {x, bytes};
         for (int r = 0; rank_ == root && r < size_; ++r) places[r] = {out[r], bytes};
         Stages stages = agree(call);
-        stages.push_back(direct(call, in, places, [=] { return bytes; }));
+        stages.push_back(
+            direct(call, {in.begin(), in.end()}, {places.begin(), places.end()}, [=] { return bytes; }));
         return stages;
     }
 
@@ -260,7 +265,8 @@ class Hosts {
         Outputs places(size_);
         places[root] = out;
         Stages stages = agree(call);
-        stages.push_back(direct(call, in, places, [=] { return out.size(); }));
+        stages.push_back(
+            direct(call, {in.begin(), in.end()}, {places.begin(), places.end()}, [=] { return out.size(); }));
         return stages;
     }
 
@@ -301,7 +307,7 @@ class Hosts {
 
     /// `in[r]` goes to rank r, `out[r]` comes from there. Throws std::runtime_error on every rank, naming two, where one
     /// sends another number of bytes than the other expects.
-    Stages all_to_all(const Call& call, Inputs in, Outputs out) {
+    Stages all_to_all(const Call& call, StridedInputs in, StridedOutputs out) {
         // First all tell all how long their pieces are: to each rank, then from each rank.
         const std::size_t n = size_, row = 2 * n;
         const auto all = std::make_shared<std::vector<std::uint64_t>>(row * (n + 1));
@@ -476,11 +482,11 @@ class Hosts {
     }
 
     /// `in[r]` to rank r: through the memory inside the host, by messages elsewhere, both at once.
-    std::function<Stage()> direct(const Call& call, Inputs in, Outputs out,
+    std::function<Stage()> direct(const Call& call, StridedInputs in, StridedOutputs out,
                                   std::function<std::size_t()> longest) {
         return [=, this] {
-            Inputs near_in;
-            Outputs near_out;
+            StridedInputs near_in;
+            StridedOutputs near_out;
             for (const int r : hosts_[here_]) {
                 near_in.push_back(in[r]);
                 near_out.push_back(out[r]);
@@ -488,8 +494,8 @@ class Hosts {
             Stage stage{fived::all_to_all(*memory_, call, near_in, near_out, longest()), {}};
             for (int r = 0; r < size_; ++r)
                 if (of_rank_[r] != here_) {
-                    receive(stage, out[r], r);
-                    send(stage, in[r], r);
+                    receive(stage, out[r].whole(), r);
+                    send(stage, in[r].whole(), r);
                 }
             return stage;
         };

@@ -53,6 +53,7 @@
 #include "fived/error.hpp"
 #include "fived/math/partition.hpp"
 #include "fived/mpi/mpi.hpp"
+#include "fived/mpi/strided.hpp"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -75,7 +76,7 @@ inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t
     if (bytes) std::memcpy(to, from, bytes);  // there may be no memory behind nothing
 }
 
-/// Past the cache: for results so large that they would push out what is still needed.
+/// Past the cache: for results so large that they would push out what is still needed. Call arrive() before others read.
 inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
 #ifdef __SSE2__
     const std::size_t head = std::min(bytes, std::size_t(-reinterpret_cast<std::uintptr_t>(to)) & 15);
@@ -84,10 +85,16 @@ inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t by
     for (; i + 16 <= bytes; i += 16)
         _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
                          _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-    _mm_sfence();
     copy_through_cache(to + i, from + i, bytes - i);
 #else
     copy_through_cache(to, from, bytes);
+#endif
+}
+
+/// Orders what was copied past the cache before all later stores.
+inline void arrive() {
+#ifdef __SSE2__
+    _mm_sfence();
 #endif
 }
 
@@ -176,6 +183,7 @@ class HostMemory {
             while (rounds.written_ < std::min(rounds.count_, rounds.done_ + 2)) {
                 if (rounds.written_ == 0) slot_of(rank_, 0).call = rounds.call_;
                 rounds.write_(rounds.written_++);
+                arrive();
                 places_[rank_].counter.store(start_ + rounds.written_, std::memory_order_release);
             }
             for (int r = 0; r < size_; ++r)
@@ -190,6 +198,7 @@ class HostMemory {
             rounds.read_(rounds.done_++);
             ++met_;
         }
+        arrive();
         start_ = met_;
         return true;
     }
@@ -354,27 +363,37 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
 }
 
 /// `in[r]` goes to rank r, `out[r]` comes from there. `longest` is the longest piece of all, between any two.
-inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<std::span<const std::byte>> in,
-                         std::vector<std::span<std::byte>> out, std::size_t longest) {
+inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
+                         std::vector<Strided<std::byte>> out, std::size_t longest) {
     const std::size_t chunk = HostMemory::slot_bytes / m.size();
-    const auto part = [=](auto whole, std::size_t i) {
-        const std::size_t begin = std::min(whole.size(), i * chunk);
-        return whole.subspan(begin, std::min(chunk, whole.size() - begin));
+    const auto begin = [=](const auto& piece, std::size_t i) { return std::min(piece.size(), i * chunk); };
+    const auto length = [=](const auto& piece, std::size_t i) {
+        return std::min(chunk, piece.size() - begin(piece, i));
     };
     const auto fill = into_slots(longest);
     const auto copy = longest * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
     return {call, rounds_of(longest, chunk),
             [=, &m](std::size_t i) {
-                for (int r = 0; r < m.size(); ++r)
-                    if (const auto piece = part(in[r], i); r != m.rank())
-                        fill(m.slot(m.rank(), i) + r * chunk, piece.data(), piece.size());
+                for (int r = 0; r < m.size(); ++r) {
+                    std::byte* const slot = m.slot(m.rank(), i) + r * chunk;
+                    if (r != m.rank())
+                        in[r].each(begin(in[r], i), length(in[r], i),
+                                   [&](const std::byte* from, std::size_t at, std::size_t n) {
+                                       fill(slot + at, from, n);
+                                   });
+                }
             },
             [=, &m](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r) {
-                    const auto piece = part(out[r], i);
-                    const std::byte* from =
-                        r == m.rank() ? part(in[r], i).data() : m.slot(r, i) + m.rank() * chunk;
-                    copy(piece.data(), from, piece.size());
+                    const std::byte* const slot = m.slot(r, i) + m.rank() * chunk;
+                    const std::size_t first = begin(out[r], i);
+                    out[r].each(first, length(out[r], i), [&](std::byte* to, std::size_t at, std::size_t n) {
+                        if (r != m.rank()) return copy(to, slot + at, n);
+                        in[r].each(first + at, n,
+                                   [&](const std::byte* from, std::size_t more, std::size_t k) {
+                                       copy(to + more, from, k);
+                                   });
+                    });
                 }
             }};
 }
