@@ -223,18 +223,16 @@ def all_to_all_views(
 ) -> Pending:
     """Piece r goes to rank r, into its place for this rank, of the same shape. Both may be views with gaps.
 
-    Sends all pieces but this rank's own, which is copied while the others travel. On MPI a host's ranks copy from piece
-    to place through the memory that they share; other backends get the pieces one behind another.
+    Sends all pieces but this rank's own, which is copied. On MPI a host's ranks copy from piece to place through the
+    memory that they share; other backends get the pieces of others one behind another.
     """
-    me = group.rank
-    numbers = [[_as_numbers(x) for x in views] for views in (places, pieces)]
-    room, sent = ([x if r != me else x.new_empty(0) for r, x in enumerate(views)] for views in numbers)
-    if group.pg is None or dist.get_backend(group.pg) != "fived" or sent[0].is_cuda:
-        ready = _packed_all_to_all(room, sent, group)
-    else:
-        pg = group.pg
-        ready = Pending("all_to_all", group, sum(x.nbytes for x in sent))
-        ready.start(lambda: pg.alltoall(room, sent, dist.AllToAllOptions()), async_op=True)
+    me, pg = group.rank, group.pg
+    room, sent = ([_as_numbers(x) for x in views] for views in (places, pieces))
+    if pg is not None and dist.get_backend(pg) == "fived" and not sent[me].is_cuda:
+        ready = Pending("all_to_all", group, sum(x.nbytes for x in sent) - sent[me].nbytes)
+        return ready.start(lambda: pg.alltoall(room, sent, dist.AllToAllOptions()), async_op)
+    room[me] = sent[me] = sent[me].new_empty(0)
+    ready = _packed_all_to_all(room, sent, group)
     places[me].copy_(pieces[me])
     if not async_op:
         ready.wait()
