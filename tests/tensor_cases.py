@@ -39,10 +39,11 @@ NUMBERS = (*FLOATS, torch.complex128, torch.complex64)
 
 def on_grids(n: int, check: Callable[[Grid, Any], None], examples: int = EXAMPLES) -> None:
     """Run `check` on n ranks and random examples, an equal number on each grid of these ranks."""
-    spawn(_examples, n, check, examples, limit=60 + 2 * examples)
+    spawn(examples_of, n, check, examples, limit=60 + 2 * examples)
 
 
-def _examples(rt: Runtime, check: Callable[[Grid, Any], None], examples: int) -> None:
+def examples_of(rt: Runtime, check: Callable[[Grid, Any], None], examples: int) -> None:
+    """Run `check` on random examples, an equal number on each grid of these ranks."""
     grids = GRIDS[rt.world_size]
     for shape in grids:
         _one(Grid(rt.world, *shape), check, -(-examples // len(grids)))

@@ -7,21 +7,25 @@ from typing import Any
 import pytest
 import tensor_cases as cases
 from hypothesis import strategies as st
+from mpi.launch import ROOT, mpirun, need_module, python
 
 from common.comm.ledger import Ledger
-from common.tensors import Grid
+from common.tensors import DistributedTensor, Grid
 from common.tensors.transfer import bytes_sent
 
 WORLDS = (1, 2, 3, 4, 5, 6)
 
 
-def move(grid: Grid, data: Any) -> None:
+def move(grid: Grid, data: Any, longest: int = 7) -> None:
     """Compare a move between two layouts, its gradient and its bytes with the whole tensor."""
-    shape = data.draw(cases.shapes())
+    shape = data.draw(cases.shapes(longest=longest))
     dtype = data.draw(st.sampled_from(cases.NUMBERS))
     before, after = (data.draw(cases.placements(grid, shape)) for _ in range(2))
     whole = cases.numbers(shape, dtype)
-    x = cases.spread(whole, grid, before).requires_grad_()
+    x = cases.spread(whole, grid, before)
+    if data.draw(st.booleans()):
+        x = DistributedTensor(x.local.contiguous(), x.layout)
+    x.requires_grad_()
     with Ledger() as ledger:
         y = x.redistribute(*after)
     assert ledger.bytes() == bytes_sent(x.layout, y.layout, dtype.itemsize)
@@ -40,3 +44,11 @@ def move(grid: Grid, data: Any) -> None:
 @pytest.mark.parametrize("n", WORLDS)
 def test_move(n: int) -> None:
     cases.on_grids(n, move)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_on_mpi(n: int) -> None:
+    """The ranks of a host exchange views through the memory that they share: moves, transforms, convolutions."""
+    need_module("fived_c10d")
+    done = mpirun(n, python(), ROOT / "tests" / "mpi" / "tensors_worker.py", str(2 * cases.EXAMPLES))
+    assert done.returncode == 0, done.stderr
