@@ -133,6 +133,42 @@ def test_bytes_are_the_formulas() -> None:
             assert part["sent"] == (ring, back)
 
 
+def exchange_views(rt: Runtime) -> None:
+    """Exchange columns of matrices: gaps, conjugates, uneven sizes; gradients stay out; wrong places are refused."""
+    n, r = rt.world_size, rt.rank
+
+    def columns(rank: int, to: int) -> Tensor:
+        whole = torch.arange(8.0 * 40).view(8, 40) + 1000 * rank
+        return (whole + 1j * to)[: 1 + to, rank : 20 + rank].conj()
+
+    pieces = [columns(r, to).requires_grad_() for to in range(n)]
+    whole = torch.zeros(1 + r, n, 25, dtype=torch.complex64)
+    places = [whole[:, source, 2:22] for source in range(n)]
+    for later in (False, True):
+        whole.zero_()
+        with Ledger() as ledger:
+            pending = comm.all_to_all_views(places, pieces, rt.world, async_op=later)
+            pending.wait()
+        assert ledger.bytes() == sum(20 * (1 + to) * 8 for to in range(n) if to != r)
+        assert not whole.requires_grad
+        for source, place in enumerate(places):
+            assert torch.equal(place, columns(source, r)), (source, r)
+        assert whole[..., :2].count_nonzero() + whole[..., 22:].count_nonzero() == 0
+    with pytest.raises(
+        ValueError, match=rf"a place of \[20, {1 + r}\] torch.complex64 for a piece of \[{1 + r}, 20\]"
+    ):
+        comm.all_to_all_views([place.transpose(0, 1) for place in places], pieces, rt.world)
+    with pytest.raises(ValueError, match=r"torch\.float32 for a piece"):
+        comm.all_to_all_views([place.real for place in places], pieces, rt.world)
+    with pytest.raises(ValueError, match=f"{n} pieces and {n - 1} places for {n} ranks"):
+        comm.all_to_all_views(places[1:], pieces, rt.world)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_views_with_gaps(n: int) -> None:
+    spawn(exchange_views, n)
+
+
 def uneven_all_to_all(rt: Runtime) -> None:
     comm.all_to_all(torch.ones(5), rt.world)
 

@@ -13,7 +13,7 @@ A rank holds the keys and values of its own layers (pp) and of the key-value hea
 tables are the same on all ranks. A token takes 2 * layers * G * K numbers on a rank.
 
     N blocks  P tokens per block  G key-value heads of this rank  K width of a head
-    T tokens of a step  R sequences
+    T tokens of a step  R sequences  L rows of a sequence's blocks
 """
 
 from __future__ import annotations
@@ -83,14 +83,13 @@ class Cache:
     def nbytes(self) -> int:
         return self.rows.nbytes
 
-    def write(self, layer: int, slots_T: Tensor, kv_TNK: Tensor) -> None:
-        """Store the G keys and then the G values of the tokens in their slots."""
-        self.rows[layer].index_copy_(0, slots_T, kv_TNK.unflatten(1, (2, -1)))
+    def write(self, layer: int, slots_T: Tensor, kv_T2GK: Tensor) -> None:
+        """Store the keys and values of the tokens in their slots."""
+        self.rows[layer].index_copy_(0, slots_T, kv_T2GK)
 
     def read(self, layer: int, slots_RL: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of the sequences with these slots, [R, G, L, K] each."""
-        rows_NGK = self.rows[layer].index_select(
-            0, slots_RL.flatten()
-        )  # several times as fast as rows[slots_RL]
-        rows_R2GLK = rows_NGK.unflatten(0, slots_RL.shape).permute(0, 2, 3, 1, 4)
+        # several times as fast as rows[slots_RL]
+        rows_X2GK = self.rows[layer].index_select(0, slots_RL.flatten())
+        rows_R2GLK = rows_X2GK.unflatten(0, slots_RL.shape).permute(0, 2, 3, 1, 4)
         return rows_R2GLK[:, 0], rows_R2GLK[:, 1]

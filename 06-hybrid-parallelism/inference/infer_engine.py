@@ -83,8 +83,11 @@ class Engine:
         self.shared = queries // kv_heads
         self.cache = Cache(len(layers), self.blocks, kv_heads, config.head_width, dtype, device)
         self.rotary = partial(angles, width=config.head_width, base=config.rotary_base, dtype=dtype)
-        for number, layer in enumerate(layers):
-            layer.add_module("attention", CachedAttention(layer.attention, self.cache, number))
+        self.attentions = [
+            CachedAttention(layer.attention, self.cache, number) for number, layer in enumerate(layers)
+        ]
+        for layer, attention in zip(layers, self.attentions, strict=True):
+            layer.add_module("attention", attention)
             if isinstance(layer.mlp, FeedForward) and layer.mlp.gate_proj is not None:
                 layer.mlp = JoinedFeedForward(layer.mlp)
 
@@ -131,7 +134,8 @@ class Engine:
 
     def forward(self, step: Step) -> Tensor:
         """Return logits_RV after the rows `last_R`, on the last stage; elsewhere undefined."""
-        CachedAttention.step = step
+        for attention in self.attentions:
+            attention.step = step
         stage, pp, tp = self.stage, self.mesh.group("pp"), self.mesh.group("tp")
         if stage.first:
             x_1TD = stage.embed(step.tokens_1T, step.positions_1T)

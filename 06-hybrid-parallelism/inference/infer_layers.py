@@ -6,6 +6,10 @@ With one token per sequence a product takes the time in which its matrix is read
 one product gives what several do in training, where they are long and joining them would save little. The weights of
 the projections become rows of the joined matrix: the memory stays the same, and the parameters keep their names.
 
+    T tokens of a step  D width  H query heads  G key-value heads of this rank  K width of a head
+    E = H + 2 G: heads of queries, keys and values  F width of the MLP on this rank
+    a part of a step (infer_step.py): R sequences, L rows of the cache each, m queries per key-value head
+
 A processor looks up each page of memory in a small table. A weight of 12 MB has 3072 pages of 4 KiB or 6 of 2 MiB, and
 is read some 5 % faster from the large ones.
 """
@@ -24,7 +28,10 @@ from infer_step import Part, Step
 
 
 def join(*projections: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of the projections below each other; the projections' own become their rows."""
+    """Return the weights of the projections, stacked by rows, and their biases, if they have some.
+
+    Each projection's weight becomes a view of its rows.
+    """
     weights = [p.get_parameter("weight").detach() for p in projections]
     biases = [p.get_parameter("bias").detach() for p in projections if p.bias is not None]
     joined = in_large_pages(torch.cat(weights))
@@ -37,10 +44,10 @@ def join(*projections: nn.Module) -> tuple[Tensor, Tensor | None]:
 class CachedAttention(nn.Module):
     """Attention of one layer: stores the step's keys and values, and attends to all that are cached.
 
-    Without gradients, so it changes q and k in place.
+    Works in inference mode only, because it rotates queries and keys in place.
     """
 
-    step: Step  # of all layers; set before each forward pass
+    step: Step  # set before each forward pass
 
     def __init__(self, attention: Attention, cache: Cache, layer: int) -> None:
         super().__init__()
@@ -51,23 +58,23 @@ class CachedAttention(nn.Module):
         self.queries = len(self.q_proj.weight) // self.width
 
     def forward(self, x_1TD: Tensor, _: Tensor) -> Tensor:
-        step, H = self.step, self.queries
-        qkv_TNK = F.linear(x_1TD[0], self.joined, self.bias).view(x_1TD.shape[1], -1, self.width)
-        q_and_k, rows = qkv_TNK[:, : -self.cache.kv_heads], qkv_TNK[:, H:]
-        q_and_k.copy_(rotate(q_and_k, step.cos_T1K, step.sin_T1K))
-        self.cache.write(self.layer, step.slots_T, rows)
-        ys = [self.attend(part, qkv_TNK[part.begin : part.end, :H]) for part in step.parts]
-        y_TF = torch.cat(ys) if len(ys) > 1 else ys[0]
-        y_1TD: Tensor = self.o_proj(y_TF[None])
+        step, H, G = self.step, self.queries, self.cache.kv_heads
+        qkv_TEK = F.linear(x_1TD[0], self.joined, self.bias).view(x_1TD.shape[1], -1, self.width)
+        qk_TeK = qkv_TEK[:, : H + G]
+        qk_TeK.copy_(rotate(qk_TeK, step.cos_T1K, step.sin_T1K))
+        self.cache.write(self.layer, step.slots_T, qkv_TEK[:, H:].unflatten(1, (2, G)))
+        of_parts = [self.attend(part, qkv_TEK[part.begin : part.end, :H]) for part in step.parts]
+        y_THK = torch.cat(of_parts) if len(of_parts) > 1 else of_parts[0]
+        y_1TD: Tensor = self.o_proj(y_THK.flatten(1)[None])
         return y_1TD
 
     def attend(self, part: Part, q_THK: Tensor) -> Tensor:
-        """Return the attention of a part's tokens, [T, H K]."""
+        """Return the attention of a part's tokens, [T, H, K]."""
         k_RGLK, v_RGLK = self.cache.read(self.layer, part.slots_RL)
         (T, H, K), (R, G) = q_THK.shape, k_RGLK.shape[:2]
         q_RGmK = q_THK.view(R, T // R, G, H // G, K).permute(0, 2, 3, 1, 4).reshape(R, G, -1, K)
         y_RGmK = F.scaled_dot_product_attention(q_RGmK, k_RGLK, v_RGLK, part.mask_R1mL)
-        return y_RGmK.view(R, G, H // G, T // R, K).permute(0, 3, 1, 2, 4).reshape(T, H * K)
+        return y_RGmK.view(R, G, H // G, T // R, K).permute(0, 3, 1, 2, 4).reshape(T, H, K)
 
 
 class JoinedFeedForward(nn.Module):

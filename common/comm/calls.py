@@ -208,60 +208,102 @@ def all_to_all_into(
     """`all_to_all` with a place for the result; both are contiguous. Leave x as it is until the result is there."""
     if group.size == 1:
         out.copy_(x)
+    pending = _all_to_all(out, x, group, send_sizes, receive_sizes)
+    if not async_op:
+        pending.wait()
+    return pending
+
+
+def _all_to_all(
+    out: Tensor,
+    x: Tensor,
+    group: Group,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    then: Callable[[], object] = lambda: None,
+) -> Pending:
+    """Start an all-to-all; `then` is called when the result is there."""
     row_bytes = math.prod(x.shape[1:]) * x.element_size()
     send, receive = list(send_sizes), list(receive_sizes)
     y, (room, back) = carried(x, group), room_for(out, group)
-    ready = Pending("all_to_all", group, (sum(send) - send[group.rank]) * row_bytes, back)
+    ready = Pending(
+        "all_to_all",
+        group,
+        (sum(send) - send[group.rank]) * row_bytes,
+        lambda: (back(), then()),
+    )
     return ready.start(
-        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True), async_op
+        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True), async_op=True
     )
 
 
 @checked_call
+@torch.no_grad()
 def all_to_all_views(
     places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group, async_op: bool = False
 ) -> Pending:
-    """Piece r goes to rank r, into its place for this rank, of the same shape. Both may be views with gaps.
+    """Send pieces[r] to rank r, and fill places[r] with the piece that rank r has for this one.
 
-    Sends all pieces but this rank's own, which is copied. On MPI a host's ranks copy from piece to place through the
-    memory that they share; other backends get the pieces of others one behind another.
+    A piece has the shape of its place; both may be views with gaps. Sends all pieces but this rank's own, counted
+    exactly. Leave the pieces as they are, and the places unread, until `wait()` returns.
+
+    On MPI the ranks of a host copy from piece to place through the memory that they share. Other backends get the
+    pieces one behind another. Raises ValueError where numbers or types of pieces and places differ.
     """
     me, pg = group.rank, group.pg
-    room, sent = ([_as_numbers(x) for x in views] for views in (places, pieces))
+    if len(places) != group.size or len(pieces) != group.size:
+        raise ValueError(f"{len(pieces)} pieces and {len(places)} places for {group.size} ranks")
+    if places[me].shape != pieces[me].shape or len({x.dtype for x in (*places, *pieces)}) > 1:
+        raise ValueError(f"a place {_described(places[me])} for a piece {_described(pieces[me])}")
+    room, sent = ([_as_real(x) for x in views] for views in (places, pieces))
     if pg is not None and dist.get_backend(pg) == "fived" and not sent[me].is_cuda:
         ready = Pending("all_to_all", group, sum(x.nbytes for x in sent) - sent[me].nbytes)
         return ready.start(lambda: pg.alltoall(room, sent, dist.AllToAllOptions()), async_op)
-    room[me] = sent[me] = sent[me].new_empty(0)
+    others = [[*x[:me], x[me].new_empty(0), *x[me + 1 :]] for x in (room, sent)]
+    if _joins(room, sent) <= _joins(*others):
+        places[me].copy_(pieces[me])
+        room, sent = others
     ready = _packed_all_to_all(room, sent, group)
-    places[me].copy_(pieces[me])
     if not async_op:
         ready.wait()
     return ready
 
 
-def _packed_all_to_all(places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group) -> Pending:
-    """Start an all-to-all of pieces that are joined to one tensor; when it is waited for, the places are filled."""
-    x, out, sizes = joined(pieces), joined(places), [place.numel() for place in places]
-    x = torch.cat([piece.reshape(-1) for piece in pieces]) if x is None else x
-    received = x.new_empty(sum(sizes)) if out is None else out
-    ready = all_to_all_into(received, x, group, [piece.numel() for piece in pieces], sizes, async_op=True)
-    if out is None:
-        before = ready.finish
+def _joins(*lists: Sequence[Tensor]) -> int:
+    """Return how many of the lists need no copy to become one tensor."""
+    return sum(joined(views) is not None for views in lists)
 
-        def spread() -> None:
-            before()
-            for place, part in zip(places, received.split(sizes), strict=True):
+
+def _packed_all_to_all(places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group) -> Pending:
+    """Start an all-to-all of pieces that are joined to one tensor; `wait()` fills the places."""
+    x, out = joined(pieces), joined(places)
+    send, receive = ([view.numel() for view in views] for views in (pieces, places))
+    if x is None:
+        x = pieces[0].new_empty(sum(send))
+        for piece, part in zip(pieces, x.split(send), strict=True):
+            part.view(piece.shape).copy_(piece)
+    if out is not None:
+        return _all_to_all(out, x, group, send, receive)
+    received = x.new_empty(sum(receive))
+
+    def spread() -> None:
+        with torch.no_grad():
+            for place, part in zip(places, received.split(receive), strict=True):
                 place.copy_(part.view(place.shape))
 
-        ready.finish = spread
-    return ready
+    return _all_to_all(received, x, group, send, receive, spread)
 
 
-def _as_numbers(x: Tensor) -> Tensor:
-    """Return x as numbers of a type that every backend carries: two for a complex one, bytes for bool."""
+def _as_real(x: Tensor) -> Tensor:
+    """Return complex numbers as pairs and bools as bytes, which backends carry; other types unchanged."""
+    x = x.resolve_conj().resolve_neg()
     if x.is_complex():
         return torch.view_as_real(x)
     return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _described(x: Tensor) -> str:
+    return f"of {list(x.shape)} {x.dtype}"
 
 
 def send(x: Tensor, group: Group, dst: int, tag: int = 0, async_op: bool = False) -> Pending:

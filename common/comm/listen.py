@@ -96,6 +96,10 @@ class Listener(TorchDispatchMode):
         uneven = name == "alltoall_base_" and len(set(args[4])) > 1
         if name not in known or uneven:
             raise NotImplementedError(f"the listener cannot count torch.ops.{namespace}.{name}")
+        if name == "alltoall_":  # a list of places, a list of pieces, the group
+            pieces = list(args[1])
+            del pieces[dist.ProcessGroup.unbox(args[2]).rank()]
+            return Row("all_to_all", self.group.axis, Fraction(sum(x.nbytes for x in pieces)), 0.0)
         n, (op, times, _) = ranks_of(args), known[name]
         whole = COLLECTIVES[name][2] if namespace == "c10d" else 0
         tensors = [x for x in tree_leaves(args[whole]) if isinstance(x, Tensor)]

@@ -75,11 +75,17 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
         [gathered] = [p for p, q in zip(settled.placements, target.placements, strict=True) if p != q]
         joined = () if gathered == Shard(0) else (Term("copy", (2 * arrived,)),)
         return (*terms, Term("all-gather", (sent,)), *joined)
-    stays = max(
-        (size_of(box) for r in range(n) for owner, box in sources(r, settled, target) if owner == r),
-        default=0,
-    )
-    return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * stays * item,)))
+    copied = max(_copied(r, settled, target) for r in range(n))
+    return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * copied * item,)))
+
+
+def _copied(rank: int, source: Layout, target: Layout) -> int:
+    """Return the numbers that a rank copies beside the exchange: what it keeps, and every term that it adds up."""
+    given = sources(rank, source, target)
+    arrived = sum(size_of(box) for _, box in given)
+    if arrived > size_of(target.box(rank)):
+        return arrived
+    return sum(size_of(box) for owner, box in given if owner == rank)
 
 
 def received(source: Layout, target: Layout, dtype: torch.dtype) -> int:

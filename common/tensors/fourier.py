@@ -251,7 +251,9 @@ def _in_groups(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way
             Term("exchange", (most, n - 1), times=times),
             Term("copy", (2 * M * N * item // n**2,), times=times),
         )
-        memory = received(rows, columns, wide) * 2
+        memory = (
+            received(rows, columns, wide) * 4
+        )  # rows and columns, and where backends join pieces both again
         back = bytes_sent(columns, rows, item) if times == 2 else 0
         return Cost(terms, memory, bytes_sent(rows, columns, item) + back)
 

@@ -74,7 +74,7 @@ class Exchange:
             return
         halo.source.grid.meet()
         to = [(r, part) for r, part in halo.sends(self.me) if r != self.me]
-        self.received, self.pending = _all_to_all(x, halo.source.mine, halo, to, self.came)
+        self.received, self.pending = _started(x, halo.source.mine, halo, to, self.came)
 
     def wait(self) -> None:
         """Wait until this rank's parts have gone and the others' have come."""
@@ -112,19 +112,20 @@ def sent_back(dy: Tensor, halo: Halo) -> Tensor:
     halo.source.grid.meet()
     to = [(r, part) for r, part in halo.owners[me] if r != me]
     came = [(r, part) for r, part in halo.sends(me) if r != me]
-    received, pending = _all_to_all(dy, box, halo, to, came)
+    received, pending = _started(dy, box, halo, to, came)
     pending.wait()
     for (_, part), piece in zip(came, received, strict=True):
         out[inside(part, here)] += piece
     return out
 
 
-def _all_to_all(
+def _started(
     x: Tensor, box: Box, halo: Halo, to: Sequence[tuple[int, Box]], came: Sequence[tuple[int, Box]]
 ) -> tuple[list[Tensor], Pending]:
-    """Send parts of x, which is the content of `box`; return those that will have come, and what is under way."""
+    """Start sending parts of x, the content of `box`. Return the tensors that are received, and the exchange."""
     world = replace(halo.source.grid.world, axis="grid")
-    pieces, places = ([x.new_empty(0)] * world.size for _ in range(2))
+    pieces = [x.new_empty(0)] * world.size
+    places = list(pieces)
     for rank, part in to:
         pieces[rank] = x[inside(part, box)]
     for rank, part in came:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -66,18 +67,23 @@ def _local_sum(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
 def _is_tall(x: Tensor, dims: Sequence[int]) -> bool:
     """Return True for the sum of many long rows that lie one behind another, without a gradient."""
     leading = list(dims) == list(range(len(dims))) and len(dims) < x.ndim
-    exact = x.dtype == torch.float64 or (
-        x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    )
     plain = x.device.type == "cpu" and x.is_contiguous() and not (torch.is_grad_enabled() and x.requires_grad)
     long = leading and x.shape[: len(dims)].numel() >= 2 * ROWS and x.shape[len(dims) :].numel() >= ROWS
-    return exact and plain and long
+    return plain and long and _multiplies_exactly(x.dtype)
+
+
+def _multiplies_exactly(dtype: torch.dtype) -> bool:
+    """Return True if torch multiplies numbers of this type without rounding them to fewer digits first."""
+    if dtype == torch.float32:
+        with suppress(RuntimeError):  # raised where a program has set the precision of one backend apart
+            return torch.get_float32_matmul_precision() == "highest"
+    return dtype == torch.float64
 
 
 def _sum_of_rows(x_NM: Tensor) -> Tensor:
-    """Return the sum over N. A product with ones reads the rows in order, twice as fast as torch's sum along a column.
+    """Return the sum over N, by products with ones, which read the rows in the order of memory.
 
-    ROWS at a time, whose sums are then added: rounding grows with N / ROWS + ROWS, not with N.
+    torch adds up the sums of ROWS rows each in pairs, so rounding grows little with N.
     """
     N, M = x_NM.shape
     rest = N % ROWS

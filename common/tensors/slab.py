@@ -4,9 +4,8 @@
     columns are stored in groups of STEP, each a tall matrix                 a row of a group: a few cache lines
     every group is transformed, and in natural order its rows travel back    fft along a column
 
-What travels goes from one place to the other in one step: both are views of the matrix [rows, groups, STEP]. With
-order="transposed" the result stays split by columns, and a column lies in one run of memory: `local` is a transposed
-view.
+Sender and receiver exchange views [rows, groups, STEP], which differ in how they lie in memory. With order="transposed"
+the result stays split by columns, and a column lies in one run of memory: `local` is a transposed view.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def parted(x_mN: Tensor) -> Views:
 
 
 def _swap(places: Sequence[Views], pieces: Sequence[Views], columns: Layout) -> None:
-    """Send matrix r to rank r, for each r, and store those that come in their places."""
+    """Send pieces[r] to rank r, and fill places[r] with the matrix of rank r."""
     world = replace(columns.grid.world, axis="grid")
     comm.all_to_all_views([groups for groups, _ in places], [groups for groups, _ in pieces], world)
     if any((hi - lo) % STEP for _, (lo, hi) in columns.boxes):

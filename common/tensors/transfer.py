@@ -162,8 +162,10 @@ def _exchanged(
         comm.all_to_all_views(places, pieces, world)
         return out
     terms = [piece.new_empty(place.shape) for place in places]
+    own, pieces[world.rank], terms[world.rank] = pieces[world.rank], nothing, nothing
     comm.all_to_all_views(terms, pieces, world)
-    for place, term in zip(places, terms, strict=True):
+    terms[world.rank] = own
+    for place, term in zip(places, terms, strict=True):  # in the order of the ranks
         place.add_(term)
     return out.to(piece.dtype)
 

@@ -1,7 +1,8 @@
-// What torch hands over, as memory without gaps that a processor can read.
+// What torch hands over, as memory that a processor can read and that collectives can cut.
 //
 //     CPU, contiguous    itself
-//     CPU, with gaps     a contiguous copy; copied back when all is done. In an all-to-all itself, if its runs are long
+//     CPU, with gaps     a contiguous copy, copied back when all is done; in an all-to-all between ranks of one host the
+//                        tensor itself, if its runs have at least 64 bytes
 //     GPU                a copy in pinned host memory, by the device's own copy engine; copied back the same way
 //
 // Copies from and to a device take their place among what the device has been told to do (a stream), and nobody waits
@@ -94,7 +95,7 @@ class Buffers {
                                       : at::empty_like(t, at::MemoryFormat::Contiguous);
         return copied_.emplace_back(t, near).second;
     }
-    /// The same for a receiver that takes gaps, if `gaps`.
+    /// The memory of t, with its gaps if `gaps` and its runs are long; otherwise as `read` and `write` give it.
     Strided<const std::byte> read_strided(const at::Tensor& t, bool gaps) {
         if (gaps && is_near(t))
             if (const auto x = strided<const std::byte>(t)) return kept_.push_back(t), *x;

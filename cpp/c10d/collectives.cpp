@@ -282,12 +282,13 @@ WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
 WorkPtr MpiBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
     check(outputs, size_, "all_to_all");
     check(inputs, size_, "all_to_all");
+    check({inputs[0], outputs[0]}, 2, "all_to_all");
     auto buffers = buffer();
     StridedInputs in;
     StridedOutputs out;
     for (int r = 0; r < size_; ++r) {
-        in.push_back(buffers->read_strided(inputs[r], hosts_->is_near(r)));
-        out.push_back(buffers->write_strided(outputs[r], hosts_->is_near(r)));
+        in.push_back(buffers->read_strided(inputs[r], hosts_->is_on_this_host(r)));
+        out.push_back(buffers->write_strided(outputs[r], hosts_->is_on_this_host(r)));
     }
     return collective(OpType::ALLTOALL, "fived:all_to_all", buffers,
                       hosts_->all_to_all(call(OpType::ALLTOALL, inputs[0], -1), in, out), outputs, o.timeout,

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 
 import tensor_cases as cases
+from test_collectives import exchange_views
 from test_tensors import move
 from test_tensors_convolution import convolve
 from test_tensors_fourier import matrices
@@ -17,5 +18,6 @@ from common.launch.runtime import runtime
 
 if __name__ == "__main__":
     with runtime(backend="mpi") as rt:
+        exchange_views(rt)
         for check in (partial(move, longest=40), partial(matrices, widest=300), convolve):
             cases.examples_of(rt, check, int(sys.argv[1]))

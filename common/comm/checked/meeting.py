@@ -135,6 +135,6 @@ def said(name: str, x: Tensor | None, details: Sequence[object]) -> dict[str, ob
     shape = [x.numel()] if "gather" in name else list(x.shape)
     if name == "all_to_all_into":  # each rank has its own numbers of rows
         shape, details = list(x.shape[1:]), ()
-    if name == "exchange":  # blocks that go round may differ
+    if name in ("exchange", "all_to_all_views"):  # blocks that go round may differ
         shape = []
     return {"shape": shape, "dtype": str(x.dtype), "details": list(details)}

@@ -67,7 +67,8 @@ class Traffic:
         group: Group = given["group"]
         if group.size == 1 or not set(group.ranks) <= set(self.places):
             return function(*args, **kwargs)
-        x, (axes, complete) = given.get("x"), self.axes_of(group)
+        views = name == "all_to_all_views"
+        x, (axes, complete) = given["pieces"][group.rank] if views else given.get("x"), self.axes_of(group)
         known = axes if complete else ()
         if x is None:  # a barrier, or objects
             self.meeting.call(name, group, known)()
@@ -84,7 +85,8 @@ class Traffic:
         after = dict(before)
         for axis in axes:
             after[axis] = GIVES.get(name, V) if complete or before.get(axis) == P else V
-        self.table.note(given.get("out", x), after, written=True)
+        for out in given["places"] if views else [given.get("out", x)]:
+            self.table.note(out, after, written=True)
         return result
 
     def _allow(self, name: str, x: Tensor, kinds: Kinds, axes: Sequence[str], op: str) -> None:

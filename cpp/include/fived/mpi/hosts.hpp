@@ -163,7 +163,7 @@ class Hosts {
     }
 
     int count() const { return int(hosts_.size()); }
-    bool is_near(int rank) const { return of_rank_[rank] == here_; }
+    bool is_on_this_host(int rank) const { return of_rank_[rank] == here_; }
     HostMemory& memory() const { return *memory_; }
     /// The ranks on the host of `rank`, in order. Those of this host are the local ranks of its memory.
     const std::vector<int>& host_of(int rank) const { return hosts_[of_rank_[rank]]; }

@@ -79,12 +79,14 @@ inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t
 /// Past the cache: for results so large that they would push out what is still needed. Call arrive() before others read.
 inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
 #ifdef __SSE2__
-    const std::size_t head = std::min(bytes, std::size_t(-reinterpret_cast<std::uintptr_t>(to)) & 15);
+    // Whole lines only: a part of one would be written to memory when the next line begins.
+    const std::size_t head = std::min(bytes, std::size_t(-reinterpret_cast<std::uintptr_t>(to)) & 63);
     copy_through_cache(to, from, head);
     std::size_t i = head;
-    for (; i + 16 <= bytes; i += 16)
-        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
-                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    for (; i + 64 <= bytes; i += 64)
+        for (std::size_t j = i; j < i + 64; j += 16)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(to + j),
+                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
     copy_through_cache(to + i, from + i, bytes - i);
 #else
     copy_through_cache(to, from, bytes);
