@@ -164,6 +164,18 @@ def exchange_views(rt: Runtime) -> None:
         comm.all_to_all_views(places[1:], pieces, rt.world)
 
 
+def negative(rt: Runtime) -> None:
+    """Sum numbers that torch has marked as negative without changing them in memory."""
+    x = torch.tensor([complex(rt.rank, 2 + rt.rank)]).conj().imag
+    assert x.is_neg()
+    comm.all_reduce(x, rt.world)
+    assert x.item() == -sum(2 + r for r in range(rt.world_size))
+
+
+def test_marks_of_views_are_resolved() -> None:
+    spawn(negative, 2)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_views_with_gaps(n: int) -> None:
     spawn(exchange_views, n)

@@ -41,8 +41,8 @@ def test_rates_by_hand(tmp_path: Path) -> None:
     loaded = Rates.load(tmp_path / "machine.json")
     assert loaded.seconds(product) == rates.seconds(product)
     (tmp_path / "bad.json").write_text("{}")
-    for bad in ("bad.json", "absent.json"):
-        with pytest.raises(UsageError, match="not the rates of a machine"):
+    for bad, words in (("bad.json", "not the rates of a machine"), ("absent.json", "No such file")):
+        with pytest.raises(UsageError, match=words):
             Rates.load(tmp_path / bad)
 
 

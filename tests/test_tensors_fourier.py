@@ -160,3 +160,31 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             call()
+
+
+def with_and_without_gradient(rt: Runtime) -> None:
+    """Transform without a gradient, whose way a gradient does not allow, and then with one."""
+    grid = Grid(rt.world)
+    x = dt.normal((64, 96), grid, Shard(0))
+    with torch.no_grad():
+        names = [way.name for way in ways_of(fourier.rfft2, x)]
+        assert "in groups" in names
+        fourier.rfft2(x)
+    assert "in groups" in grid.chosen.values()
+    y = dt.normal((64, 96), grid, Shard(0)).requires_grad_()
+    abs(fourier.rfft2(y)).sum().backward()
+    assert y.grad is not None
+
+
+def transposed_is_split_by_columns(rt: Runtime) -> None:
+    """However small a matrix is, its transposed transform lies along the other dimension."""
+    grid = Grid(rt.world)
+    for shape in ((2, 2), (6, 4), (16, 16), (1, 5)):
+        for dim in (0, 1):
+            found = fourier.fft2(dt.uniform(shape, grid, Shard(dim)), order="transposed")
+            assert found.placements == (Shard(1 - dim),)
+
+
+@pytest.mark.parametrize("check", [with_and_without_gradient, transposed_is_split_by_columns])
+def test_choice(check: Any) -> None:
+    spawn(check, 2)

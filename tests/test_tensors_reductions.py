@@ -155,6 +155,37 @@ def test_by_differences() -> None:
     spawn(by_differences, 2)
 
 
+def tall(rt: Runtime) -> None:
+    """Sum many long rows by products with ones: types, shapes, NaN, and lower precisions of products."""
+    grid = Grid(rt.world)
+    for shape, dims in (((600, 70), 0), ((40, 13, 65), (0, 1)), ((301, 64), 0)):
+        for dtype in cases.FLOATS:
+            whole = cases.numbers(shape, dtype)
+            x = dt.from_full(whole, grid, Shard(0))
+            assert reductions._is_tall(x.local, [0] if dims == 0 else [0, 1])
+            for keepdim in (False, True):
+                for name in ("sum", "mean"):
+                    found = getattr(x, name)(dims, keepdim).full()
+                    cases.assert_close(found, getattr(whole, name)(dims, keepdim), times=100)
+    whole = cases.numbers((400, 64), torch.float32)
+    whole[150, 3], whole[10, 5], whole[390, 5] = math.nan, math.inf, -math.inf
+    found = dt.from_full(whole, grid, Shard(0)).sum(0).full()
+    cases.assert_close(found.nan_to_num(), whole.sum(0).nan_to_num(), times=100)
+    assert found.isnan().nonzero().flatten().tolist() == [3, 5]
+    uneven = dt.from_full(cases.numbers((400, 64), torch.float32), grid, Shard(0, (390, 10)))
+    with torch.autocast("cpu", torch.bfloat16):
+        cases.assert_close(uneven.sum(0).full(), uneven.full().sum(0), times=100)
+    half = dt.full((70_000, 3), 1.5, grid, Shard(0), dtype=torch.float16)
+    assert half.mean(0).full().tolist() == [1.5] * 3
+    for precision in ("medium", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        cases.assert_close(uneven.sum(0).full(), uneven.full().sum(0), times=100)
+
+
+def test_tall() -> None:
+    spawn(tall, 2)
+
+
 def test_bad_input() -> None:
     from common.comm import Group
 

@@ -101,10 +101,16 @@ def over_host(x: Tensor, group: Group) -> bool:
 
 def carried(x: Tensor, group: Group) -> Tensor:
     """Return the send buffer of x: contiguous, because libraries ignore strides; in host memory if needed."""
-    if x.is_contiguous() and not over_host(x, group):
+    if is_plain(x) and not over_host(x, group):
         return x
     with torch.no_grad():
+        x = x.resolve_conj().resolve_neg()
         return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return True if the memory of x holds its numbers in order, without the mark of a conjugate or a sign."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def into(x: Tensor, y: Tensor) -> Callable[[], object]:
@@ -145,7 +151,7 @@ def in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
 def room_for(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
     """Return a receive buffer for x, and a callback that copies it into x."""
     y, host = x, over_host(x, group)
-    if host or not x.is_contiguous():
+    if host or not is_plain(x):
         y = torch.empty(x.shape, dtype=x.dtype, device="cpu" if host else x.device)
     return y, into(x, y)
 

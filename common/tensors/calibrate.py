@@ -225,6 +225,7 @@ def main(rt: Runtime, o: CalibrateOptions) -> bool:
     """Measure, and write the rates on rank 0."""
     check_folder("write", o.write, o.write.absolute().parent)
     keep_freed_memory()
+    console(rt).print("measures for a minute or so, longer on a busy machine")
     rates = calibrate(Grid(rt.world), list(DTYPES.values()), rt.device.type)
     if rt.rank == 0:
         rates.save(o.write)

@@ -100,12 +100,12 @@ def choose(
 ) -> Way:
     """Return the cheapest way that fits, or the way called `name`.
 
-    key: of all that the costs depend on, such as the operands' layouts; the choice is made once for each. Raises
-    UsageError, the same on every rank, if there is no such way or none fits in `grid.rates.memory`.
+    key: of all that the costs depend on, such as the operands' layouts; the choice among the same ways is made once for
+    each. Raises UsageError, the same on every rank, if there is no such way or none fits in `grid.rates.memory`.
     """
     if grid.asked:
         raise _Asked(ways)
-    known = (operation, id(grid.rates), key)
+    known = (operation, id(grid.rates), key, tuple(way.name for way in ways))
     name = name or (grid.chosen.get(known) if key is not None else None)
     if name is not None:
         for way in ways:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from common.comm.ledger import show_bytes
 from common.launch.terminal import WIDE, make_table
 from common.lesson.measure import in_turn
 from common.tensors.cost import Way, choose, ways_of
@@ -58,7 +59,8 @@ class Explanation:
                 f"{c.moves * 1e3:.3f}",
                 f"{c.predicted * 1e3:.3f}",
                 "" if c.measured is None else f"{c.measured * 1e3:.3f}",
-                f"{c.way.cost.memory / 1e6:,.2f}",
+                show_bytes(c.way.cost.sent),
+                show_bytes(c.way.cost.memory),
             )
             for c in self.candidates
         ]
@@ -68,7 +70,8 @@ class Explanation:
             ">moves ms",
             ">predicted ms",
             ">measured ms",
-            ">extra MB",
+            ">bytes sent",
+            ">extra bytes",
         )
         out = Console(width=WIDE, force_terminal=False, highlight=False)
         with out.capture() as text:

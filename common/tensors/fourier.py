@@ -213,7 +213,10 @@ def _ways(
     dims, lengths = _checked(kind, x, s, dim, norm, order)
     start = settled(x.layout)
     ways, seen = [], set[tuple[Step, ...]]()
-    for through in (*range(x.ndim), None):
+    throughs: list[int | None] = [*range(x.ndim)]
+    if order == "natural" or x.ndim == 1:
+        throughs.append(None)  # gathered, the result would lie as x does, not transposed
+    for through in throughs:
         steps = tuple(_steps(kind, start, dims, lengths, order, through))
         if steps not in seen:
             seen.add(steps)

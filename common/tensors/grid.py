@@ -54,7 +54,7 @@ class Grid:
             self.groups = tuple(replace(mesh.group(name), axis=str(a)) for a, name in enumerate(names))
         self.places = [tuple(map(int, np.unravel_index(r, self.shape))) for r in range(world.size)]
         self.place = self.places[world.rank]
-        self.chosen: dict[tuple[str, int, Hashable], str] = {}  # ways that were chosen before
+        self.chosen: dict[tuple[Hashable, ...], str] = {}  # ways that were chosen before
         self.asked = False  # the ways of the next operation are asked for, which is not carried out
         self._done = hashlib.sha256()
         self._last = "nothing"

@@ -131,12 +131,15 @@ def normal(
     return _random(by_position.normal, shape, grid, placements, seed, dtype, device)
 
 
-def from_root(whole: Tensor | None, grid: Grid, placements: Placements, root: int = 0) -> DistributedTensor:
-    """Return the tensor that rank `root` holds, spread over all ranks; the others give None. Not differentiable.
+def from_root(
+    whole: Tensor | np.ndarray[Any, Any] | None, grid: Grid, placements: Placements, root: int = 0
+) -> DistributedTensor:
+    """Return the tensor, or array, that rank `root` holds, spread over all ranks; the others give None.
 
-    Rank `root` sends each rank its piece. Raises UsageError on every rank if `root` gives no tensor.
+    Not differentiable. Rank `root` sends each rank its piece. Raises UsageError on every rank if `root` gives none.
     """
     n = grid.world.size
+    whole = torch.from_numpy(whole) if isinstance(whole, np.ndarray) else whole
     if not 0 <= root < n:
         raise UsageError(f"from_root: rank {root} of {n}; give one from 0 to {n - 1}")
     with grid.operation(f"from_root({placements!r}, root {root})"):

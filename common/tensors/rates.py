@@ -176,7 +176,9 @@ class Rates:
             about = json.loads(path.read_text())
             memory = about["memory"]
             return cls(**about | {"memory": math.inf if memory is None else memory})
-        except (OSError, KeyError, ValueError, TypeError) as error:
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}; calibrate.py --write makes the file") from None
+        except (KeyError, ValueError, TypeError) as error:
             raise UsageError(f"{path}: not the rates of a machine: {error}") from None
 
 

@@ -25,6 +25,7 @@ from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard
 from common.tensors.tensor import DistributedTensor, describe, method, settled, to_layout
 
 Dims = int | Sequence[int] | None
+HALF = (torch.float16, torch.bfloat16)
 ROWS = 64  # rows that are added by one product
 
 
@@ -54,11 +55,11 @@ def _reduced(layout: Layout, dims: Sequence[int], keepdim: bool, cut: Placement)
     return Layout.of(layout.grid, shape, placements)
 
 
-def _local_sum(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+def _local_sum(x: Tensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     if not dims:
         return x.clone()
     if not _is_tall(x, dims):
-        return x.sum(list(dims), keepdim)
+        return x.sum(list(dims), keepdim, dtype=dtype)
     return _sum_of_rows(x.flatten(0, len(dims) - 1).flatten(1)).view(
         (*[1] * len(dims) * keepdim, *x.shape[len(dims) :])
     )
@@ -69,7 +70,7 @@ def _is_tall(x: Tensor, dims: Sequence[int]) -> bool:
     leading = list(dims) == list(range(len(dims))) and len(dims) < x.ndim
     plain = x.device.type == "cpu" and x.is_contiguous() and not (torch.is_grad_enabled() and x.requires_grad)
     long = leading and x.shape[: len(dims)].numel() >= 2 * ROWS and x.shape[len(dims) :].numel() >= ROWS
-    return plain and long and _multiplies_exactly(x.dtype)
+    return plain and long and not torch.is_autocast_enabled("cpu") and _multiplies_exactly(x.dtype)
 
 
 def _multiplies_exactly(dtype: torch.dtype) -> bool:
@@ -119,8 +120,9 @@ def mean(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> Distr
     dims = _dims(x, dim, "mean")
     count = math.prod(x.shape[d] for d in dims)
     with x.grid.operation(f"mean({describe(x)}, {dim}, {keepdim})"):
-        found = _local_sum(x.local, dims, keepdim) / (count if count else math.nan)
-        return DistributedTensor(found, _reduced(x.layout, dims, keepdim, Partial()))
+        wide = torch.float32 if x.dtype in HALF else None  # a sum of 16 bits may be beyond their range
+        found = _local_sum(x.local, dims, keepdim, wide) / (count if count else math.nan)
+        return DistributedTensor(found.to(x.dtype), _reduced(x.layout, dims, keepdim, Partial()))
 
 
 def _extreme(
