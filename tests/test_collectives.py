@@ -160,6 +160,8 @@ def exchange_views(rt: Runtime) -> None:
         comm.all_to_all_views([place.transpose(0, 1) for place in places], pieces, rt.world)
     with pytest.raises(ValueError, match=r"torch\.float32 for a piece"):
         comm.all_to_all_views([place.real for place in places], pieces, rt.world)
+    with pytest.raises(ValueError, match="conjugate"):
+        comm.all_to_all_views([place.conj() for place in places], pieces, rt.world)
     with pytest.raises(ValueError, match=f"{n} pieces and {n - 1} places for {n} ranks"):
         comm.all_to_all_views(places[1:], pieces, rt.world)
 

@@ -248,13 +248,16 @@ def all_to_all_views(
     exactly. Leave the pieces as they are, and the places unread, until `wait()` returns.
 
     On MPI the ranks of a host copy from piece to place through the memory that they share. Other backends get the
-    pieces one behind another. Raises ValueError where numbers or types of pieces and places differ.
+    pieces one behind another. Raises ValueError where numbers or types of pieces and places differ, and
+    for a place that is a conjugate view.
     """
     me, pg = group.rank, group.pg
     if len(places) != group.size or len(pieces) != group.size:
         raise ValueError(f"{len(pieces)} pieces and {len(places)} places for {group.size} ranks")
     if places[me].shape != pieces[me].shape or len({x.dtype for x in (*places, *pieces)}) > 1:
         raise ValueError(f"a place {_described(places[me])} for a piece {_described(pieces[me])}")
+    if any(x.is_conj() or x.is_neg() for x in places):
+        raise ValueError("a place cannot be a conjugate or a negative view")
     room, sent = ([_as_real(x) for x in views] for views in (places, pieces))
     if pg is not None and dist.get_backend(pg) == "fived" and not sent[me].is_cuda:
         ready = Pending("all_to_all", group, sum(x.nbytes for x in sent) - sent[me].nbytes)
