@@ -46,7 +46,7 @@ def sums(name: str, op: str) -> bool:
 
 
 class Traffic:
-    """What enters and leaves the collectives."""
+    """Check the types of tensors that enter collectives, and give types to those that leave."""
 
     def __init__(self, table: Table, report: Report, meeting: Meeting, places: Places) -> None:
         self.table, self.report, self.meeting, self.places = table, report, meeting, places
