@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mpi.launch import ROOT, mpirun, need_module, python
 
 from common.comm.ledger import Ledger
-from common.tensors import DistributedTensor, Grid
+from common.tensors import DistributedTensor, Grid, Partial, Shard
 from common.tensors.transfer import bytes_sent
 
 WORLDS = (1, 2, 3, 4, 5, 6)
@@ -44,6 +44,18 @@ def move(grid: Grid, data: Any, longest: int = 7) -> None:
 @pytest.mark.parametrize("n", WORLDS)
 def test_move(n: int) -> None:
     cases.on_grids(n, move)
+
+
+def as_many_terms_as_numbers(grid: Grid, data: Any) -> None:
+    """Move terms to a piece that is as long as all the terms that a rank receives for a part of it."""
+    whole = cases.numbers((3,))
+    axes = len(grid.shape)
+    x = cases.spread(whole, grid, (Partial(), Shard(0))[:axes])
+    cases.assert_close(x.redistribute(*(Shard(0), Partial())[:axes]).full(), whole)
+
+
+def test_terms_for_a_part() -> None:
+    cases.on_grids(6, as_many_terms_as_numbers, 2)
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -24,7 +24,14 @@ from common.tensors.grid import Grid
 from common.tensors.layout import Layout, Shard, size_of
 from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor
-from common.tensors.transfer import bytes_sent, is_all_gather, settled_sums, sources, summed_along
+from common.tensors.transfer import (
+    adds_terms,
+    bytes_sent,
+    is_all_gather,
+    settled_sums,
+    sources,
+    summed_along,
+)
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,8 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
 
 def _copied(rank: int, source: Layout, target: Layout) -> int:
     """Return the numbers that a rank copies beside the exchange: what it keeps, and every term that it adds up."""
-    given = sources(rank, source, target)
-    arrived = sum(size_of(box) for _, box in given)
-    if arrived > size_of(target.box(rank)):
-        return arrived
-    return sum(size_of(box) for owner, box in given if owner == rank)
+    every = adds_terms(source, target)
+    return sum(size_of(box) for owner, box in sources(rank, source, target) if every or owner == rank)
 
 
 def received(source: Layout, target: Layout, dtype: torch.dtype) -> int:

@@ -73,6 +73,12 @@ def settled_sums(source: Layout, target: Layout) -> Layout:
     )
 
 
+def adds_terms(source: Layout, target: Layout) -> bool:
+    """Return True if a rank adds what it receives from the ranks of an axis of terms."""
+    axes = zip(source.placements, target.placements, strict=True)
+    return any(isinstance(p, Partial) and not isinstance(q, Partial) for p, q in axes)
+
+
 def summed_along(source: Layout, target: Layout) -> list[Group]:
     """Return the groups in which terms are summed by all-reduce: the whole grid at once where all axes are."""
     summed = settled_sums(source, target).placements
@@ -150,7 +156,7 @@ def _exchanged(
     """Return the piece that an all-to-all brings."""
     world = replace(source.grid.world, axis="grid")
     arrived = sum(size_of(b) for b in came if b)
-    adds = arrived > size_of(target.mine)
+    adds = adds_terms(source, target)
     wide = torch.float32 if adds and piece.dtype in HALF else piece.dtype
     out = new_empty(target.local_shape, wide, piece.device)
     if adds or arrived < size_of(target.mine):
