@@ -35,13 +35,13 @@ T = TypeVar("T")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
 
 
-def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+def _options(op: dist.ReduceOp.RedOpType, async_op: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
-    options.reduceOp = op  # type: ignore[assignment]
+    options.reduceOp, options.asyncOp = op, async_op  # type: ignore[assignment]
     return options
 
 
-OPTIONS = {name: _options(op) for name, op in OPS.items()}
+OPTIONS = {(name, flag): _options(op, flag) for name, op in OPS.items() for flag in (False, True)}
 
 
 @checked_call
@@ -51,9 +51,11 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     numbers = torch.view_as_real(y) if y.is_complex() else y
     ready = Pending("all_reduce", group, share(x, 2, group), back)
 
-    def post() -> dist.Work:  # dist.all_reduce checks more, which takes longer than the sum of a small tensor
+    def post() -> (
+        dist.Work | None
+    ):  # dist.all_reduce checks more, which takes longer than the sum of a small tensor
         assert group.pg is not None
-        return group.pg.allreduce([numbers], OPTIONS[op])
+        return group.pg.allreduce([numbers], OPTIONS[op, async_op])
 
     return ready.start(post, async_op)
 
@@ -63,7 +65,9 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
     """In place: x of rank `src` to R(x). Sends (n-1)/n |x|."""
     y, back = in_place(x, group)
     ready = Pending("broadcast", group, share(x, 1, group), back)
-    return ready.start(lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=True), async_op)
+    return ready.start(
+        lambda: dist.broadcast(y, group.ranks[src], group=group.pg, async_op=async_op), async_op
+    )
 
 
 @checked_call
@@ -75,7 +79,7 @@ def reduce(x: Tensor, group: Group, dst: int = 0) -> None:
         lambda: (
             add_along_tree(y, group, dst)
             if adds_itself(group)
-            else dist.reduce(y, group.ranks[dst], group=group.pg, async_op=True)
+            else dist.reduce(y, group.ranks[dst], group=group.pg)
         )
     )
 
@@ -140,7 +144,9 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False
     y, (room, back) = carried(x, group), room_for(out, group)
     ready = Pending("all_gather", group, share(out, 1, group), back)
     flat, piece = room.view(-1), y.view(-1)
-    return ready.start(lambda: dist.all_gather_single(flat, piece, group=group.pg, async_op=True), async_op)
+    return ready.start(
+        lambda: dist.all_gather_single(flat, piece, group=group.pg, async_op=async_op), async_op
+    )
 
 
 @checked_call
@@ -160,7 +166,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: Group, async_op: bool = F
         call, room = dist.all_to_all_single, torch.empty_like(y)
         finish = partial(add_up, out, room, group.size)
     ready = Pending("reduce_scatter", group, share(x, 1, group), finish)
-    return ready.start(lambda: call(room.view(-1), y, group=group.pg, async_op=True), async_op)
+    return ready.start(lambda: call(room.view(-1), y, group=group.pg, async_op=async_op), async_op)
 
 
 def _check_pieces(call: str, whole: Tensor, piece: Tensor, group: Group) -> None:
@@ -208,10 +214,7 @@ def all_to_all_into(
     """`all_to_all` with a place for the result; both are contiguous. Leave x as it is until the result is there."""
     if group.size == 1:
         out.copy_(x)
-    pending = _all_to_all(out, x, group, send_sizes, receive_sizes)
-    if not async_op:
-        pending.wait()
-    return pending
+    return _all_to_all(out, x, group, send_sizes, receive_sizes, async_op)
 
 
 def _all_to_all(
@@ -220,6 +223,7 @@ def _all_to_all(
     group: Group,
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
+    async_op: bool,
     then: Callable[[], object] = lambda: None,
 ) -> Pending:
     """Start an all-to-all; `then` is called when the result is there."""
@@ -233,7 +237,7 @@ def _all_to_all(
         lambda: (back(), then()),
     )
     return ready.start(
-        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=True), async_op=True
+        lambda: dist.all_to_all_single(room, y, receive, send, group=group.pg, async_op=async_op), async_op
     )
 
 
@@ -261,15 +265,14 @@ def all_to_all_views(
     room, sent = ([_as_real(x) for x in views] for views in (places, pieces))
     if pg is not None and dist.get_backend(pg) == "fived" and not sent[me].is_cuda:
         ready = Pending("all_to_all", group, sum(x.nbytes for x in sent) - sent[me].nbytes)
-        return ready.start(lambda: pg.alltoall(room, sent, dist.AllToAllOptions()), async_op)
+        options = dist.AllToAllOptions()
+        options.asyncOp = async_op
+        return ready.start(lambda: pg.alltoall(room, sent, options), async_op)
     others = [[*x[:me], x[me].new_empty(0), *x[me + 1 :]] for x in (room, sent)]
     if _joins(room, sent) <= _joins(*others):
         places[me].copy_(pieces[me])
         room, sent = others
-    ready = _packed_all_to_all(room, sent, group)
-    if not async_op:
-        ready.wait()
-    return ready
+    return _packed_all_to_all(room, sent, group, async_op)
 
 
 def _joins(*lists: Sequence[Tensor]) -> int:
@@ -277,7 +280,9 @@ def _joins(*lists: Sequence[Tensor]) -> int:
     return sum(joined(views) is not None for views in lists)
 
 
-def _packed_all_to_all(places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group) -> Pending:
+def _packed_all_to_all(
+    places: Sequence[Tensor], pieces: Sequence[Tensor], group: Group, async_op: bool
+) -> Pending:
     """Start an all-to-all of pieces that are joined to one tensor; `wait()` fills the places."""
     x, out = joined(pieces), joined(places)
     send, receive = ([view.numel() for view in views] for views in (pieces, places))
@@ -286,7 +291,7 @@ def _packed_all_to_all(places: Sequence[Tensor], pieces: Sequence[Tensor], group
         for piece, part in zip(pieces, x.split(send), strict=True):
             part.view(piece.shape).copy_(piece)
     if out is not None:
-        return _all_to_all(out, x, group, send, receive)
+        return _all_to_all(out, x, group, send, receive, async_op)
     received = x.new_empty(sum(receive))
 
     def spread() -> None:
@@ -294,7 +299,7 @@ def _packed_all_to_all(places: Sequence[Tensor], pieces: Sequence[Tensor], group
             for place, part in zip(places, received.split(receive), strict=True):
                 place.copy_(part.view(place.shape))
 
-    return _all_to_all(received, x, group, send, receive, spread)
+    return _all_to_all(received, x, group, send, receive, async_op, spread)
 
 
 def _as_real(x: Tensor) -> Tensor:
@@ -358,11 +363,11 @@ def everyones(value: T, group: Group) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T] = [value] * group.size
-    Pending("everyones", group, 0).start(lambda: dist.all_gather_object(values, value, group=group.pg))
+    Pending("everyones", group, None).start(lambda: dist.all_gather_object(values, value, group=group.pg))
     return values
 
 
 @checked_call
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here. The ledger counts no bytes for it."""
-    Pending("barrier", group, 0).start(lambda: dist.barrier(group=group.pg, async_op=True))
+    Pending("barrier", group, 0).start(lambda: dist.barrier(group=group.pg))

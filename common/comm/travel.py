@@ -38,11 +38,11 @@ Posted = dist.Work | list[dist.Work] | None
 
 @dataclass
 class Pending:
-    """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger."""
+    """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger, without bytes none."""
 
     op: str
     group: Group
-    sent: Fraction | int
+    sent: Fraction | int | None
     finish: Callable[[], object] = _nothing
     peer: str = ""
     works: list[dist.Work] | None = field(default=None, init=False)
@@ -53,11 +53,12 @@ class Pending:
     def start(self, call: Callable[[], Posted], async_op: bool = False) -> Pending:
         """Start the communication and, unless async_op, wait for it; one rank has nothing to communicate.
 
-        Some backends block already here. A call without work, None, is done when it returns, and adds no row.
+        A call that blocks returns no work, None: it is done. So does every call that is told not to be asynchronous,
+        and our MPI transport then leaves its progress thread asleep, which would take the core from this thread.
         """
         if self.group.size > 1:
             self.call, posted = call, self._blocked(call)
-            self.works = [posted] if isinstance(posted, dist.Work) else posted
+            self.works = [posted] if isinstance(posted, dist.Work) else posted or []
         if not async_op:
             self.wait()
         return self
@@ -66,7 +67,8 @@ class Pending:
         """Block until done; seconds blocked here are the exposed part of the communication."""
         if self.works is not None:
             self._blocked(self._complete)
-            ledger.record(self.op, self.group.axis, self.sent, self.seconds)
+            if self.sent is not None:
+                ledger.record(self.op, self.group.axis, self.sent, self.seconds)
             self.works = self.call = None
             self.finish = _nothing
 
