@@ -14,7 +14,9 @@ tokens, so rounding cannot make two ranks choose differently.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +33,15 @@ from hybrid_initial import Whole
 from hybrid_layout import Layout
 from hybrid_model import Hybrid
 from infer_cache import Blocks, Cache
-from infer_layers import CachedAttention, JoinedFeedForward
+from infer_layers import CachedAttention, JoinedFeedForward, Norm, sum_in_place
 from infer_sampling import choose
 from infer_scheduler import Request, Scheduler, Sequence
 from infer_step import Step, make_step
 from tp_megatron import SharedRows, kv_heads_read
+from tp_row_parallel import RowParallelLinear
+from tp_vocabulary import VocabularyParallelEmbedding
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Engine:
@@ -71,9 +77,12 @@ class Engine:
         self.blocks = Blocks(blocks, block)
         self.scheduler = Scheduler(self.blocks, most, budget, config.sequence)
         layers = [layer for layer in self.stage.layers if isinstance(layer, Layer)]
-        keep_own_rows(self.stage)
+        replace_each(self.stage, SharedRows, own_rows)
+        replace_each(self.stage, nn.RMSNorm, Norm)
         for module in self.stage.modules():
             module._forward_pre_hooks.clear()  # of regions over tp: without gradients x is the same inside and outside
+            if isinstance(module, RowParallelLinear | VocabularyParallelEmbedding):
+                module.leave = partial(sum_in_place, group=mesh.group("tp"))
         for parameter in self.stage.parameters():
             parameter.data = in_large_pages(parameter.data)
         queries, kv_heads = (
@@ -162,18 +171,23 @@ def check_model(config: TransformerConfig) -> None:
         raise UsageError("with a capacity factor the experts drop tokens by what else is in the batch")
 
 
-def keep_own_rows(part: nn.Module) -> None:
-    """Replace each projection that ranks share by the rows that this rank reads of it."""
+def replace_each(part: nn.Module, kind: type[M], by: Callable[[M], nn.Module]) -> None:
+    """Replace each module of that type by what `by` makes of it."""
     for module in list(part.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, SharedRows):
-                rows = child.weight.detach()[child.rows]
-                with torch.device("meta"):
-                    linear = Linear(rows.shape[1], rows.shape[0], child.bias is not None)
-                linear.weight = nn.Parameter(rows, False)
-                if child.bias is not None:
-                    linear.bias = nn.Parameter(child.bias.detach()[child.rows], False)
-                module.add_module(name, linear)
+            if isinstance(child, kind):
+                module.add_module(name, by(child))
+
+
+def own_rows(shared: SharedRows) -> Linear:
+    """Return the rows that this rank reads of a projection that ranks share."""
+    rows = shared.weight.detach()[shared.rows]
+    with torch.device("meta"):
+        linear = Linear(rows.shape[1], rows.shape[0], shared.bias is not None)
+    linear.weight = nn.Parameter(rows, False)
+    if shared.bias is not None:
+        linear.bias = nn.Parameter(shared.bias.detach()[shared.rows], False)
+    return linear
 
 
 def cache_bytes(config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, tokens: int) -> int:

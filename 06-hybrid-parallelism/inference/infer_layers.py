@@ -1,10 +1,11 @@
-"""Attention and MLP as decoding computes them: with the cache, and projections of one input as a single product.
+"""Attention, MLP and norms as decoding computes them: with the cache, and in as few operations as possible.
 
     [q | k | v] = x [Wq; Wk; Wv]^T  ->  rotate q and k  ->  k, v into the cache  ->  attention per part  ->  o_proj
 
-With one token per sequence a product takes the time in which its matrix is read, and each operation has a start. So
-one product gives what several do in training, where they are long and joining them would save little. The weights of
-the projections become rows of the joined matrix: the memory stays the same, and the parameters keep their names.
+With one token per sequence a product takes the time in which its matrix is read, which drives everything else out of
+the processor's caches. So each operation after it starts slowly, and their number counts. One product gives what
+several do in training, where they are long and joining them would save little. The weights of the projections become
+rows of the joined matrix: the memory stays the same, and the parameters keep their names.
 
     T tokens of a step  D width  H query heads  G key-value heads of this rank  K width of a head
     E = H + 2 G: heads of queries, keys and values  F width of the MLP on this rank
@@ -16,10 +17,14 @@ is read some 5 % faster from the large ones.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import comm
+from common.comm import Group
 from common.models.transformer import Attention, FeedForward, rotate
 from common.utils.pages import in_large_pages
 
@@ -88,5 +93,29 @@ class JoinedFeedForward(nn.Module):
 
     def forward(self, x_1TD: Tensor) -> Tensor:
         gate_1TF, up_1TF = F.linear(x_1TD, self.joined, self.bias).chunk(2, -1)
-        y_1TD: Tensor = self.down_proj(F.silu(gate_1TF) * up_1TF)
+        y_1TD: Tensor = self.down_proj(F.silu(gate_1TF).mul_(up_1TF))
         return y_1TD
+
+
+class Norm(nn.Module):
+    """RMSNorm in four operations, a third of the time of torch's on a CPU, which takes ten for one token.
+
+    The root of D (mean(x^2) + eps) is the hypotenuse of |x| and sqrt(D eps).
+    """
+
+    def __init__(self, norm: nn.RMSNorm) -> None:
+        super().__init__()
+        self.weight, width = norm.weight, norm.normalized_shape[0]
+        self.wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        self.scale_D = self.weight.detach().to(self.wide) * math.sqrt(width)
+        self.least = self.scale_D.new_tensor(math.sqrt(width * (norm.eps or 0.0)))
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        length_1T1 = torch.linalg.vector_norm(x_1TD, dim=-1, keepdim=True, dtype=self.wide)
+        return x_1TD.div(torch.hypot(length_1T1, self.least)).mul_(self.scale_D).to(x_1TD.dtype)
+
+
+def sum_in_place(x: Tensor, group: Group) -> Tensor:
+    """Sum a partial result over the ranks in its own memory; training keeps it, and needs a copy."""
+    comm.all_reduce(x, group)
+    return x

@@ -84,15 +84,14 @@ def make_step(
                 last.append(len(tokens) - 1)
                 sequences.append(s)
         longest = max(len(s.table) for s in members)
-        first_R = put([s.cached for s in members])
-        seen_R1n1 = (first_R[:, None] + torch.arange(n, device=device))[:, None, :, None]
-        later_R1nL = torch.arange(longest * block, device=device) > seen_R1n1
-        mask_R1nL = torch.zeros(later_R1nL.shape, dtype=dtype, device=device).masked_fill_(
-            later_R1nL, -torch.inf
+        seen_Rm = put([[s.cached + i for _ in range(shared) for i in range(n)] for s in members])
+        later_RmL = torch.arange(longest * block, device=device) > seen_Rm[..., None]
+        mask_RmL = torch.zeros(later_RmL.shape, dtype=dtype, device=device).masked_fill_(
+            later_RmL, -torch.inf
         )
         tables_RN = put([s.table + [0] * (longest - len(s.table)) for s in members])
         slots_RL = (tables_RN[..., None] * block + torch.arange(block, device=device)).flatten(1)
-        parts.append(Part(begin, len(tokens), slots_RL, mask_R1nL.repeat(1, 1, shared, 1)))
+        parts.append(Part(begin, len(tokens), slots_RL, mask_RmL[:, None]))
     positions_1T = put([positions])
     cos_T1K, sin_T1K = (x_1TK.transpose(0, 1) for x_1TK in rotary(positions_1T[0]))
     return Step(put([tokens]), positions_1T, put(slots), cos_T1K, sin_T1K, put(last), parts, sequences)
