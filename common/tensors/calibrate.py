@@ -32,7 +32,7 @@ from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions, console, run
 from common.tensors.grid import Grid
 from common.tensors.rates import LINES, Rates, Term, convolution_features, product_features, transform_work
-from common.tensors.trials import corrected
+from common.tensors.trials import SEEN, corrected, draw, times_of
 from common.utils.pages import keep_freed_memory, new_empty
 
 SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the parts of split products are
@@ -124,7 +124,10 @@ def calibrate(
                 curves[name] = [(n, clock(_cold(partial(make, n), n))) for n in sizes]
         free = min(comm.everyones(psutil.virtual_memory().available, group)) / group.size
         rates = Rates(free, products, convolutions, curves)
-    return corrected(grid, rates, trials, device=device) if trials else rates
+    if not trials:
+        return rates
+    seen = draw(grid, trials, SEEN, device)
+    return corrected(rates, seen, times_of(seen, rounds=5))
 
 
 def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:

@@ -4,13 +4,18 @@ Terms are measured alone, in a loop. In an operation their operands lie in other
 one another, and Python takes its time for each way and each move. `corrected` fits a factor per kind of term, and these
 times, to what the ways of random operations take.
 
-Others than those drawn here must show how well it predicts: `examples/costs.py`.
+    trials = draw(grid, 40, seed=0)
+    rates = corrected(rates, trials, times_of(trials, rounds=5))
+
+Others must show how well it predicts: `examples/costs.py`. A machine that other programs share is faster and slower for
+half a minute at a time. So `times_of` runs all trials once before it runs any of them again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +25,7 @@ from scipy.optimize import least_squares
 
 from common.tensors.convolution import conv2d
 from common.tensors.cost import Cost
-from common.tensors.explain import explain
+from common.tensors.explain import Explanation, explain
 from common.tensors.fourier import fft2
 from common.tensors.grid import Grid
 from common.tensors.layout import Placement, Replicate, Shard
@@ -28,6 +33,11 @@ from common.tensors.make import uniform
 from common.tensors.products import bmm, matmul
 from common.tensors.rates import ARITHMETIC, Rates
 from common.tensors.tensor import DistributedTensor
+
+SEEN = 10**6
+"""Seed of the operations by which calibration corrects its rates."""
+Times = Mapping[str, float]
+"""Seconds of an operation's ways by name."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,18 @@ class Trial:
     operands: Sequence[DistributedTensor]
     options: dict[str, Any]
 
+    def explained(self, measure: int = 0) -> Explanation:
+        """Return what each way to split the operation costs; measure: how often to run each."""
+        return explain(self.operation, *self.operands, measure=measure, **self.options)
 
-def drawn(
-    grid: Grid, numbers: random.Random, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Trial:
-    """Return a product, a batched one, a convolution or a transform, of milliseconds."""
+
+def draw(grid: Grid, count: int, seed: int, device: str = "cpu") -> list[Trial]:
+    """Return products, batched ones, convolutions and transforms, of milliseconds, the same on all ranks."""
+    numbers = random.Random(seed)
+    return [_drawn(grid, numbers, torch.float32, device) for _ in range(count)]
+
+
+def _drawn(grid: Grid, numbers: random.Random, dtype: torch.dtype, device: str) -> Trial:
 
     def length(low: int, high: int) -> int:
         return int(low * (high / low) ** numbers.random())
@@ -67,21 +84,28 @@ def drawn(
     return Trial(f"fft2 {M} {N}", fft2, (tensor(M, N, dtype=dtype.to_complex()),), {})
 
 
-def corrected(
-    grid: Grid, rates: Rates, trials: int, rounds: int = 5, seed: int = 10**6, device: str = "cpu"
-) -> Rates:
-    """Return the rates with corrections that explain the ways of random operations. All ranks call it."""
-    numbers, before = random.Random(seed), grid.rates
-    grid.rates = rates
+def times_of(trials: Sequence[Trial], rounds: int) -> list[Times]:
+    """Return, for each trial, the median seconds of its ways by name. All ranks call it.
+
+    A round runs every way of every trial, once after a run that does not count.
+    """
+    seconds: list[dict[str, list[float]]] = [{} for _ in trials]
+    for _ in range(rounds):
+        for trial, of_trial in zip(trials, seconds, strict=True):
+            for c in trial.explained(measure=1).candidates:
+                if c.measured is not None:
+                    of_trial.setdefault(c.way.name, []).append(c.measured)
+    return [{name: statistics.median(found) for name, found in of.items()} for of in seconds]
+
+
+def corrected(rates: Rates, trials: Sequence[Trial], times: Sequence[Times]) -> Rates:
+    """Return the rates with corrections that explain the trials' times; `times` may be of more than these."""
     costs, seconds = list[Cost](), list[float]()
-    for _ in range(trials):
-        trial = drawn(grid, numbers, device=device)
-        found = explain(trial.operation, *trial.operands, measure=rounds, **trial.options)
-        for c in found.candidates:
-            if c.measured is not None:
+    for trial, found in zip(trials, times, strict=False):
+        for c in trial.explained().candidates:
+            if c.way.name in found:
                 costs.append(c.way.cost)
-                seconds.append(c.measured)
-    grid.rates = before
+                seconds.append(found[c.way.name])
     return replace(rates, corrections=fitted_corrections(rates, costs, seconds))
 
 

@@ -1,15 +1,16 @@
 """Predicted against measured times, on random shapes that calibration did not see, and the regret of the choice.
 
     mpirun -np 2 --bind-to core python common/tensors/examples/costs.py --shapes 60
+    mpirun -np 2 --bind-to core python common/tensors/examples/costs.py --shapes 60 --rates machine.json
 
 Each shape is a product, a batched product, a convolution or a transform with operands in random layouts. Every way
 that the library has for it is predicted and then measured. Regret: by what share the chosen way is slower than the
-fastest.
+fastest. Calibration corrects its rates by other random operations, which run in turn with these: so it sees the same
+machine, where other programs slow it for a while. With --rates the machine may have been another, or another's.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,9 +19,9 @@ from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
 from common.lesson.runner import LessonOptions, console, run
-from common.tensors import Grid, Rates, explain
+from common.tensors import Grid, Rates
 from common.tensors.calibrate import calibrate
-from common.tensors.trials import drawn
+from common.tensors.trials import SEEN, corrected, draw, times_of
 from common.utils.pages import keep_freed_memory
 
 
@@ -33,7 +34,7 @@ class CostOptions(
     shapes: Annotated[int, Within(1, 10**5)] = 60
     """Number of random shapes."""
     rounds: Annotated[int, Within(3, 10**4)] = 5
-    """Times that each way is measured."""
+    """Rounds; in each every way of every shape is run once after a run that does not count."""
     rates: str = ""
     """File of calibrate.py; default: measure now."""
 
@@ -41,20 +42,23 @@ class CostOptions(
 def main(rt: Runtime, o: CostOptions) -> bool:
     """Print predicted and measured times of the chosen ways, the median error and the mean regret."""
     keep_freed_memory()
-    grid, numbers = Grid(rt.world), random.Random(o.seed)
-    grid.rates = Rates.load(o.rates) if o.rates else calibrate(grid)
+    grid = Grid(rt.world)
+    grid.rates = Rates.load(o.rates) if o.rates else calibrate(grid, trials=0)
+    seen, unseen = draw(grid, 0 if o.rates else 40, SEEN), draw(grid, o.shapes, o.seed)
+    times = times_of([*seen, *unseen], o.rounds)
+    if seen:
+        grid.rates = corrected(grid.rates, seen, times)
     rows, errors, regrets = [], list[float](), list[float]()
-    for _ in range(o.shapes):
-        trial = drawn(grid, numbers)
-        found = explain(trial.operation, *trial.operands, measure=o.rounds, **trial.options)
+    for trial, seconds in zip(unseen, times[len(seen) :], strict=True):
+        found = trial.explained()
         for c in found.candidates:
-            assert c.measured is not None
-            error = (c.predicted - c.measured) / c.measured
+            measured = seconds[c.way.name]
+            error = (c.predicted - measured) / measured
             errors.append(abs(error))
             if c.way.name == found.chosen:
-                times = f"{c.predicted * 1e3:.3f}", f"{c.measured * 1e3:.3f}", f"{error:+.0%}"
-                rows.append((trial.name, c.way.name, *times, f"{found.regret:.1%}"))
-        regrets.append(found.regret)
+                regrets.append(measured / min(seconds.values()) - 1)
+                shown = f"{c.predicted * 1e3:.3f}", f"{measured * 1e3:.3f}", f"{error:+.0%}"
+                rows.append((trial.name, c.way.name, *shown, f"{regrets[-1]:.1%}"))
     heads = ("operation", "chosen way", ">predicted ms", ">measured ms", ">error", ">regret")
     console(rt).print(make_table(f"{o.shapes} shapes on {rt.world_size} rank(s)", heads, rows))
     console(rt).print(
