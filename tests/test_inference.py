@@ -35,6 +35,7 @@ from common.models.configs import TransformerConfig, llama
 from common.models.huggingface import read_config, read_huggingface, read_weights
 from common.models.transformer import Transformer
 
+from hybrid_options import parse
 from infer_engine import Engine, cache_bytes
 from infer_options import Choice, GenerateOptions, read_file
 from infer_run import main
@@ -274,6 +275,16 @@ def test_a_prompt_may_have_any_character(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt}, ensure_ascii=False), "utf-8-sig")
     for name, expected in (("a.txt", [prompt, "c"]), ("a.jsonl", [prompt])):
         assert [text for text, _ in read_file(tmp_path / name, Choice())] == expected
+
+
+def test_lists_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "generate.toml"
+    file.write_text('stop = [10, 11]\nprompts = ["def ", "a b"]\n')
+    o = parse(GenerateOptions, args=["--config", str(file), "--checkpoint", str(tmp_path)])
+    assert (o.stop, tuple(o.prompts)) == ((10, 11), ("def ", "a b"))
+    file.write_text('stop = ["x"]\n')
+    with pytest.raises(UsageError, match="stop = "):
+        parse(GenerateOptions, args=["--config", str(file), "--checkpoint", str(tmp_path)])
 
 
 def test_draws_follow_the_probabilities() -> None:

@@ -216,9 +216,12 @@ def from_file(options_type: type[T], file: Path) -> T:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}?" if near else "--help shows what there is"
             raise UsageError(f"{file}: there is no option {key!r}; {hint}")
-        arg = (
-            [f"--{key}={value}"] if not isinstance(value, bool) else [f"--{key}" if value else f"--no-{key}"]
-        )
+        if isinstance(value, bool):
+            arg = [f"--{key}" if value else f"--no-{key}"]
+        elif isinstance(value, list):
+            arg = [f"--{key}", *map(str, value)]
+        else:
+            arg = [f"--{key}={value}"]
         try:
             options.parse(options_type, args=arg)
         except UsageError as error:
