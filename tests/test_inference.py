@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from infer_scheduler import Request, Sequence
 FOLDER = ROOT / "06-hybrid-parallelism" / "examples" / "llama_inference"
 VOCABULARY = 101
 SHAPE = llama(layers=5, width=48, heads=6, kv_heads=2, mlp_width=57, sequence=96, vocabulary=VOCABULARY)
+SHARED = replace(SHAPE, experts=4, experts_per_token=2, shared_experts=1, capacity_factor=None)
 MESHES = [(1, 1), (2, 1), (3, 1), (5, 1), (1, 2), (1, 3), (1, 6), (2, 2), (2, 3), (3, 2)]  # pp, tp
 AMPLE: dict[str, Any] = {"blocks": 256, "block": 5}
 SCARCE: dict[str, Any] = {"blocks": 20, "block": 4, "most": 5, "budget": 7}
@@ -176,6 +178,20 @@ def test_mixtral_is_that_of_transformers(tmp_path: Path) -> None:
     texts = [greedily(model, q) for q in asked]
     for found in spawn(on_mesh, 4, 2, 2, tmp_path, asked, timeout=100):
         assert found == [texts, texts]
+
+
+def with_shared_expert(rt: Runtime, tp: int, asked: list[Request]) -> list[list[int]]:
+    mesh = Mesh(rt.world, pp=rt.world_size // tp, tp=tp)
+    return run(Engine(SHARED, mesh, rt.device, torch.float64), asked)
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 2)])
+def test_a_shared_expert_is_summed_once_over_tp(ranks: int, tp: int) -> None:
+    """The shared expert's output is summed over tp together with that of the routed ones."""
+    model = Transformer(SHARED, dtype=torch.float64)
+    asked = [q for q in ASKED if not q.temperature][:3]
+    for found in spawn(with_shared_expert, ranks, tp, asked):
+        assert found == [alone(model, q) for q in asked]
 
 
 def joining(rt: Runtime, pp: int, tp: int, asked: list[Request]) -> list[tuple[str, list[int]]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from common import comm
-from common.comm import sizes_of
+from common.comm import Group, sizes_of
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.models.configs import TransformerConfig
@@ -37,7 +37,7 @@ from infer_layers import CachedAttention, JoinedFeedForward, Norm, sum_in_place
 from infer_sampling import choose
 from infer_scheduler import Request, Scheduler, Sequence
 from infer_step import Step, make_step
-from tp_megatron import SharedRows, kv_heads_read
+from tp_megatron import Region, SharedRows, kv_heads_read
 from tp_row_parallel import RowParallelLinear
 from tp_vocabulary import VocabularyParallelEmbedding
 
@@ -82,7 +82,7 @@ class Engine:
         for module in self.stage.modules():
             module._forward_pre_hooks.clear()  # of regions over tp: without gradients x is the same inside and outside
             if isinstance(module, RowParallelLinear | VocabularyParallelEmbedding):
-                module.leave = partial(sum_in_place, group=mesh.group("tp"))
+                add_in_place(module, mesh.group("tp"))
         for parameter in self.stage.parameters():
             parameter.data = in_large_pages(parameter.data)
         queries, kv_heads = (
@@ -177,6 +177,12 @@ def replace_each(part: nn.Module, kind: type[M], by: Callable[[M], nn.Module]) -
         for name, child in list(module.named_children()):
             if isinstance(child, kind):
                 module.add_module(name, by(child))
+
+
+def add_in_place(layer: RowParallelLinear | VocabularyParallelEmbedding, group: Group) -> None:
+    """Sum the layer's result in its own memory if it ends a region; that of shared experts is summed later."""
+    if getattr(layer.leave, "__func__", None) is Region.leave:
+        layer.leave = partial(sum_in_place, group=group)
 
 
 def own_rows(shared: SharedRows) -> Linear:

@@ -7,8 +7,8 @@
     scores of a part      q_RGmK  x  k_RGLK         m = n * H / G: the query heads that read one key-value head
     visible               key's position <= query's position
 
-Norms, embedding and head, and all that tensor parallelism has done to them, stay as in training; infer_layers.py has
-the attention that reads the cache. Attention takes R * L * G * K numbers from the cache in each layer, and is the only
+Embedding and head stay as tensor parallelism has split them for training; infer_layers.py has the attention that reads
+the cache, and what else differs. Attention takes R * L * G * K numbers from the cache in each layer, and is the only
 part that grows with the text.
 """
 

@@ -51,9 +51,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     numbers = torch.view_as_real(y) if y.is_complex() else y
     ready = Pending("all_reduce", group, share(x, 2, group), back)
 
-    def post() -> (
-        dist.Work | None
-    ):  # dist.all_reduce checks more, which takes longer than the sum of a small tensor
+    def post() -> dist.Work | None:
+        # dist.all_reduce checks more, which takes longer than the sum of a small tensor
         assert group.pg is not None
         return group.pg.allreduce([numbers], OPTIONS[op, async_op])
 

@@ -30,8 +30,8 @@ class Group:
     def part(self, axis: str, members: Sequence[int], timeout: float | None = None) -> Group:
         """Return the group of these members, which are places in this group, in their order. This rank is a member.
 
-        timeout: of a new process group, in seconds. The members are in equally many groups so far: torch names a group
-        by its ranks and that number, and waits until `timeout` where the names differ.
+        timeout: of a new process group, in seconds. Every member must have joined equally many groups before: torch
+        names a group by its ranks and that number, and waits until `timeout` if the names differ.
         """
         ranks, at = tuple(self.ranks[i] for i in members), members.index(self.rank)
         if len(ranks) in (1, self.size):

@@ -38,7 +38,10 @@ Posted = dist.Work | list[dist.Work] | None
 
 @dataclass
 class Pending:
-    """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger, without bytes none."""
+    """Communication in flight; `wait()` blocks until it is done and adds its row to the ledger.
+
+    sent: bytes that this rank sends; None adds no row.
+    """
 
     op: str
     group: Group
@@ -53,8 +56,8 @@ class Pending:
     def start(self, call: Callable[[], Posted], async_op: bool = False) -> Pending:
         """Start the communication and, unless async_op, wait for it; one rank has nothing to communicate.
 
-        A call that blocks returns no work, None: it is done. So does every call that is told not to be asynchronous,
-        and our MPI transport then leaves its progress thread asleep, which would take the core from this thread.
+        A call that returns None is done. Where nothing overlaps it, `call` says so to the backend: our MPI transport
+        then does not wake its progress thread, which would take the core from the thread that waits.
         """
         if self.group.size > 1:
             self.call, posted = call, self._blocked(call)

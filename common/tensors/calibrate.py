@@ -32,7 +32,7 @@ from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions, console, run
 from common.tensors.grid import Grid
 from common.tensors.rates import LINES, Rates, Term, convolution_features, product_features, transform_work
-from common.tensors.trials import SEEN, corrected, draw, times_of
+from common.tensors.trials import SEEN, TRIALS, corrected, draw, times_of
 from common.utils.pages import keep_freed_memory, new_empty
 
 SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the parts of split products are
@@ -89,7 +89,7 @@ def calibrate(
     device: str = "cpu",
     seconds: float = 0.15,
     largest: int = 1 << 26,
-    trials: int = 40,
+    trials: int = TRIALS,
 ) -> Rates:
     """Return the rates of this machine's ranks, the same on all; memory: what is free, shared by the ranks here.
 
@@ -126,8 +126,11 @@ def calibrate(
         rates = Rates(free, products, convolutions, curves)
     if not trials:
         return rates
+    before, grid.rates = grid.rates, rates
     seen = draw(grid, trials, SEEN, device)
-    return corrected(rates, seen, times_of(seen, rounds=5))
+    rates = corrected(rates, seen, times_of(seen, rounds=5))
+    grid.rates = before
+    return rates
 
 
 def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:

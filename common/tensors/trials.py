@@ -4,11 +4,11 @@ Terms are measured alone, in a loop. In an operation their operands lie in other
 one another, and Python takes its time for each way and each move. `corrected` fits a factor per kind of term, and these
 times, to what the ways of random operations take.
 
-    trials = draw(grid, 40, seed=0)
+    trials = draw(grid, TRIALS, SEEN)
     rates = corrected(rates, trials, times_of(trials, rounds=5))
 
-Others must show how well it predicts: `examples/costs.py`. A machine that other programs share is faster and slower for
-half a minute at a time. So `times_of` runs all trials once before it runs any of them again.
+Other operations show how well it predicts: `examples/costs.py`. Other programs make a machine slower for half a minute
+at a time. So `times_of` runs all trials once before it runs any of them again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from common.tensors.products import bmm, matmul
 from common.tensors.rates import ARITHMETIC, Rates
 from common.tensors.tensor import DistributedTensor
 
-SEEN = 10**6
-"""Seed of the operations by which calibration corrects its rates."""
+TRIALS, SEEN = 40, "calibration"
+"""Number and seed of the operations by which calibration corrects its rates; the seeds of others are numbers."""
 Times = Mapping[str, float]
 """Seconds of an operation's ways by name."""
 
@@ -54,18 +54,17 @@ class Trial:
         return explain(self.operation, *self.operands, measure=measure, **self.options)
 
 
-def draw(grid: Grid, count: int, seed: int, device: str = "cpu") -> list[Trial]:
-    """Return products, batched ones, convolutions and transforms, of milliseconds, the same on all ranks."""
+def draw(grid: Grid, count: int, seed: int | str, device: str = "cpu") -> list[Trial]:
+    """Return products, batched ones, convolutions and transforms that take milliseconds, the same on all ranks."""
     numbers = random.Random(seed)
-    return [_drawn(grid, numbers, torch.float32, device) for _ in range(count)]
+    return [_drawn(grid, numbers, device) for _ in range(count)]
 
 
-def _drawn(grid: Grid, numbers: random.Random, dtype: torch.dtype, device: str) -> Trial:
-
+def _drawn(grid: Grid, numbers: random.Random, device: str) -> Trial:
     def length(low: int, high: int) -> int:
         return int(low * (high / low) ** numbers.random())
 
-    def tensor(*shape: int, dtype: torch.dtype = dtype) -> DistributedTensor:
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> DistributedTensor:
         placed: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
         return uniform(shape, grid, numbers.choice(placed), dtype=dtype, device=device)
 
@@ -78,16 +77,16 @@ def _drawn(grid: Grid, numbers: random.Random, dtype: torch.dtype, device: str) 
         return Trial(f"bmm {B} {M} {K} {N}", bmm, (tensor(B, M, K), tensor(B, K, N)), {})
     if kind == "conv2d":
         N, C, side = length(2, 8), length(16, 64), length(24, 96)
-        w = uniform((C, C, 3, 3), grid, Replicate(), dtype=dtype, device=device)
+        w = uniform((C, C, 3, 3), grid, Replicate(), device=device)
         return Trial(f"conv2d {N} {C} {side}", conv2d, (tensor(N, C, side, side), w), {"padding": 1})
     M, N = length(128, 2048), length(128, 2048)
-    return Trial(f"fft2 {M} {N}", fft2, (tensor(M, N, dtype=dtype.to_complex()),), {})
+    return Trial(f"fft2 {M} {N}", fft2, (tensor(M, N, dtype=torch.complex64),), {})
 
 
 def times_of(trials: Sequence[Trial], rounds: int) -> list[Times]:
     """Return, for each trial, the median seconds of its ways by name. All ranks call it.
 
-    A round runs every way of every trial, once after a run that does not count.
+    A round runs every trial; of each it runs every way that fits into memory twice, and counts the second time.
     """
     seconds: list[dict[str, list[float]]] = [{} for _ in trials]
     for _ in range(rounds):
@@ -99,9 +98,9 @@ def times_of(trials: Sequence[Trial], rounds: int) -> list[Times]:
 
 
 def corrected(rates: Rates, trials: Sequence[Trial], times: Sequence[Times]) -> Rates:
-    """Return the rates with corrections that explain the trials' times; `times` may be of more than these."""
+    """Return the rates with corrections that explain the trials' times."""
     costs, seconds = list[Cost](), list[float]()
-    for trial, found in zip(trials, times, strict=False):
+    for trial, found in zip(trials, times, strict=True):
         for c in trial.explained().candidates:
             if c.way.name in found:
                 costs.append(c.way.cost)
