@@ -90,8 +90,14 @@ def _in_parts(move: Term, count: int) -> Term:
 
 
 def _count(pair: Pair, product: Term, move: Term, part: Term, rows: int, panels: int | None) -> int:
-    """Return the number of panels: the one that is given, or the best by the closed form of `overlap`."""
-    best = panels or best_chunks(*times(pair.grid.rates, product, move, part), most=16)
+    """Return the number of panels: the one that is given, or the best by the closed form of `overlap`.
+
+    Only what a hidden move does not take from the arithmetic can be saved.
+    """
+    rates = pair.grid.rates
+    compute, communication, overhead = times(rates, product, move, part)
+    saved = communication * (1 - min(1.0, rates.corrections.get("hidden", 0.0)))
+    best = panels or best_chunks(compute, saved, overhead, most=16)
     return max(1, min(best, rows))
 
 
