@@ -127,10 +127,11 @@ def calibrate(
     if not trials:
         return rates
     before, grid.rates = grid.rates, rates
-    seen = draw(grid, trials, SEEN, device)
-    rates = corrected(rates, seen, times_of(seen, rounds=5))
-    grid.rates = before
-    return rates
+    try:
+        seen = draw(grid, trials, SEEN, device)
+        return corrected(rates, seen, times_of(seen, rounds=5))
+    finally:
+        grid.rates = before
 
 
 def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
