@@ -27,7 +27,8 @@ from common.tensors.tensor import DistributedTensor
 from common.tensors.transfer import (
     adds_terms,
     bytes_sent,
-    is_all_gather,
+    gathered_along,
+    scattered_along,
     settled_sums,
     sources,
     summed_along,
@@ -77,11 +78,10 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
             for s, t in zip(settled.placements, target.placements, strict=True)
         )
         return (*terms, *(() if kept else (Term("copy", (2 * copied,)),)))
-    if is_all_gather(settled, target):
-        arrived = max(size_of(target.box(r)) for r in range(n)) * item
-        [gathered] = [p for p, q in zip(settled.placements, target.placements, strict=True) if p != q]
-        joined = () if gathered == Shard(0) else (Term("copy", (2 * arrived,)),)
-        return (*terms, Term("all-gather", (sent,)), *joined)
+    if gathered_along(settled, target):
+        return (*terms, Term("all-gather", (sent,)))
+    if scattered_along(settled, target):
+        return (*terms, Term("reduce-scatter", (sent,)))
     copied = max(_copied(r, settled, target) for r in range(n))
     return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * copied * item,)))
 
