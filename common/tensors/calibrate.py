@@ -61,17 +61,17 @@ IMAGES = (  # (images, channels in, channels out, side, kernel)
 def measured(call: Callable[[], object], group: Group, least: int = 5, seconds: float = 0.15) -> float:
     """Return the median seconds of a call that all ranks make at once; the slowest rank's."""
     times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < least + 1 or (time.perf_counter() - began < seconds and len(times) < 200):
+    began, elapsed = time.perf_counter(), 0.0
+    while len(times) < least + 1 or (elapsed < seconds and len(times) < 200):
         comm.barrier(group)
         start = time.perf_counter()
         call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         took = torch.tensor([time.perf_counter() - start, time.perf_counter() - began], dtype=torch.float64)
-        comm.all_reduce(took, group, "max")  # one clock, so that all ranks stop together
+        comm.all_reduce(took, group, "max")  # all ranks see the same times, and stop together
         times.append(float(took[0]))
-        began = time.perf_counter() - float(took[1])
+        elapsed = float(took[1])
     return statistics.median(times[1:])
 
 
@@ -117,7 +117,7 @@ def calibrate(
                 [clock(_convolution(i, dtype, device)) for i in images],
             )
             curves |= _transforms(dtype.to_complex(), largest, device, clock)
-        curves["copy"] = [(n, clock(_cold(partial(_copy, n // 2, device), n))) for n in sizes]
+        curves["copy"] = [(n, clock(_cold(partial(_copy, n // 2, device), n, 256 << 20))) for n in sizes]
         if group.size > 1:
             for name in ("exchange", "all-gather", "reduce-scatter", "all-reduce"):
                 make = partial(_move, name, device=device, group=group)
@@ -142,9 +142,14 @@ def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[
     return lambda: torch.bmm(x, y)
 
 
-def _cold(make: Callable[[], Callable[[], object]], nbytes: int) -> Callable[[], object]:
-    """Return a call that takes other operands each time, so that they lie in no near cache, as in an operation."""
-    calls = itertools.cycle([make() for _ in range(max(1, min(64, (16 << 20) // nbytes)))])
+def _cold(
+    make: Callable[[], Callable[[], object]], nbytes: int, total: int = 16 << 20
+) -> Callable[[], object]:
+    """Return a call that takes other operands each time, so that they lie in no near cache, as in an operation.
+
+    total: bytes of all operands.
+    """
+    calls = itertools.cycle([make() for _ in range(max(1, min(64, total // nbytes)))])
     return lambda: next(calls)()
 
 
@@ -189,8 +194,10 @@ def _transforms(
 
 
 def _copy(half: int, device: str) -> Callable[[], Tensor]:
-    x = torch.ones(half, dtype=torch.uint8, device=device)
-    return lambda: x.clone()
+    """Return a copy of that many bytes: columns of a matrix, as in most operations."""
+    width = min(half, 1024)
+    x = torch.ones(half // width, 2, width, dtype=torch.uint8, device=device)
+    return lambda: x[:, 0].contiguous()
 
 
 def _move(name: str, nbytes: int, device: str, group: Group) -> Callable[[], object]:

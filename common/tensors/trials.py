@@ -138,4 +138,5 @@ def fitted_corrections(
         )
 
     # times that others disturb count little: the loss grows with the difference, not its square
-    return named(least_squares(apart, start, loss="soft_l1", f_scale=0.1).x)
+    bounds = start - 7, start + 7  # a factor of 1000
+    return named(least_squares(apart, start, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
