@@ -81,7 +81,7 @@ def many_panels(rt: Runtime) -> None:
     """Cut into as many panels as there are rows, with links so slow that the closed form asks for it."""
     grid = Grid(rt.world)
     curves = {kind: [(1.0, 1e-9), (1e9, 1.0)] for kind in ("all-gather", "reduce-scatter")}
-    grid.rates = dt.Rates(curves=curves, products={"float64": (1e-9, 1e-9, 0, 0, 0)})
+    grid.rates = dt.Rates(curves=curves, products={"float64": (1e-9, 1e-9, 0, 0)})
     wholes = [cases.numbers((7, 13)).requires_grad_(), cases.numbers((13, 5), seed=1).requires_grad_()]
     expected = wholes[0] @ wholes[1]
     for way, places in (("rows, b in panels", (0, 0)), ("inner, sum in panels", (1, 0))):

@@ -20,7 +20,6 @@ from common.errors import UsageError
 
 ARITHMETIC = {"product", "convolution", "transform"}
 LINES = 256  # numbers so far apart, or a multiple of it, share a few lines of the cache
-FRESH = 32 << 20  # bytes; larger blocks are new memory each time, whose pages the kernel must map first
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,10 @@ class Term:
 
 
 def product_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
-    """Return what a batched product's time is linear in: its start, real FLOPs, bytes read, written, and fresh."""
+    """Return what a batched product's time is linear in: its start, real FLOPs, bytes read, and bytes written."""
     b, m, k, n = sizes
-    item = dtype.itemsize
-    out = b * m * n * item
     flops = 2.0 * b * m * k * n * (4 if dtype.is_complex else 1)
-    return 1.0, flops, float(b * (m * k + k * n) * item), float(out), float(out if out > FRESH else 0)
+    return 1.0, flops, float(b * (m * k + k * n) * dtype.itemsize), float(b * m * n * dtype.itemsize)
 
 
 def convolution_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
@@ -113,7 +110,7 @@ class Rates:
         """Return the predicted seconds of a term."""
         kind, wide = str(term.dtype).removeprefix("torch."), term.dtype.to_real().itemsize / 4
         if term.kind == "product":
-            default: tuple[float, ...] = (2e-6, wide / 50e9, 1 / 20e9, 1 / 10e9, 1 / 4e9)
+            default: tuple[float, ...] = (2e-6, wide / 50e9, 1 / 20e9, 1 / 10e9)
             features = product_features(term.sizes, term.dtype)
             one = sum(f * c for f, c in zip(features, self.products.get(kind, default), strict=True))
         elif term.kind == "transform":
@@ -189,7 +186,7 @@ def _of_planner(text: str) -> Rates:
     about = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
     moved = 1 / (about["bandwidth"] * about["sustained_memory"])
     flops = {kind: 1 / (peak * about["sustained_products"]) for kind, peak in about["peak"].items()}
-    products = {kind: (about["start"], each, moved, moved, 0.0) for kind, each in flops.items()}
+    products = {kind: (about["start"], each, moved, moved) for kind, each in flops.items()}
     inside = about["links"]["inside"]
     latency, bandwidth = inside[min(inside, key=int)]
     line = [(n, latency + n / bandwidth) for n in (1.0, 1e4, 1e6, 1e8, 1e10)]
