@@ -22,6 +22,7 @@ import torch
 
 from common import comm
 from common.comm import Group, ledger, travel
+from common.comm.checked.report import line_of_user
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.tensors.rates import Rates
@@ -95,19 +96,18 @@ class Grid:
             comm.all_reduce(found, self.world, "max")
             if int(found[0]) == mine == -int(found[1]) and not found[2]:
                 return
-            said = comm.everyones((self._last, problem), self.world)
-        if problems := [f"rank {r}: {text}" for r, (_, text) in enumerate(said) if text]:
+            said = comm.everyones((self._last, line_of_user(), problem), self.world)
+        if problems := [f"rank {r}: {text}" for r, (_, _, text) in enumerate(said) if text]:
             raise UsageError("; ".join(problems))
-        ranks: dict[str, list[int]] = {}
-        for r, (last, _) in enumerate(said):
-            ranks.setdefault(last, []).append(r)
-        by = "; ".join(f"{last} on rank(s) {', '.join(map(str, of))}" for last, of in ranks.items())
-        if len(ranks) == 1:
-            raise UsageError(
-                "all ranks must call the same operations in the same order; "
-                f"all called {self._last}, but different ones before: make a new Grid to go on"
-            )
-        raise UsageError(f"all ranks must call the same operations in the same order, but called {by}")
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for r, (last, line, _) in enumerate(said):
+            ranks.setdefault((last, line), []).append(r)
+        by = [f"{line}: {last} on rank(s) {', '.join(map(str, of))}" for (last, line), of in ranks.items()]
+        if len({last for last, _, _ in said}) == 1:
+            by.append("different ones before: make a new Grid to go on")
+        raise UsageError(
+            f"all ranks must call the same operations in the same order, but called {'; '.join(by)}"
+        )
 
 
 def same_grid(grids: Sequence[Grid], operation: str) -> Grid:

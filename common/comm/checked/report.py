@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 RULES = ("mix", "linear", "once", "root", "sum", "call", "meet", "equal", "step")
-COMM = Path(__file__).parents[1]
-MACHINERY = tuple(
-    map(str, (Path(torch.__file__).parent, Path(os.__file__).parent, COMM, COMM.parent / "lesson"))
-)
+COMMON = Path(__file__).parents[2]
+OURS = (COMMON / name for name in ("comm", "lesson", "tensors"))
+MACHINERY = tuple(map(str, (Path(torch.__file__).parent, Path(os.__file__).parent, *OURS)))
 
 
 class Misplaced(AssertionError):
@@ -45,7 +44,7 @@ class Report:
 
 
 def line_of_user() -> str:
-    """Return file:line of the innermost frame outside of torch, Python's library, common/comm and common/lesson."""
+    """Return file:line of the innermost frame outside of torch, Python's library, and the folders OURS."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*MACHINERY, "<")):
         frame = frame.f_back
