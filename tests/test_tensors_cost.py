@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_rates_by_hand(tmp_path: Path) -> None:
-    rates = Rates(1e9, {"float32": (1, 2, 3, 4, 5)}, {}, {"copy": [(10.0, 1.0), (1000.0, 10.0)]})
+    rates = Rates(1e9, {"float32": (1, 2, 3, 4)}, {}, {"copy": [(10.0, 1.0), (1000.0, 10.0)]})
     product = Term("product", (1, 2, 3, 5))
     assert rates.seconds(product) == 1 + 2 * 2 * 30 + 3 * 4 * (6 + 15) + 4 * 4 * 10
     assert rates.seconds(Term("copy", (100,))) == pytest.approx(math.sqrt(10))
@@ -41,7 +41,12 @@ def test_rates_by_hand(tmp_path: Path) -> None:
     loaded = Rates.load(tmp_path / "machine.json")
     assert loaded.seconds(product) == rates.seconds(product)
     (tmp_path / "bad.json").write_text("{}")
-    for bad, words in (("bad.json", "not the rates of a machine"), ("absent.json", "No such file")):
+    (tmp_path / "old.json").write_text((tmp_path / "machine.json").read_text().replace("4\n", "4, 5\n"))
+    for bad, words in (
+        ("bad.json", "not the rates of a machine"),
+        ("old.json", "calibrate again"),
+        ("absent.json", "No such file"),
+    ):
         with pytest.raises(UsageError, match=words):
             Rates.load(tmp_path / bad)
 

@@ -215,14 +215,8 @@ def _move(name: str, nbytes: int, device: str, group: Group) -> Callable[[], obj
     if name == "reduce-scatter":
         return lambda: comm.reduce_scatter_into(new_empty((each,), torch.float32, device), whole, group)
     width = min(each, 256)  # columns of a matrix go, as in most moves
-    pieces = [*whole[: each // width * width * n].view(-1, n, width).unbind(1)]
-    empty = whole.new_empty(0)
-    pieces[group.rank] = empty
-    return lambda: comm.all_to_all_views(
-        [empty if r == group.rank else new_empty(x.shape, x.dtype, device) for r, x in enumerate(pieces)],
-        pieces,
-        group,
-    )
+    pieces = whole[: each // width * width * n].view(-1, n, width).unbind(1)
+    return lambda: comm.all_to_all_views([new_empty(x.shape, x.dtype, device) for x in pieces], pieces, group)
 
 
 @dataclass

@@ -82,8 +82,9 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
         return (*terms, Term("all-gather", (sent,)))
     if scattered_along(settled, target):
         return (*terms, Term("reduce-scatter", (sent,)))
-    copied = max(_copied(r, settled, target) for r in range(n))
-    return (*terms, Term("exchange", (sent, n - 1)), Term("copy", (2 * copied * item,)))
+    terms.append(Term("exchange", (sent, n - 1)))
+    copied = max(_copied(r, settled, target) for r in range(n)) * item - sent // (n - 1)
+    return (*terms, Term("copy", (2 * copied,))) if copied > 0 else tuple(terms)
 
 
 def _copied(rank: int, source: Layout, target: Layout) -> int:

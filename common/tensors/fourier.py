@@ -252,7 +252,6 @@ def _in_groups(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way
             Term("transform", (-(-M // n), N, 1), wide),
             Term("transform", (-(-N // n), M, 1), wide),
             Term("exchange", (most, n - 1), times=times),
-            Term("copy", (2 * M * N * item // n**2,), times=times),
         )
         memory = (
             received(rows, columns, wide) * 4

@@ -32,7 +32,7 @@ class Term:
         convolution  (images, channels in, channels out, places, kernel)   of one group: numbers per image and channel
         transform    (rows, length, apart)  complex Fourier transforms of numbers that are so far apart in memory
         copy         (bytes,)               read and written in memory, each byte counted once
-        exchange     (bytes sent, messages) all-to-all, halos, shifts between neighbours
+        exchange     (bytes sent, messages) all-to-all with a piece that stays, halos, shifts between neighbours
         all-gather   (bytes sent,)
         reduce-scatter  (bytes sent,)
         all-reduce   (bytes sent,)
@@ -172,6 +172,8 @@ class Rates:
                 return _of_planner(path.read_text())
             about = json.loads(path.read_text())
             memory = about["memory"]
+            if any(len(c) != 4 for kind in ("products", "convolutions") for c in about[kind].values()):
+                raise ValueError("a product and a convolution have 4 coefficients; calibrate again")
             return cls(**about | {"memory": math.inf if memory is None else memory})
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}; calibrate.py --write makes the file") from None
