@@ -159,7 +159,7 @@ def test_bad_input() -> None:
     with pytest.raises(UsageError, match="different grids"):
         matmul(a, dt.full((3, 2), 1.0, Grid(Group.alone()), Replicate()))
     grid.rates = dt.Rates(memory=10)
-    with pytest.raises(UsageError, match="the least that a way needs is 16 bytes on a rank"):
+    with pytest.raises(UsageError, match="needs least, 16"):
         matmul(a, a.T)
     x = dt.full((2, 2, 2), 1.0, grid, Replicate())
     image, weight = (dt.full((1, 1, n, n), 1.0, grid, Replicate()) for n in (4, 2))
@@ -168,5 +168,5 @@ def test_bad_input() -> None:
         lambda: dt.einsum("abc,cd->abd", x, dt.full((2, 2), 1.0, grid, Replicate())),
         lambda: dt.conv2d(image, weight),
     ):
-        with pytest.raises(UsageError, match="the least that a way needs"):
+        with pytest.raises(UsageError, match="every way needs more memory"):
             operation()

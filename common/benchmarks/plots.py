@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import psutil
 from matplotlib.axes import Axes
 
 from common.benchmarks.measures import Scaling, Timing, speed_up
 from common.benchmarks.tables import names, work_name
 from common.utils import visualizer
+from common.utils.environment import cores as cores
 
 Series = dict[str, dict[int, float]]
 
@@ -50,11 +49,6 @@ def inline(svg: str, name: str, caption: str) -> str:
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)
     svg = svg.replace(visualizer.INK.lower(), "currentColor")
     return re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 def of_work(timings: Sequence[Timing], prefix: str) -> list[Plot]:

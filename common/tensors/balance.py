@@ -7,8 +7,8 @@
         if balancer.observe(everyones(seconds, grid.world)):
             x = x.redistribute(Shard(0, balancer.sizes))
 
-A rank with rate v_i gets v_i / sum(v) of the rows: all ranks then end at the same time, in total / sum(v). The
-balancer moves rows only if the step would become shorter by a share `hysteresis`, so that noise moves none.
+A rank with rate v_i gets v_i / sum(v) of the rows: all ranks then end at the same time, in total / sum(v). `sizes`
+change only if the step would become shorter by a share `hysteresis`, so that noise moves no rows.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def measure_speeds(grid: Grid, work: Callable[[], object], repeats: int = 5) -> 
 class Balancer:
     """Lengths of all ranks' pieces of `total` rows: `sizes`.
 
-    speeds: rows per second, or anything in proportion; default: equal. hysteresis: the share by which a step must
-    become shorter for rows to move. memory: weight of the past in the rates, from 0 (none) to less than 1. All ranks
-    observe the same seconds, and so have the same sizes.
+    speeds: rows per second of each rank, in any unit, or the number of ranks for equal pieces. hysteresis: the share by
+    which a step must become shorter for `sizes` to change. memory: weight of earlier measurements, from 0 to below 1.
+    All ranks observe the same seconds, and so have the same sizes.
     """
 
     def __init__(
@@ -76,15 +76,11 @@ class Balancer:
             raise UsageError(
                 f"memory {memory} and hysteresis {hysteresis}: give 0 <= memory < 1, hysteresis >= 0"
             )
-        even = isinstance(speeds, int)
         self.sizes = tuple(
             sizes_of(total, speeds) if isinstance(speeds, int) else proportional(total, speeds)
         )
         self.total, self.hysteresis, self.memory = total, hysteresis, memory
         self.seconds_per_row: list[float | None] = [None] * len(self.sizes)
-        if not even and not isinstance(speeds, int):
-            self.seconds_per_row = [1 / (total * s / math.fsum(speeds)) for s in speeds]
-        self._measured = False
 
     def observe(self, seconds: Sequence[float]) -> bool:
         """Take the seconds that each rank worked on its piece; return True if `sizes` changed.
@@ -94,9 +90,8 @@ class Balancer:
         for i, (rows, took) in enumerate(zip(self.sizes, seconds, strict=True)):
             if rows and took > 0:
                 before, now = self.seconds_per_row[i], took / rows
-                mixed = self.memory * before + (1 - self.memory) * now if self._measured and before else now
+                mixed = now if before is None else self.memory * before + (1 - self.memory) * now
                 self.seconds_per_row[i] = mixed
-        self._measured = True
         known = [s for s in self.seconds_per_row if s is not None]
         if not known:
             return False

@@ -6,12 +6,13 @@
 
 Call `keep_freed_memory` first if the program does, as this one does: otherwise new memory is most of what large
 operations cost. All ranks measure at once, so that they share memory and links as they do in an operation. Each time
-is the median of several; of the ranks' medians the largest counts.
+is the median, over repeated calls, of the slowest rank's seconds.
 """
 
 from __future__ import annotations
 
 import itertools
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group, ledger
+from common.errors import UsageError
 from common.launch.command_line import check_folder
 from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions, console, run
@@ -96,7 +98,12 @@ def calibrate(
     dtypes: of products and convolutions; transforms are measured in their complex type. seconds: for which each of
     some 100 calls is repeated, five times at least. largest: bytes of the largest tensors. trials: random operations
     from which to correct for what terms in a loop do not show. All ranks call it.
+
+    Raises UsageError if `largest` is less than 2^18 numbers have.
     """
+    least = max(dtype.itemsize for dtype in dtypes) << 18
+    if largest < least:
+        raise UsageError(f"calibrate: largest={largest}: give at least {least} bytes")
     group, sizes = grid.world, [n for n in BYTES if n <= largest]
     clock = partial(measured, group=group, seconds=seconds)
     with grid.operation(f"calibrate({dtypes})"), ledger.uncounted(), torch.no_grad():
@@ -122,8 +129,7 @@ def calibrate(
             for name in ("exchange", "all-gather", "reduce-scatter", "all-reduce"):
                 make = partial(_move, name, device=device, group=group)
                 curves[name] = [(n, clock(_cold(partial(make, n), n))) for n in sizes]
-        free = min(comm.everyones(psutil.virtual_memory().available, group)) / group.size
-        rates = Rates(free, products, convolutions, curves)
+        rates = comm.everyones(Rates(_free(device, group), products, convolutions, curves), group)[0]
     if not trials:
         return rates
     before, grid.rates = grid.rates, rates
@@ -132,6 +138,16 @@ def calibrate(
         return corrected(rates, seen, times_of(seen, rounds=5))
     finally:
         grid.rates = before
+
+
+def _free(device: str, group: Group) -> float:
+    """Return the least free memory of a rank, where ranks share a host's memory, or a GPU's, equally."""
+    place, free = (platform.node(), -1), psutil.virtual_memory().available
+    if device.startswith("cuda"):
+        place, free = (platform.node(), torch.cuda.current_device()), torch.cuda.mem_get_info()[0]
+    found = comm.everyones((place, free), group)
+    places = [at for at, _ in found]
+    return min(float(there) / places.count(at) for at, there in found)
 
 
 def _product(sizes: Sequence[int], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
@@ -221,9 +237,9 @@ def _move(name: str, nbytes: int, device: str, group: Group) -> Callable[[], obj
 
 @dataclass
 class CalibrateOptions(
-    LessonOptions, without=("steps", "seed", "data", "json", "trace", "plot", "debug", "check")
+    LessonOptions, without=("steps", "seed", "data", "json", "trace", "plot", "debug", "check", "dtype")
 ):
-    """Options of the calibration. --dtype: of products and convolutions; the other type is measured too."""
+    """Options of the calibration."""
 
     write: Path = Path("machine.json")
     """File for the rates, as JSON; `Rates.load` reads it."""
@@ -233,7 +249,7 @@ def main(rt: Runtime, o: CalibrateOptions) -> bool:
     """Measure, and write the rates on rank 0."""
     check_folder("write", o.write, o.write.absolute().parent)
     keep_freed_memory()
-    console(rt).print("measures for a minute or so, longer on a busy machine")
+    console(rt).print("Measuring for about a minute, longer on a busy machine.")
     rates = calibrate(Grid(rt.world), list(DTYPES.values()), rt.device.type)
     if rt.rank == 0:
         rates.save(o.write)

@@ -12,6 +12,7 @@ made in slices: some dimensions are fixed, all their values are gone through, an
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from common.tensors import reductions
 from common.tensors.cost import choose
 from common.tensors.layout import Layout, Placement, Replicate, Shard, together
 from common.tensors.pairwise import Pair
-from common.tensors.tensor import DistributedTensor, common_grid, describe, settled, to_layout
+from common.tensors.tensor import DistributedTensor, common_grid, describe, dimension, settled, to_layout
 
 Optimize = Literal["auto", "optimal", "dp", "greedy"] | bool | Sequence[tuple[int, ...]]
 STRATEGIES = ("optimal", "dp", "greedy", "auto")
@@ -43,6 +44,7 @@ def einsum(
     list of tuples is the path itself. memory: bytes that an intermediate tensor may have on a rank; default: those of
     `grid.rates`. Sends what each product lacks. Raises UsageError for an equation that does not fit the shapes.
     """
+    common_grid(operands, "einsum")
     return expression(equation, *(tuple(x.shape) for x in operands), optimize=optimize, memory=memory)(
         *operands
     )
@@ -52,12 +54,15 @@ def tensordot(
     a: DistributedTensor, b: DistributedTensor, dims: int | tuple[Sequence[int], Sequence[int]] = 2
 ) -> DistributedTensor:
     """Return the sum over the last `dims` dimensions of a and the first of b, or over two lists. Differentiable."""
+    common_grid([a, b], "tensordot")
     if isinstance(dims, int):
         if not 0 <= dims <= min(a.ndim, b.ndim):
             raise UsageError(f"tensordot over {dims} dimensions of {list(a.shape)} and {list(b.shape)}")
         left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     else:
-        left, right = ([d % max(1, x.ndim) for d in of] for x, of in zip((a, b), dims, strict=True))
+        left, right = (
+            [dimension(d, x.ndim, "tensordot") for d in of] for x, of in zip((a, b), dims, strict=True)
+        )
     if len(left) != len(right) or [a.shape[d] for d in left] != [b.shape[d] for d in right]:
         raise UsageError(
             f"tensordot: dimensions {left} of {list(a.shape)} and {right} of {list(b.shape)} differ"
@@ -131,10 +136,10 @@ class Contraction:
             return max(results, key=lambda labels: math.prod(lengths[x] for x in labels))
 
         while math.prod(lengths[x] for x in largest()) * item / ranks > limit:
-            inner = [x for x in largest() if x not in self.output and lengths[x] > 1]
-            label = max(inner or largest(), key=lambda x: lengths[x])
-            if lengths[label] <= 1:
+            free = [x for x in largest() if lengths[x] > 1]
+            if not free:
                 raise UsageError(f"einsum {self.equation!r}: no slice fits into {limit:,.0f} bytes on a rank")
+            label = max([x for x in free if x not in self.output] or free, key=lambda x: lengths[x])
             chosen.append(label)
             lengths[label] = 1
         return chosen
@@ -163,11 +168,8 @@ class Contraction:
         parts = []
         for i in range(self.lengths[label]):
             some = [_selected(x, of, label, i) for x, of in operands]
-            smaller = Contraction.__new__(Contraction)
-            smaller.__dict__ |= self.__dict__ | {
-                "inputs": [of for _, of in some],
-                "output": self.output.replace(label, ""),
-            }
+            smaller = copy.copy(self)
+            smaller.inputs, smaller.output = [of for _, of in some], self.output.replace(label, "")
             parts.append(smaller._in_slices(some, rest) if rest else smaller.contracted(some))
         if label not in self.output:
             total = parts[0]

@@ -8,8 +8,9 @@ Split along          x                 weight             y
     output channels  whole             split along O      split along channels
     input channels   split             split along C      terms, which are summed and split
 
-Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. While halos travel, each rank
-computes the part of its result that needs its own numbers only.
+Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. Where that
+is predicted to be faster, each rank computes its whole result with zeros for the halo while the halo travels, and then
+the border again.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Convolution:
             terms = [term for move in moves for term in moving(*move, self.x.dtype)]
             plan = min(plans_of(split, self.x.dtype), key=self.grid.rates.predict)
             terms += plan
-            memory = sum(received(*move, self.x.dtype) for move in moves) + size_of(y.box(0)) * item
+            memory = sum(received(*move, self.x.dtype) for move in moves) + y.largest * item
             memory += max(size_of(box) for box in halo.boxes) * item if halo.moves else 0
             sent = sum((bytes_sent(*move, item) for move in moves), halo.bytes_sent(item))
             return Cost(tuple(terms), memory, Fraction(sent))

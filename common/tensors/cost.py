@@ -66,13 +66,13 @@ def moving(source: Layout, target: Layout, dtype: torch.dtype) -> tuple[Term, ..
     terms = []
     settled = settled_sums(source, target)
     for group in summed_along(source, target):
-        local = size_of(source.box(0)) * item  # the first rank's piece is the longest, or close to it
+        local = source.largest * item
         terms.append(Term("all-reduce", (2 * (group.size - 1) * local // group.size,)))
     if settled == target:
         return tuple(terms)
     sent = int(max(bytes_sent(settled, target, item, r) for r in range(n)))
     if not sent:
-        copied = size_of(target.box(0)) * item
+        copied = target.largest * item
         kept = all(
             s == t or (isinstance(t, Shard) and t.dim == 0)
             for s, t in zip(settled.placements, target.placements, strict=True)
@@ -97,7 +97,7 @@ def received(source: Layout, target: Layout, dtype: torch.dtype) -> int:
     """Return the bytes that a move needs on the rank that has most: nothing where it is already there."""
     if source.boxes == target.boxes and not source.partial:
         return 0
-    return max(map(size_of, target.boxes)) * dtype.itemsize
+    return target.largest * dtype.itemsize
 
 
 def choose(
@@ -110,7 +110,7 @@ def choose(
     """
     if grid.asked:
         raise _Asked(ways)
-    known = (operation, id(grid.rates), key, tuple(way.name for way in ways))
+    known = (operation, key, tuple(way.name for way in ways))
     name = name or (grid.chosen.get(known) if key is not None else None)
     if name is not None:
         for way in ways:
@@ -121,8 +121,8 @@ def choose(
     if not fits:
         least = min(ways, key=lambda w: w.cost.memory)
         raise UsageError(
-            f"{operation}: the least that a way needs is {show_bytes(least.cost.memory)} bytes on a rank "
-            f"({least.name}), allowed are {show_bytes(int(grid.rates.memory))}"
+            f"{operation}: every way needs more memory on a rank than grid.rates.memory, "
+            f"{show_bytes(int(grid.rates.memory))} bytes; {least.name!r} needs least, {show_bytes(least.cost.memory)}"
         )
     best = min(fits, key=lambda w: grid.rates.predict(w.cost.terms))
     grid.chosen[known] = best.name
@@ -135,13 +135,25 @@ class _Asked(Exception):
         self.ways = list(ways)
 
 
+def first_operand(
+    operation: Callable[..., DistributedTensor], *args: Any, **kwargs: Any
+) -> DistributedTensor:
+    """Return the first distributed tensor of the arguments. Raises UsageError if there is none."""
+    for given in (*args, *kwargs.values()):
+        for x in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(x, DistributedTensor):
+                return x
+    raise UsageError(f"{operation.__name__}: give at least one distributed tensor")
+
+
 def ways_of(operation: Callable[..., DistributedTensor], *args: Any, **kwargs: Any) -> list[Way]:
-    """Return the ways of `operation(*args, **kwargs)`, of its first choice if it makes several. Runs none.
+    """Return the ways of `operation(*args, **kwargs)`, of its first choice if it makes several.
+
+    Does not carry the operation out; an einsum may move operands before its first choice.
 
     Raises UsageError as the operation does, and for one without ways.
     """
-    operands = [x for a in args for x in (a if isinstance(a, (list, tuple)) else [a])]
-    grid = next(x.grid for x in operands if isinstance(x, DistributedTensor))
+    grid = first_operand(operation, *args, **kwargs).grid
     grid.asked = True
     try:
         operation(*args, **kwargs)

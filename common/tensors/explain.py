@@ -1,4 +1,4 @@
-"""What each way to split an operation would cost, as predicted and, on request, as measured.
+"""Predicted and, on request, measured cost of each way to split an operation.
 
 print(explain(matmul, a, b))
 found = explain(matmul, a, b, measure=5)       # runs each way that fits, five times
@@ -17,7 +17,7 @@ from rich.console import Console
 from common.comm.ledger import show_bytes
 from common.launch.terminal import WIDE, make_table
 from common.lesson.measure import in_turn
-from common.tensors.cost import Way, choose, ways_of
+from common.tensors.cost import Way, choose, first_operand, ways_of
 from common.tensors.rates import ARITHMETIC
 from common.tensors.tensor import DistributedTensor
 
@@ -26,8 +26,8 @@ from common.tensors.tensor import DistributedTensor
 class Candidate:
     """A way with its predicted seconds and, if it was run, the median of its measured ones.
 
-    arithmetic, moves: predicted seconds of products and transforms, and of copies and messages; messages that travel
-    meanwhile count in both.
+    arithmetic, moves: predicted seconds of products and transforms, and of copies and messages. `moves` includes the
+    messages that travel during the arithmetic, which `predicted` counts only in part.
     """
 
     way: Way
@@ -88,15 +88,15 @@ def explain(
     call it.
     """
     name, ways = operation.__name__, ways_of(operation, *args, **kwargs)
-    tensors = [x for x in args if isinstance(x, DistributedTensor)]
-    grid = tensors[0].grid
+    first = first_operand(operation, *args, **kwargs)
+    grid = first.grid
     rates, best = grid.rates, choose(grid, name, ways)
     times: dict[str, float] = {}
     if measure:
         fits = [w for w in ways if w.cost.memory <= rates.memory]
         with torch.no_grad(), grid.operation(f"explain({name})"):
             cases: dict[str, Callable[[], object]] = {w.name: w.run for w in fits}
-            found = in_turn(cases, measure, grid.world, device=tensors[0].device.type)
+            found = in_turn(cases, measure, grid.world, device=first.device.type)
         times = {n: m.median for n, m in found.items()}
     candidates = [
         Candidate(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
-from common.tensors.layout import Layout, Placement, Replicate, Shard, together
+from common.tensors.layout import Layout, Placement, Replicate, Shard, size_of, together
 from common.tensors.rates import Term
 from common.tensors.six_step import factors, six_step_cost, six_steps
 from common.tensors.slab import fits, layouts, slab
@@ -320,7 +320,7 @@ def _steps(
         at = Layout.of(at.grid, shape, at.placements)
         steps.append(Step(at, kernel, d, n))
     back = [
-        Shard(p.dim, p.sizes if isinstance(p, Shard) and at.shape[p.dim] == start.shape[p.dim] else None)
+        Shard(p.dim, p.sizes if at.shape[p.dim] == start.shape[p.dim] else None)
         if isinstance(p, Shard)
         else p
         for p in start.placements
@@ -352,15 +352,14 @@ def _moved_away(at: Layout, dim: int, left: Sequence[int], through: int | None) 
 
 
 def _way(name: str, x: DistributedTensor, start: Layout, steps: Sequence[Step], norm: Norm) -> Way:
-    complex_type = x.dtype if x.dtype.is_complex else x.dtype.to_complex()
+    complex_type = x.dtype.to_complex()
 
     def cost() -> Cost:
         at, kind = x.layout, x.dtype
         terms, memory, sent = list[Term](), 0, Fraction(0)
         for step in (Step(start), *steps):
             if step.kernel:
-                longest = max(step.layout.box(r) for r in range(len(step.layout.boxes)))
-                lengths = [hi - lo for lo, hi in longest]
+                lengths = [hi - lo for lo, hi in max(step.layout.boxes, key=size_of)]
                 apart = math.prod(lengths[step.dim + 1 :])
                 terms.append(
                     Term("transform", (math.prod(lengths[: step.dim]) * apart, step.n, apart), complex_type)

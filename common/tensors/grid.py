@@ -34,10 +34,7 @@ class Grid:
     check: compare what the ranks do before they communicate. Raises UsageError if the product of the lengths is not
     the number of ranks. All ranks must call it.
 
-    rates: what a rank computes, sends and holds, by which operations choose how to split; equal on all ranks.
     """
-
-    rates: Rates = Rates()
 
     def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
         self.world, self.check = world, check
@@ -45,8 +42,8 @@ class Grid:
         if len(self.shape) > 3 or min(self.shape) < 1 or math.prod(self.shape) != world.size:
             fits = [(n, world.size // n) for n in range(1, world.size + 1) if world.size % n == 0]
             raise UsageError(
-                f"a grid of {' x '.join(map(str, shape))} on {world.size} rank(s): "
-                f"give one length, or two whose product is {world.size}: {', '.join(f'{a} x {b}' for a, b in fits)}"
+                f"a grid of {' x '.join(map(str, shape))} on {world.size} rank(s): give one to three lengths whose "
+                f"product is {world.size}, such as {', '.join(f'{a} x {b}' for a, b in fits)}"
             )
         self.groups: tuple[Group, ...] = (replace(world, axis="0"),)
         if len(self.shape) > 1:
@@ -55,7 +52,8 @@ class Grid:
             self.groups = tuple(replace(mesh.group(name), axis=str(a)) for a, name in enumerate(names))
         self.places = [tuple(map(int, np.unravel_index(r, self.shape))) for r in range(world.size)]
         self.place = self.places[world.rank]
-        self.chosen: dict[tuple[Hashable, ...], str] = {}  # ways that were chosen before
+        self._rates = Rates()
+        self.chosen: dict[tuple[Hashable, ...], str] = {}  # ways that were chosen before, by these rates
         self.asked = False  # the ways of the next operation are asked for, which is not carried out
         self._done = hashlib.sha256()
         self._last = "nothing"
@@ -63,6 +61,18 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid({' x '.join(map(str, self.shape))})"
+
+    @property
+    def rates(self) -> Rates:
+        """What a rank computes, sends and holds, by which operations choose how to split; equal on all ranks."""
+        return self._rates
+
+    @rates.setter
+    def rates(self, rates: Rates) -> None:
+        with self.operation(
+            f"rates = {rates}"
+        ):  # ranks that choose by other rates would wait for one another
+            self._rates, self.chosen = rates, {}
 
     @contextmanager
     def operation(self, description: str) -> Iterator[None]:

@@ -31,7 +31,10 @@ class Halo:
 
     @cached_property
     def owners(self) -> list[list[tuple[int, Box]]]:
-        """Return for each rank those that give it its box, each with its part; copies come from the nearest place."""
+        """Return for each rank those that give it its box, each with its part.
+
+        Of a replicated tensor the rank at the same place of that axis gives it.
+        """
         return [self._owners(rank) for rank in range(self.source.grid.world.size)]
 
     def _owners(self, rank: int) -> list[tuple[int, Box]]:

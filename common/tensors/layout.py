@@ -71,7 +71,7 @@ class Layout:
 
     @classmethod
     def of(cls, grid: Grid, shape: Sequence[int], placements: Placement | Sequence[Placement]) -> Layout:
-        """Return the layout with negative dimensions resolved; one placement stands for all that an axis needs."""
+        """Return the layout with negative dimensions resolved; a grid of one axis takes a placement without a tuple."""
         given = (placements,) if isinstance(placements, (Shard, Replicate, Partial)) else tuple(placements)
         if len(given) != len(grid.shape):
             raise UsageError(
@@ -88,15 +88,18 @@ class Layout:
                     )
                 dim = p.dim % dims
                 if p.sizes is not None:
-                    if len(p.sizes) != grid.shape[axis] or min(p.sizes) < 0 or sum(p.sizes) != shape[dim]:
+                    sizes = tuple(p.sizes)
+                    if len(sizes) != grid.shape[axis] or min(sizes) < 0 or sum(sizes) != shape[dim]:
                         raise UsageError(
-                            f"Shard({dim}, sizes={p.sizes}): "
+                            f"Shard({dim}, sizes={sizes}): "
                             f"give {grid.shape[axis]} lengths that add up to {shape[dim]}"
                         )
                     if dim in cut:
-                        raise UsageError(f"dimension {dim} is cut by both axes: the second takes no sizes")
-                    even = tuple(sizes_of(shape[dim], grid.shape[axis])) == p.sizes
-                    p = Shard(dim, None if even else p.sizes)
+                        raise UsageError(
+                            f"dimension {dim} is cut by several axes: only the first takes sizes"
+                        )
+                    even = tuple(sizes_of(shape[dim], grid.shape[axis])) == sizes
+                    p = Shard(dim, None if even else sizes)
                 else:
                     p = Shard(dim)
                 cut.add(dim)
@@ -127,6 +130,11 @@ class Layout:
         """Return the box of this rank."""
         return self.box(self.grid.world.rank)
 
+    @cached_property
+    def largest(self) -> int:
+        """Return how many numbers the rank holds that has most."""
+        return max(map(size_of, self.boxes))
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of this rank's piece."""
@@ -146,7 +154,7 @@ class Layout:
         return Layout.of(self.grid, self.shape, placements)
 
     def dual(self) -> Layout:
-        """Return how the gradient lies: of a term of a sum, every rank gets the whole gradient of the sum."""
+        """Return the layout of the gradient; a Partial() axis becomes Replicate()."""
         return self.placed(*(Replicate() if isinstance(p, Partial) else p for p in self.placements))
 
     def __repr__(self) -> str:

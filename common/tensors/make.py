@@ -2,7 +2,7 @@
 
 from_function(lambda i, j: i + j, (1000, 800), grid, Shard(0))
 normal((1000, 800), grid, Shard(0), seed=1)               # the same numbers on any number of ranks
-load("weights.safetensors", "layers.0.weight", grid, Shard(1))
+load("weights.safetensors", grid, Shard(1), name="layers.0.weight")
 from_root(x if grid.world.rank == 0 else None, grid, Shard(0))
 """
 
@@ -222,7 +222,8 @@ def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tu
 def from_dtensor(x: Any, grid: Grid) -> DistributedTensor:
     """Return a DTensor of torch on the same ranks; shares its piece. Sends nothing.
 
-    Raises UsageError for placements that we do not have, such as a Partial with another operation than sum.
+    Raises UsageError for placements that we do not have, such as a Partial with another operation than sum, and for a
+    dimension that several axes cut unevenly.
     """
     from torch.distributed.tensor import Partial as TorchPartial
     from torch.distributed.tensor import Replicate as TorchReplicate
@@ -231,12 +232,10 @@ def from_dtensor(x: Any, grid: Grid) -> DistributedTensor:
     if tuple(x.device_mesh.shape) != grid.shape:
         raise UsageError(f"a DTensor on a mesh of {tuple(x.device_mesh.shape)}, but {grid}")
     placements: list[Placement] = []
-    lengths = list(x.shape)
+    cut = [p.dim for p in x.placements if type(p) is TorchShard]
     for p, n in zip(x.placements, grid.shape, strict=True):
         if type(p) is TorchShard:
-            each = math.ceil(lengths[p.dim] / n) if n else 0
-            sizes = tuple(max(0, min(each, lengths[p.dim] - i * each)) for i in range(n))
-            placements.append(Shard(p.dim, sizes if lengths[p.dim] % n else None))
+            placements.append(_as_torch_cuts(p.dim, n, tuple(x.shape), cut, grid))
         elif type(p) is TorchReplicate:
             placements.append(Replicate())
         elif type(p) is TorchPartial and p.reduce_op == "sum":
@@ -246,11 +245,25 @@ def from_dtensor(x: Any, grid: Grid) -> DistributedTensor:
     return DistributedTensor(x.to_local(), Layout.of(grid, tuple(x.shape), placements))
 
 
+def _as_torch_cuts(dim: int, n: int, shape: tuple[int, ...], cut: Sequence[int], grid: Grid) -> Shard:
+    """Return the placement with which n ranks hold what torch gives them: the first ones ceil(L / n) of a length L.
+
+    cut: the dimensions that the axes of the grid cut. Raises UsageError where several axes cut this one unevenly.
+    """
+    length = shape[dim]
+    if cut.count(dim) == 1:
+        each = -(-length // n)
+        return Shard(dim, tuple(max(0, min(each, length - i * each)) for i in range(n)))
+    if length % math.prod(grid.shape):
+        raise UsageError(f"a DTensor: several axes cut dimension {dim} of {list(shape)} unevenly")
+    return Shard(dim)
+
+
 def to_dtensor(x: DistributedTensor, mesh: Any) -> Any:
     """Return x as a DTensor of torch on `mesh`, which has the same ranks in the same shape.
 
     Moves what torch cuts in another way: it gives the first ranks ceil(L / n) rows each. Raises UsageError for a
-    dimension that both axes cut unevenly.
+    dimension that several axes cut unevenly.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Partial as TorchPartial
@@ -261,14 +274,10 @@ def to_dtensor(x: DistributedTensor, mesh: Any) -> Any:
         raise UsageError(f"a mesh of {tuple(mesh.shape)}, but {x.grid}")
     ours: list[Placement] = []
     theirs: list[Any] = []
+    cut = [p.dim for p in x.placements if isinstance(p, Shard)]
     for p, n in zip(x.placements, x.grid.shape, strict=True):
         if isinstance(p, Shard):
-            each = math.ceil(x.shape[p.dim] / n)
-            sizes = tuple(max(0, min(each, x.shape[p.dim] - i * each)) for i in range(n))
-            uneven = x.shape[p.dim] % math.prod(x.grid.shape) and len(x.layout.cut_along(p.dim)) > 1
-            if uneven:
-                raise UsageError(f"to_dtensor: both axes cut dimension {p.dim} of {list(x.shape)} unevenly")
-            ours.append(Shard(p.dim, sizes if len(x.layout.cut_along(p.dim)) == 1 else None))
+            ours.append(_as_torch_cuts(p.dim, n, tuple(x.shape), cut, x.grid))
             theirs.append(TorchShard(p.dim))
         else:
             ours.append(p)

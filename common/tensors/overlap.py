@@ -1,4 +1,4 @@
-"""In how many chunks to cut an operation, so that one chunk travels while the next is computed.
+"""The best number of chunks of an operation in which one chunk travels while the next is computed.
 
 Of n equal chunks the first must be computed, or have arrived, before anything else can overlap with it, and each chunk
 costs a start:

@@ -24,9 +24,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from common.comm import sizes_of
+from common.errors import UsageError
 from common.tensors.cost import Cost, Way, moving, received
-from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, size_of, together
+from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, together
 from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor, brought, settled, to_layout
 from common.tensors.transfer import bytes_sent
@@ -43,6 +43,8 @@ class Pair:
         self.length = dict(zip(self.of_a + self.of_b, (*a.shape, *b.shape), strict=True))
         self.key = (a.layout, b.layout, a.dtype, b.dtype, labels)
         self.dtype = torch.promote_types(a.dtype, b.dtype)
+        if self.dtype == torch.bool:
+            raise UsageError("a product of tensors of bool; convert them, as in x.to(torch.float32)")
         both = set(self.of_a) & set(self.of_b)
         self.kinds = {
             "batch": [x for x in self.of_c if x in both],
@@ -113,7 +115,7 @@ class Pair:
             )
             terms = [term for move in moves for term in moving(*move)]
             terms.append(Term("product", self.product_sizes(split), kind))
-            memory = sum(received(*move) for move in moves) + size_of(c.box(0)) * kind.itemsize
+            memory = sum(received(*move) for move in moves) + c.largest * kind.itemsize
             sent = sum((bytes_sent(x, to, of.itemsize) for x, to, of in moves), Fraction(0))
             return Cost(tuple(terms), memory, sent)
 
@@ -145,13 +147,9 @@ class Pair:
     def product_sizes(self, split: Sequence[str]) -> tuple[int, int, int, int]:
         """Return (batch, m, k, n) of the product on the rank that has most."""
         lengths = dict(self.length)
-        for axis, label in enumerate(split):
-            if label:
-                lengths[label] = sizes_of(lengths[label], self.grid.shape[axis])[0]
-                for x, of in ((self.a, self.of_a), (self.b, self.of_b)):
-                    p = x.placements[axis]
-                    if isinstance(p, Shard) and of[p.dim] == label and p.sizes:
-                        lengths[label] = max(p.sizes)
+        for layout, of in zip(self.layouts(split), (self.of_a, self.of_b), strict=False):
+            for d, label in enumerate(of):
+                lengths[label] = max(box[d][1] - box[d][0] for box in layout.boxes)
         batch, m, n, k = (
             math.prod(lengths[x] for x in self.kinds[kind]) for kind in ("batch", "rows", "columns", "inner")
         )

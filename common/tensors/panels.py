@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,16 +18,16 @@ from torch import Tensor
 from common import comm
 from common.comm import Group, sizes_of
 from common.tensors.cost import Cost, Way, moving, received
-from common.tensors.layout import Layout, Partial, Replicate, Shard, size_of
+from common.tensors.layout import Layout, Partial, Replicate, Shard
 from common.tensors.overlap import best_chunks
 from common.tensors.pairwise import Pair
 from common.tensors.rates import Rates, Term
-from common.tensors.tensor import DistributedTensor, to_layout
-from common.tensors.transfer import bytes_sent, moved
+from common.tensors.tensor import DistributedTensor, brought, to_layout
+from common.tensors.transfer import bytes_sent
 
 
 class _Product(torch.autograd.Function):
-    """A product whose forward and backward are given as functions of whole pieces."""
+    """A product whose forward and backward are given as functions of pieces; the backward is differentiable."""
 
     @staticmethod
     def forward(
@@ -47,7 +47,7 @@ class _Product(torch.autograd.Function):
         return da, db, None, None
 
 
-def made(
+def move_then_multiply(
     name: str,
     pair: Pair,
     layouts: tuple[Layout, Layout, Layout],
@@ -67,7 +67,7 @@ def made(
         )
 
     def run() -> DistributedTensor:
-        a, b = (to_layout(x, to).local for x, to in operands)
+        a, b = (to_layout(x, to).local.resolve_conj().resolve_neg() for x, to in operands)
         pair.grid.meet()
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
             return DistributedTensor(_Product.apply(a, b, forward, backward), layouts[2])
@@ -76,11 +76,25 @@ def made(
     return Way(name, run, whole_cost)
 
 
-def times(rates: Rates, product: Term, move: Term, part: Term) -> tuple[float, float, float]:
-    """Return the seconds of the product, of the move, and the overhead of a panel.
+def rows_terms(pair: Pair) -> tuple[Term, Term, Term]:
+    """Return the product of "rows, b in panels" on the rank that has most, what it sends meanwhile, and the part of a
+    panel's products that does not depend on its length: a pass over the result for each rank's rows."""
+    n, item, dtype = pair.grid.world.size, pair.dtype.itemsize, pair.dtype
+    _, m, K, N = sizes = pair.product_sizes("m")
+    move = Term("all-gather", ((n - 1) * sizes_of(K, n)[0] * N * item,), hidden=True)
+    return Term("product", sizes, dtype), move, Term("product", (1, m, 1, N), dtype, n)
 
-    The overhead is the start of its message, and what its products cost at any length: `part`.
-    """
+
+def inner_terms(pair: Pair) -> tuple[Term, Term, Term]:
+    """Return the same of "inner, sum in panels", whose panels read b for each rank's rows."""
+    n, item, dtype = pair.grid.world.size, pair.dtype.itemsize, pair.dtype
+    _, M, k, N = sizes = pair.product_sizes("k")
+    move = Term("reduce-scatter", ((n - 1) * sizes_of(M, n)[0] * N * item,), hidden=True)
+    return Term("product", sizes, dtype), move, Term("product", (1, 1, k, N), dtype, n)
+
+
+def panel_seconds(rates: Rates, product: Term, move: Term, part: Term) -> tuple[float, float, float]:
+    """Return the seconds of the product, of the move, and the overhead of a panel: a message's start, and `part`."""
     overhead = rates.seconds(replace(move, sizes=(1,))) + rates.corrections.get("move", 0.0)
     return rates.seconds(product), rates.seconds(move), overhead + rates.seconds(part)
 
@@ -89,13 +103,13 @@ def _in_parts(move: Term, count: int) -> Term:
     return replace(move, sizes=(move.sizes[0] // count,), times=count)
 
 
-def _count(pair: Pair, product: Term, move: Term, part: Term, rows: int, panels: int | None) -> int:
+def _count(pair: Pair, terms: tuple[Term, Term, Term], rows: int, panels: int | None) -> int:
     """Return the number of panels: the one that is given, or the best by the closed form of `overlap`.
 
     Only what a hidden move does not take from the arithmetic can be saved.
     """
     rates = pair.grid.rates
-    compute, communication, overhead = times(rates, product, move, part)
+    compute, communication, overhead = panel_seconds(rates, *terms)
     saved = communication * (1 - min(1.0, rates.corrections.get("hidden", 0.0)))
     best = panels or best_chunks(compute, saved, overhead, most=16)
     return max(1, min(best, rows))
@@ -160,30 +174,33 @@ def rows_in_panels(pair: Pair, panels: int | None = None) -> Way:
     panels: their number; default: the best.
     """
     group, (M, K), N = pair.grid.groups[0], pair.a.shape, pair.b.shape[1]
-    n, item, dtype = group.size, pair.dtype.itemsize, pair.dtype
+    n, item = group.size, pair.dtype.itemsize
     rows = Layout.of(pair.grid, pair.a.shape, pair.placement("m", 0, "mk"))
     split = Layout.of(pair.grid, pair.b.shape, Shard(0))
     result = Layout.of(pair.grid, (M, N), pair.placement("m", 0, "mn"))
     own = sizes_of(K, n)
-    m = max(rows.box(r)[0][1] - rows.box(r)[0][0] for r in range(n))
-    move = Term("all-gather", ((n - 1) * own[0] * N * item,), hidden=True)
-    part = Term("product", (1, m, 1, N), dtype, n)  # a pass over the result for each rank's rows
-    count = _count(pair, Term("product", (1, m, K, N), dtype), move, part, own[-1], panels)
-    lengths = sizes_of(own[0], count)
+
+    @cache
+    def lengths() -> list[int]:
+        return sizes_of(own[0], _count(pair, rows_terms(pair), own[-1], panels))
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return gathered_product(a, b, group, own, lengths())
 
     def backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
-        whole = moved(b, split, split.placed(Replicate()))
-        db = moved(a.mH @ dc, split.placed(Partial()), split)
-        return dc @ whole.mH, db
+        whole = brought(DistributedTensor(b, split), split.placed(Replicate()), [0])
+        db = to_layout(DistributedTensor(a.mH @ dc, split.placed(Partial())), split)
+        return dc @ whole.mH, db.local
 
     def cost() -> Cost:
-        products = Term("product", (1, m, K // (n * count) or 1, N), dtype, n * count)
-        memory = (size_of(result.box(0)) + 2 * n * lengths[0] * N) * item
-        sent = Fraction((n - 1) * own[0] * N * item)  # ranks with a row less send it as padding
+        (product, move, _), count = rows_terms(pair), len(lengths())
+        m = product.sizes[1]
+        products = Term("product", (1, m, K // (n * count) or 1, N), pair.dtype, n * count)
+        memory = (result.largest + 2 * n * lengths()[0] * N) * item
+        sent = Fraction(move.sizes[0])  # ranks with a row less send it as padding
         return Cost((products, _in_parts(move, count)), memory, sent)
 
-    forward = partial(gathered_product, group=group, own=own, lengths=lengths)
-    return made("rows, b in panels", pair, (rows, split, result), cost, forward, backward)
+    return move_then_multiply("rows, b in panels", pair, (rows, split, result), cost, forward, backward)
 
 
 def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
@@ -192,27 +209,30 @@ def inner_in_panels(pair: Pair, panels: int | None = None) -> Way:
     panels: their number; default: the best.
     """
     group, M, N = pair.grid.groups[0], pair.a.shape[0], pair.b.shape[1]
-    n, item, dtype = group.size, pair.dtype.itemsize, pair.dtype
+    n, item = group.size, pair.dtype.itemsize
     for_a, for_b, _ = pair.layouts(["k"])
     result = Layout.of(pair.grid, (M, N), Shard(0))
     own = sizes_of(M, n)
-    k = max(for_a.box(r)[1][1] - for_a.box(r)[1][0] for r in range(n))
-    move = Term("reduce-scatter", ((n - 1) * own[0] * N * item,), hidden=True)
-    part = Term("product", (1, 1, k, N), dtype, n)  # b is read for each rank's rows
-    count = _count(pair, Term("product", (1, M, k, N), dtype), move, part, own[-1], panels)
-    lengths = sizes_of(own[0], count)
+
+    @cache
+    def lengths() -> list[int]:
+        return sizes_of(own[0], _count(pair, inner_terms(pair), own[-1], panels))
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return scattered_product(a, b, group, own, lengths())
 
     def backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
-        whole = moved(dc.contiguous(), result, result.placed(Replicate()))
+        whole = brought(DistributedTensor(dc, result), result.placed(Replicate()), [0])
         return whole @ b.mH, a.mH @ whole
 
     def cost() -> Cost:
-        products = Term("product", (1, M // (n * count) or 1, k, N), dtype, n * count)
-        memory = (own[0] * N + 2 * n * lengths[0] * N) * item
-        return Cost((products, _in_parts(move, count)), memory, Fraction((n - 1) * own[0] * N * item))
+        (product, move, _), count = inner_terms(pair), len(lengths())
+        k = product.sizes[2]
+        products = Term("product", (1, M // (n * count) or 1, k, N), pair.dtype, n * count)
+        memory = (own[0] * N + 2 * n * lengths()[0] * N) * item
+        return Cost((products, _in_parts(move, count)), memory, Fraction(move.sizes[0]))
 
-    forward = partial(scattered_product, group=group, own=own, lengths=lengths)
-    return made("inner, sum in panels", pair, (for_a, for_b, result), cost, forward, backward)
+    return move_then_multiply("inner, sum in panels", pair, (for_a, for_b, result), cost, forward, backward)
 
 
 def real(x: Tensor) -> Tensor:

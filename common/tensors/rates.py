@@ -19,7 +19,7 @@ import torch
 from common.errors import UsageError
 
 ARITHMETIC = {"product", "convolution", "transform"}
-LINES = 256  # numbers so far apart, or a multiple of it, share a few lines of the cache
+LINES = 256  # strides that are multiples of so many numbers map to few lines of the cache
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def transform_work(rows: int, length: int) -> float:
 
 
 def largest_prime(n: int) -> int:
-    """Return the largest prime factor of n, by which transforms of equally many numbers differ; 2 for 1."""
+    """Return the largest prime factor of n, 2 for n = 1; the time of a transform per FLOP depends on it."""
     found, p = 2, 2
     while n > 1:
         if p * p > n:
@@ -94,10 +94,10 @@ class Rates:
     "primes" are by what factor a largest prime factor makes it slower, "apart" and "aligned" the same of numbers that
     are not neighbours.
 
-    corrections: per kind, the factor from a term that is measured alone to one of an operation; seconds beyond the
-    terms of a "move", and of a way with a kind of arithmetic, such as "way product"; "hidden", the share of the time
-    that a hidden move takes from the arithmetic nevertheless. memory: bytes that an operation may need beyond its
-    operands.
+    corrections: by kind, the factor from a term that is measured alone to the same term in an operation; "move",
+    seconds that each message takes beyond its term; "way product" and its like, seconds that each way with such
+    arithmetic takes beyond its terms; "hidden", the share of min(arithmetic, hidden messages) that is not saved.
+    memory: bytes that an operation may need beyond its operands.
     """
 
     memory: float = math.inf
@@ -171,13 +171,21 @@ class Rates:
             if path.suffix == ".toml":
                 return _of_planner(path.read_text())
             about = json.loads(path.read_text())
-            memory = about["memory"]
-            if any(len(c) != 4 for kind in ("products", "convolutions") for c in about[kind].values()):
-                raise ValueError("a product and a convolution have 4 coefficients; calibrate again")
-            return cls(**about | {"memory": math.inf if memory is None else memory})
+            memory = math.inf if about["memory"] is None else float(about["memory"])
+            products, convolutions = (
+                {kind: tuple(map(float, c)) for kind, c in about[name].items()}
+                for name in ("products", "convolutions")
+            )
+            if any(len(c) != 4 for c in (*products.values(), *convolutions.values())) or not memory >= 0:
+                raise ValueError("it has other numbers; calibrate again")
+            curves = {
+                kind: [(float(n), float(s)) for n, s in points] for kind, points in about["curves"].items()
+            }
+            corrections = {kind: float(c) for kind, c in about["corrections"].items()}
+            return cls(memory, products, convolutions, curves, corrections)
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}; calibrate.py --write makes the file") from None
-        except (KeyError, ValueError, TypeError) as error:
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
             raise UsageError(f"{path}: not the rates of a machine: {error}") from None
 
 

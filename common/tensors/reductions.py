@@ -277,8 +277,9 @@ def _better(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def norm(x: DistributedTensor, p: float = 2.0, dim: Dims = None, keepdim: bool = False) -> DistributedTensor:
     """Return the vector norm of order p along dimensions: torch.linalg.vector_norm. Differentiable.
 
-    p: 0 counts the numbers that are not zero; inf and -inf take the largest and the smallest magnitude. The sum of
-    powers is settled over the ranks, split along the result where it can be.
+    p: 0 counts the numbers that are not zero; inf and -inf take the largest and the smallest magnitude. Where an
+    axis of ranks cuts a dimension that is reduced, it sends two all-reduces of the result's size and the result is
+    replicated along the axis; for p = 0 the counts are terms, which are summed and split.
     """
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise UsageError(f"norm of {x.dtype}: give floating-point or complex numbers")

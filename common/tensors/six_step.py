@@ -33,11 +33,15 @@ def factors(n: int) -> tuple[int, int] | None:
 
 
 def _layouts(x: DistributedTensor, pair: tuple[int, int]) -> tuple[Layout, Layout, Layout, Layout]:
-    """Return x in whole rows of A, A by rows, A by columns, and the result as rows of its transpose."""
+    """Return x in whole rows of A, A by rows, A by columns, and the result in whole rows of A transposed."""
     n1, n2 = pair
     rows = Layout.of(x.grid, (n1, n2), Shard(0))
-    lengths = tuple((box[0][1] - box[0][0]) * n2 for box in rows.boxes)
-    return Layout.of(x.grid, x.shape, Shard(0, lengths)), rows, rows.placed(Shard(1)), rows.placed(Shard(0))
+
+    def flat(of: Layout, length: int) -> Layout:
+        lengths = tuple((box[0][1] - box[0][0]) * length for box in of.boxes)
+        return Layout.of(x.grid, x.shape, Shard(0, lengths))
+
+    return flat(rows, n2), rows, rows.placed(Shard(1)), flat(Layout.of(x.grid, (n2, n1), Shard(0)), n1)
 
 
 def six_steps(
@@ -45,8 +49,8 @@ def six_steps(
 ) -> DistributedTensor:
     """Return the transform of a tensor of one dimension, split as x is. kind: fft or ifft. Differentiable."""
     n1, n2 = pair
-    flat, rows, columns, _ = _layouts(x, pair)
-    wide = x.dtype if x.dtype.is_complex else x.dtype.to_complex()
+    flat, rows, columns, ordered = _layouts(x, pair)
+    wide = x.dtype.to_complex()
     kernel, sign = (torch.fft.fft, -2) if kind == "fft" else (torch.fft.ifft, 2)
     a = to_layout(x, flat)
     a = DistributedTensor(a.local.to(wide).view(rows.local_shape), rows)
@@ -59,9 +63,6 @@ def six_steps(
     c = to_layout(DistributedTensor(b, columns), rows)
     d = DistributedTensor(kernel(c.local, dim=1, norm=norm) if c.local.numel() else c.local, rows)
     d = to_layout(d, columns)  # columns of D are the rows of the result
-    result = Layout.of(x.grid, (n2, n1), Shard(0))
-    lengths = tuple((box[0][1] - box[0][0]) * n1 for box in result.boxes)
-    ordered = Layout.of(x.grid, x.shape, Shard(0, lengths))
     y = DistributedTensor(d.local.T.contiguous().view(ordered.local_shape), ordered)
     return to_layout(y, settled(x.layout))
 
@@ -69,11 +70,8 @@ def six_steps(
 def six_step_cost(x: DistributedTensor, pair: tuple[int, int]) -> Cost:
     """Return the cost of `six_steps`."""
     n1, n2 = pair
-    flat, rows, columns, _ = _layouts(x, pair)
-    wide = x.dtype if x.dtype.is_complex else x.dtype.to_complex()
-    result = Layout.of(x.grid, (n2, n1), Shard(0))
-    lengths = tuple((box[0][1] - box[0][0]) * n1 for box in result.boxes)
-    ordered = Layout.of(x.grid, x.shape, Shard(0, lengths))
+    flat, rows, columns, ordered = _layouts(x, pair)
+    wide = x.dtype.to_complex()
     moves = (
         (x.layout, flat, x.dtype),
         (rows, columns, wide),

@@ -19,9 +19,9 @@ from common.comm import Group, sizes_of
 from common.tensors.cost import Cost, Way
 from common.tensors.layout import Layout, Replicate, Shard
 from common.tensors.pairwise import Pair
-from common.tensors.panels import made, real
+from common.tensors.panels import move_then_multiply, real
 from common.tensors.rates import Term
-from common.tensors.transfer import moved
+from common.tensors.tensor import DistributedTensor, brought, to_layout
 
 
 def _blocks(pair: Pair) -> tuple[Layout, Layout, Layout]:
@@ -40,17 +40,16 @@ def _block_backward(
     whole_columns = (Replicate(), Shard(1))
 
     def backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
-        def block(x: Tensor, x_l: Layout, y: Tensor, y_l: Layout) -> Tensor:
-            left = moved(x, x_l, x_l.placed(*whole_rows))
-            return left @ moved(y, y_l, y_l.placed(*whole_columns))
+        def block(x: DistributedTensor, y: DistributedTensor) -> Tensor:
+            left = brought(x, x.layout.placed(*whole_rows), [1])
+            return left @ brought(y, y.layout.placed(*whole_columns), [0])
 
-        def flipped(x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-            to = Layout.of(pair.grid, layout.shape[::-1], (Shard(1), Shard(0)))
-            blocks = Layout.of(pair.grid, layout.shape[::-1], (Shard(0), Shard(1)))
-            return moved(x.mH.contiguous(), to, blocks), blocks
+        def flipped(x: Tensor, layout: Layout) -> DistributedTensor:
+            lies = Layout.of(pair.grid, layout.shape[::-1], (Shard(1), Shard(0)))
+            return to_layout(DistributedTensor(x.mH, lies), lies.placed(Shard(0), Shard(1)))
 
-        dc = dc.contiguous()
-        return block(dc, c_l, *flipped(b, b_l)), block(*flipped(a, a_l), dc, c_l)
+        gradient = DistributedTensor(dc, c_l)
+        return block(gradient, flipped(b, b_l)), block(flipped(a, a_l), gradient)
 
     return backward
 
@@ -104,7 +103,7 @@ def summa(pair: Pair) -> Way:
     )
     widest = max((hi - lo for lo, hi in steps), default=0)
     memory = (m * n + 2 * (m + n) * widest) * item
-    return made(
+    return move_then_multiply(
         "summa", pair, layouts, lambda: Cost(terms, memory, sent), forward, _block_backward(pair, layouts)
     )
 
@@ -161,6 +160,6 @@ def cannon(pair: Pair) -> Way:
     )
     terms = (Term("product", (1, m, k, n), pair.dtype, q), *moves)
     memory = (m * n + 2 * (m * k + k * n)) * item
-    return made(
+    return move_then_multiply(
         "cannon", pair, layouts, lambda: Cost(terms, memory, sent), forward, _block_backward(pair, layouts)
     )

@@ -1,6 +1,6 @@
 """A tensor that is split over a grid of ranks: its global shape, its layout, and this rank's piece.
 
-    x = random.normal((1000, 800), grid, Shard(0), seed=1)
+    x = normal((1000, 800), grid, Shard(0), seed=1)
     y = x @ x.T + 1                       # stays split
     y.redistribute(Replicate())           # explicit
     y.full()                              # a plain tensor on every rank, explicit
@@ -56,6 +56,8 @@ class DistributedTensor:
             raise ValueError(
                 f"a piece of {list(local.shape)}, but {layout} has {list(layout.local_shape)} here"
             )
+        if local.dtype == torch.bool and layout.partial:
+            raise UsageError(f"{layout} of bool: terms are numbers; convert them, as in x.to(torch.int64)")
         self.local, self.layout = local, layout
 
     @property
@@ -230,14 +232,14 @@ class DistributedTensor:
 
     def transpose(self, dim0: int, dim1: int) -> DistributedTensor:
         """Return the tensor with two dimensions exchanged; its pieces stay where they are."""
-        a, b = (_dimension(d, self.ndim, "transpose") for d in (dim0, dim1))
+        a, b = (dimension(d, self.ndim, "transpose") for d in (dim0, dim1))
         order = list(range(self.ndim))
         order[a], order[b] = order[b], order[a]
         return self.permute(*order)
 
     def permute(self, *dims: int) -> DistributedTensor:
         """Return the tensor with its dimensions in another order; its pieces stay where they are."""
-        order = [_dimension(d, self.ndim, "permute") for d in dims]
+        order = [dimension(d, self.ndim, "permute") for d in dims]
         if sorted(order) != list(range(self.ndim)):
             raise UsageError(f"permute{dims}: give each of the {self.ndim} dimensions once")
         shape = [self.shape[d] for d in order]
@@ -291,7 +293,8 @@ def describe(*operands: object) -> str:
     )
 
 
-def _dimension(dim: int, dims: int, operation: str) -> int:
+def dimension(dim: int, dims: int, operation: str) -> int:
+    """Return a dimension of a tensor with `dims`, counted from 0. Raises UsageError if it has no such dimension."""
     if not -dims <= dim < dims:
         raise UsageError(
             f"{operation}: dimension {dim} of a tensor with {dims}; give one from 0 to {dims - 1}"

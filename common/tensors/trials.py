@@ -13,7 +13,6 @@ at a time. So `times_of` runs all trials once before it runs any of them again.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from common.tensors.make import uniform
 from common.tensors.products import bmm, matmul
 from common.tensors.rates import ARITHMETIC, Rates
 from common.tensors.tensor import DistributedTensor
+from common.utils.environment import cores
 
 TRIALS, SEEN = 40, "calibration"
 """Number and seed of the operations by which calibration corrects its rates; the seeds of others are numbers."""
@@ -105,15 +105,16 @@ def corrected(rates: Rates, trials: Sequence[Trial], times: Sequence[Times]) -> 
     A rank that has one core carries its messages with it: none travels while the core computes.
     """
     first = trials[0].operands[0]
-    cores = min(comm.everyones(len(os.sched_getaffinity(0)), first.grid.world))
-    hidden = 1.0 if cores == 1 and first.device.type == "cpu" else None
+    least = min(comm.everyones(cores(), first.grid.world))
+    hidden = 1.0 if least == 1 and first.device.type == "cpu" else None
     costs, seconds = list[Cost](), list[float]()
-    for trial, found in zip(trials, times, strict=True):
+    for trial, by_name in zip(trials, times, strict=True):
         for c in trial.explained().candidates:
-            if c.way.name in found:
+            if c.way.name in by_name:
                 costs.append(c.way.cost)
-                seconds.append(found[c.way.name])
-    return replace(rates, corrections=fitted_corrections(rates, costs, seconds, hidden))
+                seconds.append(by_name[c.way.name])
+    found = fitted_corrections(rates, costs, seconds, hidden)
+    return replace(rates, corrections=comm.everyones(found, first.grid.world)[0])
 
 
 def fitted_corrections(
@@ -131,7 +132,7 @@ def fitted_corrections(
         found = dict(zip((*starts, "hidden", *kinds), map(float, np.exp(x)), strict=True))
         return found if hidden is None else found | {"hidden": hidden}
 
-    def apart(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def log_errors(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         tried = replace(rates, corrections=named(x))
         return np.array(
             [np.log(tried.predict(cost.terms) / s) for cost, s in zip(costs, seconds, strict=True)]
@@ -139,4 +140,4 @@ def fitted_corrections(
 
     # times that others disturb count little: the loss grows with the difference, not its square
     bounds = start - 7, start + 7  # a factor of 1000
-    return named(least_squares(apart, start, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
+    return named(least_squares(log_errors, start, bounds=bounds, loss="soft_l1", f_scale=0.1).x)

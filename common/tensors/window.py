@@ -31,7 +31,7 @@ class Window:
     groups: int
 
     def reach(self, i: int) -> int:
-        """Return how many numbers of the input, less one, a number of the output spans."""
+        """Return the distance between the first and the last input of one output."""
         return self.dilation[i] * (self.kernel[i] - 1)
 
     def length(self, i: int, n: int) -> int:

@@ -18,6 +18,11 @@ from common.launch.program import run_program
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+
+
 def _package(name: str) -> str:
     """Return an installed package's version; empty if it is not installed."""
     try:

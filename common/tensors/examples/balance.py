@@ -69,7 +69,8 @@ def main(rt: Runtime, o: BalanceOptions) -> bool:
     competitor = None
     if rt.rank == rt.world_size - 1:
         competitor = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        os.sched_setaffinity(competitor.pid, os.sched_getaffinity(0))
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(competitor.pid, os.sched_getaffinity(0))
     try:
         even = timed(x, w, o.steps)
         balancer = Balancer(o.rows, rt.world_size)

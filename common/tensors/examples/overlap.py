@@ -3,13 +3,12 @@
     mpirun -np 2 --bind-to core python common/tensors/examples/overlap.py
 
 Products in 1, 2, 4 ... panels, and a convolution whose halo comes first or travels while the interior is computed.
-Predicted: T(n) of `overlap`, and for one panel Tc + Tm. Where all cores compute, a message takes its time from them, so
-that the gain stays below the closed form's, which assumes that they do not slow each other down.
+Predicted: T(n) of `overlap`. Where all cores compute, a message takes its time from them, so that the gain stays below
+the closed form's, which assumes that they do not slow each other down.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +21,12 @@ from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
 from common.lesson.measure import in_turn
 from common.lesson.runner import LessonOptions, console, run
-from common.tensors import DistributedTensor, Grid, Rates, Replicate, Shard, normal
+from common.tensors import Grid, Rates, Replicate, Shard, normal
 from common.tensors.calibrate import calibrate
 from common.tensors.convolution import Convolution
 from common.tensors.overlap import best_chunks, seconds
 from common.tensors.pairwise import Pair
-from common.tensors.panels import inner_in_panels, rows_in_panels, times
+from common.tensors.panels import inner_in_panels, inner_terms, panel_seconds, rows_in_panels, rows_terms
 from common.tensors.rates import Term
 from common.tensors.window import plans_of
 from common.utils.pages import keep_freed_memory
@@ -49,30 +48,17 @@ class OverlapOptions(
     """File of calibrate.py; default: measure now."""
 
 
-def products(grid: Grid, n: int) -> dict[str, tuple[Callable[[int], object], Term, Term, Term]]:
-    """Return for each way in panels a call with so many of them, its product, its move, and a panel's least product."""
-    ranks = grid.world.size
-    by_rows = [normal((n, n), grid, Shard(0), seed) for seed in (1, 2)]
-    by_inner = by_rows[0].redistribute(Shard(1)), by_rows[1]
-    sent = (ranks - 1) * math.ceil(n / ranks) * n * 4
+def products(grid: Grid, n: int) -> dict[str, tuple[Callable[[int], object], tuple[Term, Term, Term]]]:
+    """Return for each way in panels a call with so many of them, and its terms."""
+    rows, more = (normal((n, n), grid, Shard(0), seed) for seed in (1, 2))
+    by_rows, by_inner = (Pair(a, more, ("mk", "kn", "mn")) for a in (rows, rows.redistribute(Shard(1))))
     return {
-        "rows, b in panels": (
-            lambda count: rows_in_panels(_pair(*by_rows), count).run(),
-            Term("product", (1, math.ceil(n / ranks), n, n)),
-            Term("all-gather", (sent,)),
-            Term("product", (1, math.ceil(n / ranks), 1, n), times=ranks),
-        ),
+        "rows, b in panels": (lambda count: rows_in_panels(by_rows, count).run(), rows_terms(by_rows)),
         "inner, sum in panels": (
-            lambda count: inner_in_panels(_pair(*by_inner), count).run(),
-            Term("product", (1, n, math.ceil(n / ranks), n)),
-            Term("reduce-scatter", (sent,)),
-            Term("product", (1, 1, math.ceil(n / ranks), n), times=ranks),
+            lambda count: inner_in_panels(by_inner, count).run(),
+            inner_terms(by_inner),
         ),
     }
-
-
-def _pair(a: DistributedTensor, b: DistributedTensor) -> Pair:
-    return Pair(a, b, ("mk", "kn", "mn"))
 
 
 def main(rt: Runtime, o: OverlapOptions) -> bool:
@@ -81,10 +67,10 @@ def main(rt: Runtime, o: OverlapOptions) -> bool:
     grid, out = Grid(rt.world), console(rt)
     grid.rates = Rates.load(o.rates) if o.rates else calibrate(grid)
     heads = ("panels", ">predicted ms", ">measured ms", ">spread")
-    for name, (call, *terms) in products(grid, o.rows).items():
+    for name, (call, terms) in products(grid, o.rows).items():
         with torch.no_grad():
             found = in_turn({str(n): partial(call, n) for n in PANELS}, o.rounds, rt.world)
-        compute, communication, overhead = times(grid.rates, *terms)
+        compute, communication, overhead = panel_seconds(grid.rates, *terms)
         predicted = {n: seconds(n, compute, communication, overhead) for n in PANELS}
         rows = [
             (str(n), f"{predicted[n] * 1e3:.2f}", f"{m.median * 1e3:.2f}", f"{m.spread:.0%}")

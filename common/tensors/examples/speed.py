@@ -62,8 +62,10 @@ Name = Literal[
     "placements",
     "conv2d",
     "fft2",
+    "rfft2",
     "redistribute",
-    "reductions",
+    "sum",
+    "max",
     "einsum",
     "large_matmul",
     "large_conv2d",
@@ -187,14 +189,11 @@ class Bench:
         """Return two-dimensional transforms of a matrix that is split by rows."""
         n, grid = self.n, self.grid
         x = normal((n, n), grid, Shard(0), dtype=torch.complex64)
-        r = normal((n, n), grid, Shard(0))
-        X, R, y = torch.rand(n, n, dtype=torch.complex64), torch.rand(n, n), x.redistribute(Shard(1))
+        X, y = torch.rand(n, n, dtype=torch.complex64), x.redistribute(Shard(1))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.fft.fft2(X)),
-            "torch, one rank, real": self.alone(lambda: torch.fft.rfft2(R)),
             "transposed": lambda: fft2(x, order="transposed"),
             "resident": lambda: fft2(x),
-            "real, transposed": lambda: rfft2(r, order="transposed"),
             "and redistributed": lambda: fft2(y.redistribute(Shard(0)), order="transposed"),
             "from rank 0": self.from_rank_0(fft2, X),
         }
@@ -204,6 +203,16 @@ class Bench:
         if transform := mpi4py_fft(n, x.local):
             calls["mpi4py-fft, transposed"] = transform
         return calls, 5.0 * n * n * 2 * math.log2(n)
+
+    def rfft2(self) -> tuple[dict[str, Call], float]:
+        """Return two-dimensional transforms of a real matrix that is split by rows."""
+        n, x, X = self.n, normal((self.n, self.n), self.grid, Shard(0)), torch.rand(self.n, self.n)
+        calls: dict[str, Call] = {
+            ALONE: self.alone(lambda: torch.fft.rfft2(X)),
+            "transposed": lambda: rfft2(x, order="transposed"),
+            "resident": lambda: rfft2(x),
+        }
+        return calls, 2.5 * n * n * 2 * math.log2(n)
 
     def large_fft2(self) -> tuple[dict[str, Call], float]:
         """Return the transforms of 64 matrices of 1024 x 1024, times the scale, that are split along their rows."""
@@ -240,20 +249,27 @@ class Bench:
             calls["Heat"] = lambda: ht.resplit(h, 1)
         return calls, 0.0
 
-    def reductions(self) -> tuple[dict[str, Call], float]:
-        """Return sum and max along the dimension that is split."""
-        n, grid = 2 * self.n, self.grid
-        x, X = by_rows(grid, n), torch.rand(n, n)
+    def sum(self) -> tuple[dict[str, Call], float]:
+        """Return the sum along the dimension that is split."""
+        return self.reduction("sum", torch.sum, lambda x: x.sum(0).redistribute(Replicate()))
+
+    def max(self) -> tuple[dict[str, Call], float]:
+        """Return the largest numbers along the dimension that is split."""
+        return self.reduction("max", torch.amax, lambda x: x.max(0))
+
+    def reduction(
+        self, name: str, alone: Callable[[Tensor, int], Tensor], ours: Callable[[DistributedTensor], object]
+    ) -> tuple[dict[str, Call], float]:
+        """Return a reduction along the dimension that is split."""
+        n = 2 * self.n
+        x, X = by_rows(self.grid, n), torch.rand(n, n)
         calls: dict[str, Call] = {
-            ALONE: self.alone(lambda: X.sum(0)),
-            "torch, one rank, max": self.alone(lambda: X.amax(0)),
-            "sum": lambda: x.sum(0).redistribute(Replicate()),
-            "max": lambda: x.max(0),
+            ALONE: self.alone(lambda: alone(X, 0)),
+            "resident": lambda: ours(x),
         }
         if ht := heat():
             h = ht.array(x.local, is_split=0)
-            calls["Heat, sum"] = lambda: ht.sum(h, axis=0)
-            calls["Heat, max"] = lambda: ht.max(h, axis=0)
+            calls["Heat"] = lambda: getattr(ht, name)(h, axis=0)
         return calls, float(n * n)
 
     def einsum(self) -> tuple[dict[str, Call], float]:

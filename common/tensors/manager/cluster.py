@@ -1,4 +1,4 @@
-"""What a product of matrices costs on a cluster described by its data sheet, and how to cut it there.
+"""Cost of a matrix product on a cluster, from its data sheet, and the best way to split it there.
 
     cluster = ClusterConfig(2, gpu_memory_gb=[24, 24, 80, 80], gpu_tflops=[80, 80, 300, 300])
     plan = CostModel(cluster).find_optimal_strategy(8192, 8192, 8192)
@@ -169,13 +169,9 @@ class CostModel:
             raise UsageError(f"[{M}, {K}] @ [{K}, {N}], batch {batch}: lengths must be at least 1")
         c, n = self.cluster, self.cluster.num_gpus
         chunks, (rows, columns) = self._chunks(M, N, strategy, batch), self._grid()
-        each = [
-            2.0 * M * K * N * batch / max(1, {"row": M, "column": N, "block": M, "batch": batch}[strategy])
-        ] * n
-        if strategy == "block":
-            flops = [chunks[i // columns] * each[i] / columns for i in range(n)]
-        else:
-            flops = [x * f for x, f in zip(chunks, each, strict=True)]
+        whole = 2.0 * M * K * N * batch
+        unit = whole / {"row": M, "column": N, "block": M * columns, "batch": batch}[strategy]
+        flops = [chunks[i // columns if strategy == "block" else i] * unit for i in range(n)]
         compute = max(f / (rate * 1e12) for f, rate in zip(flops, c.gpu_tflops, strict=True))
         a, b, out = (x * batch * dtype_bytes for x in (M * K, K * N, M * N))
         gathered = {"row": b, "column": a, "block": a / rows + b / columns, "batch": 0}[strategy]
@@ -187,7 +183,6 @@ class CostModel:
         }[strategy]
         messages = 0 if sent == 0 else math.ceil(math.log2(n))
         comm = sent / c.bandwidth + messages * c.network_latency_ms / 1e3
-        whole = 2.0 * M * K * N * batch
         kept = {"row": a + out, "column": b + out, "block": out, "batch": a + b + out}[strategy]
         held = [kept * f / whole + gathered for f in flops]
         feasible = all(h <= m * 1e9 for h, m in zip(held, c.gpu_memory_gb, strict=True))
@@ -215,8 +210,8 @@ class CostModel:
         if not fits:
             least = min(plans, key=lambda p: p.cost.memory)
             raise UsageError(
-                f"[{M}, {K}] @ [{K}, {N}]: the least that a GPU must hold is {least.cost.memory / 1e9:.1f} GB "
-                f"({least.strategy}), and the smallest has {min(self.cluster.gpu_memory_gb):g} GB"
+                f"[{M}, {K}] @ [{K}, {N}]: no strategy fits; {least.strategy!r} needs least, "
+                f"{least.cost.memory / 1e9:.1f} GB per GPU, and the smallest has {min(self.cluster.gpu_memory_gb):g} GB"
             )
         return min(fits, key=lambda p: p.cost.total)
 

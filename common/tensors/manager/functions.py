@@ -30,6 +30,10 @@ def _rows(shape: Sequence[int]) -> Placement:
     return Shard(0) if shape else Replicate()
 
 
+def _batches(shape: Sequence[int]) -> Placement:
+    return Shard(0) if len(shape) == 3 else Replicate()
+
+
 def _whole(shape: Sequence[int]) -> Placement:
     return Replicate()
 
@@ -70,8 +74,7 @@ def distributed_batch_matmul(
     A: Tensor | None, B: Tensor | None, mpi: MPIManager, distributor: TensorDistributor
 ) -> Tensor | None:
     """Return the products of [b, M, K] and [b, K, N], or [K, N] for all of them: each rank takes some of the batch."""
-    second = _rows if len(mpi.broadcast(None if B is None else tuple(B.shape)) or ()) == 3 else _whole
-    return _on_root("distributed_batch_matmul", products.bmm, (A, B), (_rows, second), mpi, distributor)
+    return _on_root("distributed_batch_matmul", products.bmm, (A, B), (_rows, _batches), mpi, distributor)
 
 
 def distributed_transpose(

@@ -157,7 +157,10 @@ class MPIManager:
             return out
 
     def reduce_tensor(self, x: Tensor, op: str = "sum", root: int = 0) -> Tensor | None:
-        """Return the sum, max or min of equal shapes on rank `root`, None elsewhere; x stays as it is."""
+        """Return the sum, max or min of equal shapes on rank `root`, None elsewhere; x stays as it is.
+
+        Sends 2 (n-1)/n |x|, as an all-reduce.
+        """
         with self._call("reduce_tensor", root):
             total = self.allreduce_tensor(x, op)
             return total if self.get_rank() == root else None

@@ -86,7 +86,7 @@ class TensorDistributor:
         return self._grids[rows, columns]
 
     def _packed(self, x: Tensor) -> Tensor:
-        return x.to(self.compress) if self.compress and x.is_floating_point() else x
+        return x.to(self.compress) if self.compress and x.dtype in (torch.float32, torch.float64) else x
 
     def _spread(self, tensor: Tensor | None, grid: Grid, *placements: Placement) -> Tensor:
         kind = self.mpi.broadcast(None if tensor is None else tensor.dtype)
