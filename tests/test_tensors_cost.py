@@ -42,9 +42,11 @@ def test_rates_by_hand(tmp_path: Path) -> None:
     assert loaded.seconds(product) == rates.seconds(product)
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "old.json").write_text((tmp_path / "machine.json").read_text().replace("4\n", "4, 5\n"))
+    (tmp_path / "kinds.json").write_text('{"memory": null, "products": 3}')
     for bad, words in (
         ("bad.json", "not the rates of a machine"),
         ("old.json", "calibrate again"),
+        ("kinds.json", "not the rates of a machine"),
         ("absent.json", "No such file"),
     ):
         with pytest.raises(UsageError, match=words):

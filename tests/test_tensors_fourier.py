@@ -129,6 +129,7 @@ def by_differences(rt: Runtime) -> None:
         "fftn": ((4, 3), torch.complex128),
         "fft": ((6,), torch.complex128),
         "rfft2": ((3, 4), torch.float64),
+        "irfft2": ((3, 4), torch.complex128),
     }
     for kind, (shape, dtype) in kinds.items():
 

@@ -224,6 +224,35 @@ def wrong(rt: Runtime, what: str, folder: Path) -> None:
         dt.uniform((4, 6), grid, Shard(0), seed=rt.rank).full()
     elif what == "truth":
         assert x == x
+    elif what == "number":
+        float(x)
+    elif what == "attribute":
+        with pytest.raises(AttributeError, match=r'pointwise\("?.exp'):
+            x.exp()
+        x[0]
+    elif what == "no grid":
+        dt.uniform((4, 6), rt.world, Shard(0))  # type: ignore[arg-type]
+    elif what == "no shape":
+        dt.uniform(4, grid, Shard(0))  # type: ignore[arg-type]
+    elif what == "no call":
+        dt.uniform((4, 6), grid, Shard)  # type: ignore[arg-type]
+    elif what == "a word":
+        dt.uniform((4, 6), grid, "rows")  # type: ignore[arg-type]
+    elif what == "no function":
+        dt.pointwise("exp", x)  # type: ignore[arg-type]
+    elif what == "no operation":
+        dt.explain(x @ x.T)  # type: ignore[arg-type]
+    elif what == "bool terms":
+        (x > 0).redistribute(Partial())
+    elif what == "bool product":
+        (x > 0) @ (x > 0).T
+    elif what == "rates":
+        grid.rates = dt.Rates(memory=1e9 + rt.rank)
+        x.full()
+    elif what == "cut twice":
+        dt.einsum("ij,jk->ik", x, x.T, memory=0)
+    elif what == "tensordot":
+        dt.tensordot(x, x.T, ([7], [0]))
 
 
 WRONG = {
@@ -244,8 +273,21 @@ WRONG = {
     "half a dimension": "it has dimensions 0 to 1",
     "order": "norm of order 'fro'",
     "no rank": "give one from 0 to 1",
-    "seeds": "different ones before",
-    "truth": "neither true nor false",
+    "seeds": "what they called before differs",
+    "truth": "not a number, a list or an array",
+    "number": "not a number, a list or an array",
+    "attribute": "not a number, a list or an array",
+    "no grid": r"give Grid\(rt.world\)",
+    "no shape": "4 is not a shape",
+    "no call": "is not a placement",
+    "a word": "'rows' is not a placement",
+    "no function": "give a name, a function and operands",
+    "no operation": "give an operation and then its operands",
+    "bool terms": "terms are numbers",
+    "bool product": "tensors of bool",
+    "rates": "what they called before differs",
+    "cut twice": "no slice fits",
+    "tensordot": "dimension 7",
 }
 
 

@@ -144,6 +144,31 @@ def test_by_differences() -> None:
     spawn(by_differences, 2)
 
 
+def twice(rt: Runtime) -> None:
+    """Compare second derivatives of every way with torch's, and ways with conjugate pieces."""
+    A, B = cases.numbers((4, 6)).requires_grad_(), cases.numbers((6, 8), seed=1).requires_grad_()
+    [dA] = torch.autograd.grad(((A @ B) ** 2).sum(), A, create_graph=True)
+    [expected] = torch.autograd.grad((dA**2).sum(), B)
+    grid = Grid(rt.world, *((2, 2) if rt.world_size == 4 else ()))
+    placed = [Shard(0), Shard(1)][: len(grid.shape)]
+    whole = [Replicate() for _ in placed]
+    for way in [w.name for w in ways_of(matmul, *(dt.from_full(t.detach(), grid, placed) for t in (A, B)))]:
+        a, b = (dt.from_full(t.detach(), grid, placed).requires_grad_() for t in (A, B))
+        loss = (matmul(a, b, way) ** 2).sum().redistribute(*whole)
+        [da] = torch.autograd.grad(loss.local, a.local, create_graph=True)
+        again = (dt.DistributedTensor(da, a.layout) ** 2).sum().redistribute(*whole)
+        [found] = torch.autograd.grad(again.local, b.local)
+        cases.assert_close(dt.DistributedTensor(found, b.layout).full(), expected, times=1000)
+        z = dt.from_full(torch.complex(A.detach(), A.detach() + 1), grid, placed)
+        conjugate = dt.pointwise("conj", torch.conj, z)
+        cases.assert_close(matmul(conjugate, z.T, way).full(), conjugate.full() @ z.full().T, times=200)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_second_derivatives(n: int) -> None:
+    spawn(twice, n)
+
+
 def test_bad_input() -> None:
     grid = Grid(Group.alone())
     a, b = dt.full((2, 3), 1.0, grid, Replicate()), dt.full((4, 2), 1.0, grid, Replicate())

@@ -4,7 +4,20 @@ from common.errors import UsageError
 from common.tensors.contraction import einsum, expression, tensordot
 from common.tensors.convolution import conv1d, conv2d, conv3d
 from common.tensors.explain import explain
-from common.tensors.fourier import fft, fft2, fftn, ifft, ifft2, ifftn, irfft, irfftn, rfft, rfft2, rfftn
+from common.tensors.fourier import (
+    fft,
+    fft2,
+    fftn,
+    ifft,
+    ifft2,
+    ifftn,
+    irfft,
+    irfft2,
+    irfftn,
+    rfft,
+    rfft2,
+    rfftn,
+)
 from common.tensors.grid import Grid
 from common.tensors.layout import Layout, Partial, Replicate, Shard
 from common.tensors.make import (
@@ -52,6 +65,7 @@ __all__ = [
     "ifft2",
     "ifftn",
     "irfft",
+    "irfft2",
     "irfftn",
     "load",
     "matmul",

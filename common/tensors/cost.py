@@ -139,11 +139,15 @@ def first_operand(
     operation: Callable[..., DistributedTensor], *args: Any, **kwargs: Any
 ) -> DistributedTensor:
     """Return the first distributed tensor of the arguments. Raises UsageError if there is none."""
+    if not hasattr(operation, "__name__"):
+        raise UsageError("give an operation and then its operands, as in explain(matmul, a, b)")
     for given in (*args, *kwargs.values()):
         for x in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(x, DistributedTensor):
                 return x
-    raise UsageError(f"{operation.__name__}: give at least one distributed tensor")
+    raise UsageError(
+        f"{operation.__name__}: give at least one distributed tensor, as in explain(matmul, a, b)"
+    )
 
 
 def ways_of(operation: Callable[..., DistributedTensor], *args: Any, **kwargs: Any) -> list[Way]:

@@ -84,12 +84,13 @@ def explain(
 ) -> Explanation:
     """Return what each way to split `operation(*args, **kwargs)` costs on `grid.rates`.
 
+    Of an einsum of several tensors: of the first pair of its path.
+
     measure: how often to run each way that fits into memory, in turn, without gradients; 0 runs none. All ranks
     call it.
     """
-    name, ways = operation.__name__, ways_of(operation, *args, **kwargs)
     first = first_operand(operation, *args, **kwargs)
-    grid = first.grid
+    name, ways, grid = operation.__name__, ways_of(operation, *args, **kwargs), first.grid
     rates, best = grid.rates, choose(grid, name, ways)
     times: dict[str, float] = {}
     if measure:
@@ -108,4 +109,6 @@ def explain(
         )
         for w in ways
     ]
+    if name == "einsum" and len(args) > 3:
+        name += ", first pair"
     return Explanation(name, sorted(candidates, key=lambda c: c.predicted), best.name)

@@ -163,6 +163,18 @@ def rfftn(
     return _transform("rfft", x, s, dim, norm, order, way)
 
 
+def irfft2(
+    x: DistributedTensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: Norm = "backward",
+    order: Order = "natural",
+    way: str | None = None,
+) -> DistributedTensor:
+    """Return the real numbers that `rfft2` transforms to x; the last length is even by default; see `fft`."""
+    return _transform("irfft", x, s, dim, norm, order, way)
+
+
 def irfftn(
     x: DistributedTensor,
     s: Sequence[int] | None = None,

@@ -37,6 +37,8 @@ class Grid:
     """
 
     def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
+        if not isinstance(world, Group):
+            raise UsageError(f"a grid of a {type(world).__name__}: give its ranks, as in Grid(rt.world)")
         self.world, self.check = world, check
         self.shape = shape or (world.size,)
         if len(self.shape) > 3 or min(self.shape) < 1 or math.prod(self.shape) != world.size:
@@ -114,7 +116,9 @@ class Grid:
             ranks.setdefault((last, line), []).append(r)
         by = [f"{line}: {last} on rank(s) {', '.join(map(str, of))}" for (last, line), of in ranks.items()]
         if len({last for last, _, _ in said}) == 1:
-            by.append("different ones before: make a new Grid to go on")
+            by.append(
+                "what they called before differs, in a shape, a number or a seed; make a new Grid to go on"
+            )
         raise UsageError(
             f"all ranks must call the same operations in the same order, but called {'; '.join(by)}"
         )

@@ -72,15 +72,24 @@ class Layout:
     @classmethod
     def of(cls, grid: Grid, shape: Sequence[int], placements: Placement | Sequence[Placement]) -> Layout:
         """Return the layout with negative dimensions resolved; a grid of one axis takes a placement without a tuple."""
-        given = (placements,) if isinstance(placements, (Shard, Replicate, Partial)) else tuple(placements)
+        if not isinstance(grid, Grid):
+            raise UsageError(
+                f"{grid!r} is not a grid: give Grid(rt.world), after the shape and before the placements"
+            )
+        listed = placements if isinstance(placements, (list, tuple)) else [placements]
+        given = list[Placement]()
+        for p in listed:
+            if not isinstance(p, (Shard, Replicate, Partial)):
+                raise UsageError(f"{p!r} is not a placement: give Shard(dim), Replicate() or Partial()")
+            given.append(p)
         if len(given) != len(grid.shape):
             raise UsageError(
                 f"{show(given)} on {grid}: give {len(grid.shape)} placement(s), one for each axis"
             )
-        dims, checked, cut = len(shape), [], set[int]()
+        if not isinstance(shape, (list, tuple)):
+            raise UsageError(f"{shape!r} is not a shape: give a length for each dimension, as in (5, 4)")
+        dims, checked, cut = len(shape), list[Placement](), set[int]()
         for axis, p in enumerate(given):
-            if not isinstance(p, (Shard, Replicate, Partial)):
-                raise UsageError(f"{p!r} is not a placement: give Shard(dim), Replicate() or Partial()")
             if isinstance(p, Shard):
                 if not isinstance(p.dim, int) or not -dims <= p.dim < dims:
                     raise UsageError(

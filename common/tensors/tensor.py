@@ -102,7 +102,8 @@ class DistributedTensor:
 
         Sends the numbers that a rank does not hold yet, each once; a sum that every rank needs is an all-reduce.
         """
-        target = Layout.of(self.grid, self.shape, placements)
+        given = placements[0] if len(placements) == 1 else placements  # a list of them, too
+        target = Layout.of(self.grid, self.shape, given)
         with self.grid.operation(f"redistribute({describe(self)} to {show(target.placements)})"):
             return to_layout(self, target)
 
@@ -224,8 +225,18 @@ class DistributedTensor:
 
     __hash__ = object.__hash__
 
-    def __bool__(self) -> bool:
-        raise UsageError("a distributed tensor is neither true nor false: x.full() has all numbers")
+    def _refuse(self, *_: object) -> Any:
+        raise UsageError("a distributed tensor is not a number, a list or an array: x.full() has all numbers")
+
+    __bool__ = __float__ = __int__ = __len__ = __getitem__ = __iter__ = __array__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("local", "layout"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"a distributed tensor has no {name!r}: x.full().{name} is that of a plain tensor, and "
+            f"pointwise({name!r}, torch.{name}, x) applies a function to each number"
+        )
 
     def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
         return _methods["matmul"](self, other)
@@ -362,6 +373,10 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
     Raises UsageError for shapes that do not broadcast.
     """
+    if not callable(function) or not operands:
+        raise UsageError(
+            'pointwise: give a name, a function and operands, as in pointwise("exp", torch.exp, x)'
+        )
     grid = common_grid([x for x in operands if not isinstance(x, numbers.Number)], name)
     tensors = [x for x in operands if isinstance(x, DistributedTensor)]
     try:
@@ -381,7 +396,8 @@ def common_grid(operands: Sequence[object], name: str) -> Grid:
     """Return the grid that all operands lie on. Raises UsageError if they differ, or if one is a plain tensor."""
     if bad := [x for x in operands if not isinstance(x, DistributedTensor)]:
         raise UsageError(
-            f"{name} of a {type(bad[0]).__name__}: from_full(x, grid, Replicate()) makes a distributed tensor of it"
+            f"{name} of a {type(bad[0]).__name__}: from_full(x, grid, Replicate()) makes a distributed tensor of it, "
+            "float(x) a number"
         )
     return same_grid([x.grid for x in operands if isinstance(x, DistributedTensor)], name)
 

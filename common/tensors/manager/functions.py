@@ -51,6 +51,7 @@ def _on_root(
     distributor: TensorDistributor,
 ) -> Tensor | None:
     """Spread the operands of rank 0, apply the operation, and return the result on rank 0."""
+    operands = [None if x is None else torch.as_tensor(x) for x in operands]  # of arrays, too
     shapes = mpi.broadcast([None if x is None else tuple(x.shape) for x in operands])
     if missing := [i for i, shape in enumerate(shapes) if shape is None]:
         raise UsageError(f"{name}: rank 0 gives no tensor as operand {missing[0]}; it must give all of them")

@@ -89,6 +89,7 @@ class TensorDistributor:
         return x.to(self.compress) if self.compress and x.dtype in (torch.float32, torch.float64) else x
 
     def _spread(self, tensor: Tensor | None, grid: Grid, *placements: Placement) -> Tensor:
+        tensor = None if tensor is None else torch.as_tensor(tensor)
         kind = self.mpi.broadcast(None if tensor is None else tensor.dtype)
         sent = None if tensor is None else self._packed(tensor.to(self.mpi.device))
         return from_root(sent, grid, placements).local.to(kind)
