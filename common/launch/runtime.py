@@ -206,7 +206,7 @@ def session(
         check_output()
         chosen, backend = _choose(launch, device, backend)
         if launch.local_world_size > 1:
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         if launch.world_size == launch.local_world_size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names of laptops often lead nowhere
         if chosen.type == "cuda":
