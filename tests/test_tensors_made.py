@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import distribute_tensor
 
 import common.tensors as dt
 from common.comm import Group
 from common.comm.ledger import Ledger
-from common.errors import RankError
+from common.errors import RankError, UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.tensors import Grid, Partial, Replicate, Shard
+from common.tensors.calibrate import calibrate
 
 WORLDS = (1, 2, 3, 4, 5)
 
@@ -172,6 +176,15 @@ def with_dtensor(rt: Runtime) -> None:
                 theirs = dt.to_dtensor(x, mesh)
                 cases.assert_close(theirs.full_tensor(), whole)
                 cases.assert_close(dt.from_dtensor(theirs, grid).full(), whole)
+        if len(shape) == 2:  # both axes cut one dimension
+            whole, both = cases.numbers((12, 2)), [Shard(0), Shard(0)]
+            theirs = dt.to_dtensor(cases.spread(whole, grid, both), mesh)
+            cases.assert_close(theirs.full_tensor(), whole)
+            cases.assert_close(dt.from_dtensor(theirs, grid).full(), whole)
+            with pytest.raises(UsageError, match="unevenly"):
+                dt.to_dtensor(cases.spread(cases.numbers((13, 2)), grid, both), mesh)
+            with pytest.raises(UsageError, match="unevenly"):
+                dt.from_dtensor(distribute_tensor(cases.numbers((13, 2)), mesh, [Split(0), Split(0)]), grid)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -179,124 +192,94 @@ def test_dtensor(n: int) -> None:
     spawn(with_dtensor, n)
 
 
+@dataclass
+class Given:
+    """What a wrong call is made with: this rank, a tensor [4, 6] that is split by rows, and a folder."""
+
+    rank: int
+    world: Group
+    x: Any
+    folder: Path
+
+    @property
+    def grid(self) -> Grid:
+        return self.x.grid
+
+
+def not_called_by_all(given: Given) -> None:
+    if given.rank == 0:
+        _ = given.x + 1
+    given.x.full()
+
+
+def other_rates(given: Given) -> None:
+    given.grid.rates = dt.Rates(memory=1e9 + given.rank)
+    given.x.full()
+
+
+NO_ARRAY, DIFFER = "not a number, a list or an array", "all ranks must call the same operations"
+BEFORE = "what they called before differs"
+WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
+    "shapes": (lambda g: g.x + dt.uniform((5, 6), g.grid, Shard(0)), "do not broadcast"),
+    "dimension": (lambda g: g.x.redistribute(Shard(2)), "it has dimensions 0 to 1"),
+    "half a dimension": (lambda g: g.x.redistribute(Shard(0.5)), "it has dimensions 0 to 1"),  # type: ignore[arg-type]
+    "sizes": (lambda g: g.x.redistribute(Shard(0, (1, 2))), "2 lengths that add up to 4"),
+    "a list of sizes": (lambda g: g.x.redistribute(Shard(0, [1, 2])), "2 lengths that add up to 4"),  # type: ignore[arg-type]
+    "placement": (lambda g: g.x.redistribute(0), "0 is not a placement"),
+    "a word": (lambda g: dt.uniform((4, 6), g.grid, "rows"), "'rows' is not a placement"),  # type: ignore[arg-type]
+    "no call": (lambda g: dt.uniform((4, 6), g.grid, Shard), "is not a placement"),  # type: ignore[arg-type]
+    "no shape": (lambda g: dt.uniform(4, g.grid, Shard(0)), "4 is not a shape"),  # type: ignore[arg-type]
+    "no grid": (lambda g: dt.uniform((4, 6), g.world, Shard(0)), r"give Grid\(rt.world\)"),  # type: ignore[arg-type]
+    "grids": (lambda g: g.x + dt.uniform((4, 6), Grid(g.world), Shard(0)), "different grids"),
+    "grid": (lambda g: Grid(g.world, 3), "whose product is 2"),
+    "operations": (lambda g: (g.x * 2 if g.rank else g.x + 1).full(), DIFFER),
+    "earlier": (not_called_by_all, DIFFER),
+    "layouts": (
+        lambda g: g.x.redistribute(Replicate() if g.rank else Shard(1)),
+        r"test_tensors_made.py:\d+: redistribute\(.* to Shard\(1\)\) on rank\(s\) 0; test_tensors_made.py:",
+    ),
+    "seeds": (lambda g: dt.uniform((4, 6), g.grid, Shard(0), seed=g.rank).full(), BEFORE),
+    "rates": (other_rates, BEFORE),
+    "root": (lambda g: dt.from_root(None, g.grid, Shard(0)), "must give a tensor"),
+    "no rank": (lambda g: g.x.on_root(9), "give one from 0 to 1"),
+    "file": (
+        lambda g: dt.load(g.folder / ("absent.npy" if g.rank else "there.npy"), g.grid, Shard(0)),
+        "absent.npy",
+    ),
+    "piece": (lambda g: dt.from_pieces(torch.ones(2 + g.rank, 6), (4, 6), g.grid, Shard(0)), "needed is"),
+    "gradient": (lambda g: g.x.requires_grad_().backward(), "give its gradient"),
+    "history": (lambda g: g.x.sum().backward(), "without history"),
+    "order": (lambda g: g.x.norm("fro"), "norm of order 'fro'"),
+    "truth": (lambda g: bool(g.x == g.x), NO_ARRAY),
+    "number": (lambda g: float(g.x), NO_ARRAY),
+    "element": (lambda g: g.x[0], NO_ARRAY),
+    "no function": (lambda g: dt.pointwise("exp", g.x), "give a name, a function and operands"),
+    "no operation": (lambda g: dt.explain(g.x @ g.x.T), "give an operation and then its operands"),  # type: ignore[arg-type]
+    "bool terms": (lambda g: (g.x > 0).redistribute(Partial()), "terms are numbers"),
+    "bool product": (lambda g: (g.x > 0) @ (g.x > 0).T, "tensors of bool"),
+    "no slice": (lambda g: dt.einsum("ij,jk->ik", g.x, g.x.T, memory=0), "no slice fits"),
+    "tensordot": (lambda g: dt.tensordot(g.x, g.x.T, ([7], [0])), "dimension 7"),
+    "calibration": (lambda g: calibrate(g.grid, largest=1 << 16), "give at least 1048576 bytes"),
+}
+
+
 def wrong(rt: Runtime, what: str, folder: Path) -> None:
     """Do something wrong, on all ranks or on one; every rank must raise a UsageError."""
-    grid = Grid(rt.world)
-    x = dt.uniform((4, 6), grid, Shard(0))
-    first = rt.rank == 0
-    if what == "shapes":
-        _ = x + dt.uniform((5, 6), grid, Shard(0))
-    elif what == "dimension":
-        x.redistribute(Shard(2))
-    elif what == "sizes":
-        x.redistribute(Shard(0, (1, 2)))
-    elif what == "placement":
-        x.redistribute(*[0])  # type: ignore[list-item]
-    elif what == "grids":
-        _ = x + dt.uniform((4, 6), Grid(rt.world), Shard(0))
-    elif what == "grid":
-        Grid(rt.world, 3)
-    elif what == "operations":
-        (x + 1 if first else x * 2).full()
-    elif what == "earlier":
-        if first:
-            _ = x + 1
-        x.full()
-    elif what == "layouts":
-        x.redistribute(Shard(1) if first else Replicate())
-    elif what == "root":
-        dt.from_root(None, grid, Shard(0))
-    elif what == "file":
-        dt.load(folder / ("there.npy" if first else "absent.npy"), grid, Shard(0))
-    elif what == "piece":
-        dt.from_pieces(torch.ones(2 if first else 3, 6), (4, 6), grid, Shard(0))
-    elif what == "gradient":
-        x.requires_grad_().backward()
-    elif what == "history":
-        x.sum().backward()
-    elif what == "half a dimension":
-        x.redistribute(Shard(0.5))  # type: ignore[arg-type]
-    elif what == "order":
-        x.norm("fro")  # type: ignore[arg-type]
-    elif what == "no rank":
-        x.on_root(9)
-    elif what == "seeds":
-        dt.uniform((4, 6), grid, Shard(0), seed=rt.rank).full()
-    elif what == "truth":
-        assert x == x
-    elif what == "number":
-        float(x)
-    elif what == "attribute":
-        with pytest.raises(AttributeError, match=r'pointwise\("?.exp'):
-            x.exp()
-        x[0]
-    elif what == "no grid":
-        dt.uniform((4, 6), rt.world, Shard(0))  # type: ignore[arg-type]
-    elif what == "no shape":
-        dt.uniform(4, grid, Shard(0))  # type: ignore[arg-type]
-    elif what == "no call":
-        dt.uniform((4, 6), grid, Shard)  # type: ignore[arg-type]
-    elif what == "a word":
-        dt.uniform((4, 6), grid, "rows")  # type: ignore[arg-type]
-    elif what == "no function":
-        dt.pointwise("exp", x)  # type: ignore[arg-type]
-    elif what == "no operation":
-        dt.explain(x @ x.T)  # type: ignore[arg-type]
-    elif what == "bool terms":
-        (x > 0).redistribute(Partial())
-    elif what == "bool product":
-        (x > 0) @ (x > 0).T
-    elif what == "rates":
-        grid.rates = dt.Rates(memory=1e9 + rt.rank)
-        x.full()
-    elif what == "cut twice":
-        dt.einsum("ij,jk->ik", x, x.T, memory=0)
-    elif what == "tensordot":
-        dt.tensordot(x, x.T, ([7], [0]))
-
-
-WRONG = {
-    "shapes": "do not broadcast",
-    "dimension": "it has dimensions 0 to 1",
-    "sizes": "2 lengths that add up to 4",
-    "placement": "not a placement",
-    "grids": "different grids",
-    "grid": "whose product is 2",
-    "operations": "all ranks must call the same operations",
-    "earlier": "all ranks must call the same operations",
-    "layouts": r"test_tensors_made.py:\d+: redistribute\(.* to Shard\(1\)\) on rank\(s\) 0; test_tensors_made.py:",
-    "root": "must give a tensor",
-    "file": "absent.npy",
-    "piece": "needed is",
-    "gradient": "give its gradient",
-    "history": "without history",
-    "half a dimension": "it has dimensions 0 to 1",
-    "order": "norm of order 'fro'",
-    "no rank": "give one from 0 to 1",
-    "seeds": "what they called before differs",
-    "truth": "not a number, a list or an array",
-    "number": "not a number, a list or an array",
-    "attribute": "not a number, a list or an array",
-    "no grid": r"give Grid\(rt.world\)",
-    "no shape": "4 is not a shape",
-    "no call": "is not a placement",
-    "a word": "'rows' is not a placement",
-    "no function": "give a name, a function and operands",
-    "no operation": "give an operation and then its operands",
-    "bool terms": "terms are numbers",
-    "bool product": "tensors of bool",
-    "rates": "what they called before differs",
-    "cut twice": "no slice fits",
-    "tensordot": "dimension 7",
-}
+    call, _ = WRONG[what]
+    call(Given(rt.rank, rt.world, dt.uniform((4, 6), Grid(rt.world), Shard(0)), folder))
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
     np.save(tmp_path / "there.npy", np.ones((4, 6)))
-    with pytest.raises(RankError, match=WRONG[what]) as failure:
+    with pytest.raises(RankError, match=WRONG[what][1]) as failure:
         spawn(wrong, 2, what, tmp_path)
     assert failure.value.code == 2
+
+
+def test_what_an_array_has_and_a_distributed_tensor_has_not() -> None:
+    with pytest.raises(AttributeError, match=r"pointwise\('exp', torch.exp, x\)"):
+        dt.uniform((4,), Grid(Group.alone()), Shard(0)).exp()
 
 
 def absent(rt: Runtime) -> None:

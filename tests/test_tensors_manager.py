@@ -21,6 +21,7 @@ from common.tensors.manager import (
     MPIManager,
     Profiler,
     TensorDistributor,
+    distributed_matmul,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +101,14 @@ def pieces(rt: Runtime) -> None:
     assert small.distribute(given).dtype == torch.float64
     assert rounded is None or torch.equal(rounded, whole.bfloat16().double())
     assert torch.equal(small.broadcast(torch.arange(5) if me == 0 else None), torch.arange(5))
+    half = small.broadcast(whole.half() if me == 0 else None)
+    assert torch.equal(half, whole.half())  # bfloat16 has fewer digits and as many bytes
+    array = whole.numpy() if me == 0 else None
+    assert torch.equal(distributor.distribute(array), whole[begin:end])
+    product = distributed_matmul(array, array.T if array is not None else None, mpi, distributor)
+    assert (product is None) == (me > 0)
+    if product is not None:
+        cases.assert_close(product, whole @ whole.T, times=100)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

@@ -8,9 +8,9 @@ Split along          x                 weight             y
     output channels  whole             split along O      split along channels
     input channels   split             split along C      terms, which are summed and split
 
-Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. Where that
-is predicted to be faster, each rank computes its whole result with zeros for the halo while the halo travels, and then
-the border again.
+Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. Where that is
+predicted to be faster, each rank computes its whole result with zeros for the halo while the halo travels, and then the
+border again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ class Grid:
 
     check: compare what the ranks do before they communicate. Raises UsageError if the product of the lengths is not
     the number of ranks. All ranks must call it.
-
     """
 
     def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
@@ -66,14 +65,14 @@ class Grid:
 
     @property
     def rates(self) -> Rates:
-        """What a rank computes, sends and holds, by which operations choose how to split; equal on all ranks."""
+        """Speeds and memory of a rank, by which operations choose how to split; equal on all ranks."""
         return self._rates
 
     @rates.setter
     def rates(self, rates: Rates) -> None:
         with self.operation(
             f"rates = {rates}"
-        ):  # ranks that choose by other rates would wait for one another
+        ):  # so that ranks with different rates find out before they hang
             self._rates, self.chosen = rates, {}
 
     @contextmanager

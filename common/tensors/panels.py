@@ -77,8 +77,10 @@ def move_then_multiply(
 
 
 def rows_terms(pair: Pair) -> tuple[Term, Term, Term]:
-    """Return the product of "rows, b in panels" on the rank that has most, what it sends meanwhile, and the part of a
-    panel's products that does not depend on its length: a pass over the result for each rank's rows."""
+    """Return the terms of "rows, b in panels" on the rank that has most: product, move, and overhead of a panel.
+
+    The overhead does not depend on a panel's length: a pass over the result for each rank's rows.
+    """
     n, item, dtype = pair.grid.world.size, pair.dtype.itemsize, pair.dtype
     _, m, K, N = sizes = pair.product_sizes("m")
     move = Term("all-gather", ((n - 1) * sizes_of(K, n)[0] * N * item,), hidden=True)
@@ -86,7 +88,7 @@ def rows_terms(pair: Pair) -> tuple[Term, Term, Term]:
 
 
 def inner_terms(pair: Pair) -> tuple[Term, Term, Term]:
-    """Return the same of "inner, sum in panels", whose panels read b for each rank's rows."""
+    """Return the same terms of "inner, sum in panels"; the overhead is reading b for each rank's rows."""
     n, item, dtype = pair.grid.world.size, pair.dtype.itemsize, pair.dtype
     _, M, k, N = sizes = pair.product_sizes("k")
     move = Term("reduce-scatter", ((n - 1) * sizes_of(M, n)[0] * N * item,), hidden=True)

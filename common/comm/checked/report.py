@@ -32,7 +32,7 @@ class Absent(Misplaced, RuntimeError):
 
 
 class Report:
-    """What is wrong on this rank, for the rules that are on."""
+    """Errors of this rank, for the rules that are on."""
 
     def __init__(self, rank: int, rules: Collection[str]) -> None:
         self.rank, self.rules = rank, rules

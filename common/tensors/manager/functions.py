@@ -20,7 +20,7 @@ from common.tensors.fourier import Norm
 from common.tensors.layout import Placement, Replicate, Shard
 from common.tensors.make import from_root
 from common.tensors.manager.mpi_manager import MPIManager
-from common.tensors.manager.tensor_distributor import TensorDistributor
+from common.tensors.manager.tensor_distributor import TensorDistributor, Whole
 from common.tensors.tensor import DistributedTensor
 
 Place = Callable[[Sequence[int]], Placement]  # how an operand of a shape lies before the operation
@@ -45,41 +45,39 @@ def _longest(shape: Sequence[int]) -> Placement:
 def _on_root(
     name: str,
     operation: Callable[..., DistributedTensor],
-    operands: Sequence[Tensor | None],
+    operands: Sequence[Whole],
     places: Sequence[Place],
     mpi: MPIManager,
     distributor: TensorDistributor,
 ) -> Tensor | None:
     """Spread the operands of rank 0, apply the operation, and return the result on rank 0."""
-    operands = [None if x is None else torch.as_tensor(x) for x in operands]  # of arrays, too
-    shapes = mpi.broadcast([None if x is None else tuple(x.shape) for x in operands])
+    wholes = [None if x is None else torch.as_tensor(x) for x in operands]
+    shapes = mpi.broadcast([None if x is None else tuple(x.shape) for x in wholes])
     if missing := [i for i, shape in enumerate(shapes) if shape is None]:
         raise UsageError(f"{name}: rank 0 gives no tensor as operand {missing[0]}; it must give all of them")
     grid, device = distributor.grid, mpi.device
     split = [
         from_root(None if x is None else x.to(device), grid, place(shape))
-        for x, place, shape in zip(operands, places, shapes, strict=True)
+        for x, place, shape in zip(wholes, places, shapes, strict=True)
     ]
     with torch.no_grad():
         return operation(*split).on_root()
 
 
-def distributed_matmul(
-    A: Tensor | None, B: Tensor | None, mpi: MPIManager, distributor: TensorDistributor
-) -> Tensor | None:
+def distributed_matmul(A: Whole, B: Whole, mpi: MPIManager, distributor: TensorDistributor) -> Tensor | None:
     """Return A @ B of [M, K] and [K, N]: rank 0 sends rows of A, and all of B."""
     return _on_root("distributed_matmul", products.matmul, (A, B), (_rows, _whole), mpi, distributor)
 
 
 def distributed_batch_matmul(
-    A: Tensor | None, B: Tensor | None, mpi: MPIManager, distributor: TensorDistributor
+    A: Whole, B: Whole, mpi: MPIManager, distributor: TensorDistributor
 ) -> Tensor | None:
     """Return the products of [b, M, K] and [b, K, N], or [K, N] for all of them: each rank takes some of the batch."""
     return _on_root("distributed_batch_matmul", products.bmm, (A, B), (_rows, _batches), mpi, distributor)
 
 
 def distributed_transpose(
-    A: Tensor | None, mpi: MPIManager, distributor: TensorDistributor, dim0: int = 0, dim1: int = 1
+    A: Whole, mpi: MPIManager, distributor: TensorDistributor, dim0: int = 0, dim1: int = 1
 ) -> Tensor | None:
     """Return A with two dimensions exchanged."""
     return _on_root(
@@ -87,9 +85,7 @@ def distributed_transpose(
     )
 
 
-def distributed_add(
-    A: Tensor | None, B: Tensor | None, mpi: MPIManager, distributor: TensorDistributor
-) -> Tensor | None:
+def distributed_add(A: Whole, B: Whole, mpi: MPIManager, distributor: TensorDistributor) -> Tensor | None:
     """Return A + B of equal shapes."""
 
     def add(a: DistributedTensor, b: DistributedTensor) -> DistributedTensor:
@@ -103,16 +99,16 @@ def distributed_add(
 def _convolution(
     name: str,
     operation: Callable[..., DistributedTensor],
-    input: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    input: Whole,
+    weight: Whole,
+    bias: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
 ) -> Tensor | None:
     def batch_or_height(shape: Sequence[int]) -> Placement:
         return Shard(0 if shape[0] >= mpi.get_size() or len(shape) < 3 else 2)
 
-    operands: list[Tensor | None] = [input, weight]
+    operands: list[Whole] = [input, weight]
     if mpi.broadcast(bias is not None):
         operands.append(bias)
     places = (batch_or_height, _whole, _whole)[: len(operands)]
@@ -120,11 +116,11 @@ def _convolution(
 
 
 def distributed_conv2d(
-    input: Tensor | None,
-    weight: Tensor | None,
+    input: Whole,
+    weight: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
-    bias: Tensor | None = None,
+    bias: Whole = None,
     stride: int | Sequence[int] = (1, 1),
     padding: int | Sequence[int] = (0, 0),
     dilation: int | Sequence[int] = (1, 1),
@@ -144,11 +140,11 @@ def distributed_conv2d(
 
 
 def distributed_conv3d(
-    input: Tensor | None,
-    weight: Tensor | None,
+    input: Whole,
+    weight: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
-    bias: Tensor | None = None,
+    bias: Whole = None,
     stride: int | Sequence[int] = (1, 1, 1),
     padding: int | Sequence[int] = (0, 0, 0),
     dilation: int | Sequence[int] = (1, 1, 1),
@@ -167,7 +163,7 @@ def distributed_conv3d(
 def _transform(
     name: str,
     operation: Callable[..., DistributedTensor],
-    input: Tensor | None,
+    input: Whole,
     dims: Sequence[int],
     mpi: MPIManager,
     distributor: TensorDistributor,
@@ -182,7 +178,7 @@ def _transform(
 
 
 def distributed_fft(
-    input: Tensor | None,
+    input: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     n: int | None = None,
@@ -196,7 +192,7 @@ def distributed_fft(
 
 
 def distributed_ifft(
-    input: Tensor | None,
+    input: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     n: int | None = None,
@@ -210,7 +206,7 @@ def distributed_ifft(
 
 
 def distributed_rfft(
-    input: Tensor | None,
+    input: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     n: int | None = None,
@@ -224,7 +220,7 @@ def distributed_rfft(
 
 
 def distributed_fft2d(
-    input: Tensor | None,
+    input: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     s: Sequence[int] | None = None,
@@ -239,7 +235,7 @@ def distributed_fft2d(
 
 def distributed_einsum(
     equation: str,
-    *operands: Tensor | None,
+    *operands: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     optimize: Literal["auto", "optimal", "dp", "greedy"] = "auto",
@@ -258,7 +254,7 @@ def distributed_einsum(
 
 
 def distributed_tensordot(
-    a: Tensor | None, b: Tensor | None, dims: int, mpi: MPIManager, distributor: TensorDistributor
+    a: Whole, b: Whole, dims: int, mpi: MPIManager, distributor: TensorDistributor
 ) -> Tensor | None:
     """Return torch.tensordot over the last `dims` dimensions of a and the first of b."""
     return _on_root(
@@ -275,7 +271,7 @@ Dims = int | Sequence[int] | None
 
 
 def distributed_sum(
-    tensor: Tensor | None,
+    tensor: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     dim: Dims = None,
@@ -288,7 +284,7 @@ def distributed_sum(
 
 
 def distributed_mean(
-    tensor: Tensor | None,
+    tensor: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     dim: Dims = None,
@@ -306,7 +302,7 @@ def distributed_mean(
 
 
 def distributed_max(
-    tensor: Tensor | None,
+    tensor: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     dim: Dims = None,
@@ -319,7 +315,7 @@ def distributed_max(
 
 
 def distributed_min(
-    tensor: Tensor | None,
+    tensor: Whole,
     mpi: MPIManager,
     distributor: TensorDistributor,
     dim: Dims = None,

@@ -8,7 +8,9 @@ x = distributor.gather(mine, dim=0)              # on rank 0, None elsewhere
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from common.tensors.make import from_pieces, from_root
 from common.tensors.manager.mpi_manager import MPIManager
 
 HALF = (torch.float16, torch.bfloat16)
+Whole = Tensor | np.ndarray[Any, Any] | None
+"""What rank 0 gives of a tensor; the others give None."""
 
 
 class TensorDistributor:
@@ -44,17 +48,15 @@ class TensorDistributor:
         begin = sum(sizes[: self.mpi.get_rank()])
         return begin, begin + sizes[self.mpi.get_rank()]
 
-    def distribute(self, tensor: Tensor | None, dim: int = 0) -> Tensor:
+    def distribute(self, tensor: Whole, dim: int = 0) -> Tensor:
         """Return this rank's piece along `dim` of the tensor that rank 0 holds; the others give None."""
         return self._spread(tensor, self.grid, Shard(dim))
 
-    def broadcast(self, tensor: Tensor | None) -> Tensor:
+    def broadcast(self, tensor: Whole) -> Tensor:
         """Return the tensor that rank 0 holds, on every rank."""
         return self._spread(tensor, self.grid, Replicate())
 
-    def distribute_with_broadcast(
-        self, split: Tensor | None, whole: Tensor | None, dim: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def distribute_with_broadcast(self, split: Whole, whole: Whole, dim: int = 0) -> tuple[Tensor, Tensor]:
         """Return this rank's piece of the first tensor, and all of the second."""
         return self.distribute(split, dim), self.broadcast(whole)
 
@@ -71,7 +73,7 @@ class TensorDistributor:
         """Return the sum of all ranks' tensors on rank 0, None elsewhere."""
         return self.mpi.reduce_tensor(local)
 
-    def distribute_2d(self, tensor: Tensor | None, grid: tuple[int, int]) -> Tensor:
+    def distribute_2d(self, tensor: Whole, grid: tuple[int, int]) -> Tensor:
         """Return this rank's block of the matrix that rank 0 holds, on rows x columns of ranks."""
         return self._spread(tensor, self.grid_of(*grid), Shard(0), Shard(1))
 
@@ -88,10 +90,10 @@ class TensorDistributor:
     def _packed(self, x: Tensor) -> Tensor:
         return x.to(self.compress) if self.compress and x.dtype in (torch.float32, torch.float64) else x
 
-    def _spread(self, tensor: Tensor | None, grid: Grid, *placements: Placement) -> Tensor:
-        tensor = None if tensor is None else torch.as_tensor(tensor)
-        kind = self.mpi.broadcast(None if tensor is None else tensor.dtype)
-        sent = None if tensor is None else self._packed(tensor.to(self.mpi.device))
+    def _spread(self, tensor: Whole, grid: Grid, *placements: Placement) -> Tensor:
+        given = None if tensor is None else torch.as_tensor(tensor)
+        kind = self.mpi.broadcast(None if given is None else given.dtype)
+        sent = None if given is None else self._packed(given.to(self.mpi.device))
         return from_root(sent, grid, placements).local.to(kind)
 
     def _joined(self, local: Tensor, grid: Grid, dims: Sequence[int]) -> Tensor | None:
