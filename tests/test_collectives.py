@@ -154,6 +154,17 @@ def exchange_views(rt: Runtime) -> None:
         for source, place in enumerate(places):
             assert torch.equal(place, columns(source, r)), (source, r)
         assert whole[..., :2].count_nonzero() + whole[..., 22:].count_nonzero() == 0
+    for dtype in (torch.float32, torch.float64, torch.complex128):  # bands of 64 rows, column by column
+        numbers = torch.arange(128 * 30 * n).view(2, 64, 30 * n)
+        rows = [(numbers + 100_000 * s).to(dtype) for s in range(n)]
+        turned = torch.zeros(30, 2, 64 * n, dtype=dtype)
+        comm.all_to_all_views(
+            [turned[..., 64 * s : 64 * (s + 1)].transpose(0, 1) for s in range(n)],
+            [rows[r][..., 30 * to : 30 * (to + 1)].transpose(1, 2) for to in range(n)],
+            rt.world,
+        )
+        expected = torch.cat([whole[..., 30 * r : 30 * (r + 1)] for whole in rows], 1)
+        assert torch.equal(turned, expected.permute(2, 0, 1)), dtype
     with pytest.raises(
         ValueError, match=rf"a place of \[20, {1 + r}\] torch.complex64 for a piece of \[{1 + r}, 20\]"
     ):

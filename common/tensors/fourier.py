@@ -243,7 +243,7 @@ def _ways(
             ways.append(_way(name, x, start, steps, norm))
     last = kind != "rfft" or dims[-1:] == [1]
     if sorted(dims) == [0, 1] and last and lengths == [x.shape[d] for d in dims] and fits(x, kind):
-        ways.append(_in_groups(x, kind, norm, order))
+        ways.append(_transposing(x, kind, norm, order))
     whole = len(start.grid.shape) == 1 and x.ndim == 1 and start.cut_along(0) and lengths[0] == x.shape[0]
     if whole and kind in ("fft", "ifft") and order == "natural" and (pair := factors(lengths[0])):
         ways.append(
@@ -252,7 +252,7 @@ def _ways(
     return ways
 
 
-def _in_groups(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way:
+def _transposing(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way:
     def cost() -> Cost:
         wide, n = x.dtype.to_complex(), x.grid.world.size
         item = wide.itemsize
@@ -271,7 +271,7 @@ def _in_groups(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way
         back = bytes_sent(columns, rows, item) if times == 2 else 0
         return Cost(terms, memory, bytes_sent(rows, columns, item) + back)
 
-    return Way("in groups", lambda: slab(x, kind, norm, order), cost)
+    return Way("transposing", lambda: slab(x, kind, norm, order), cost)
 
 
 def _checked(

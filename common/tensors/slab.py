@@ -1,27 +1,31 @@
-"""A two-dimensional transform of a matrix that is split by rows, in groups of columns that stay in cache.
+"""A two-dimensional transform of a matrix that is split by rows: the kernels meet contiguous rows only.
 
-    every row is transformed, and the columns of other ranks travel          fft along a row
-    columns are stored in groups of STEP, each a tall matrix                 a row of a group: a few cache lines
-    every group is transformed, and in natural order its rows travel back    fft along a column
+    every row is transformed                                       x_mN
+    the columns travel, transposed on the way                      x_mN -> x_nM
+    every column, a row by now, is transformed                     y_nM
+    in natural order the rows travel back, transposed again        y_nM -> y_mN
 
-Sender and receiver exchange views [rows, groups, STEP], which differ in how they lie in memory. With order="transposed"
-the result stays split by columns, and a column lies in one run of memory: `local` is a transposed view.
+Sender and receiver exchange views [bands, columns, BAND]. The sender reads the columns of a band of BAND rows; the
+receiver writes each of them, BAND numbers, in one run. On MPI nobody makes a copy besides: the sender transposes while
+it fills the memory that the ranks share. With order="transposed" the result stays split by columns, and a column lies
+in one run of memory: `local` is a transposed view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from common import comm
+from common.comm import Group
 from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 
-STEP = 32  # columns of a group
-Views = tuple[Tensor, Tensor]  # [rows, groups, STEP], and the columns beyond the last whole group
+BAND = 32  # rows
+Span = tuple[int, int]
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "fft": torch.fft.fft,
     "ifft": torch.fft.ifft,
@@ -47,57 +51,46 @@ def layouts(x: DistributedTensor, kind: str) -> tuple[Layout, Layout]:
 def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedTensor:
     """Return the transform of a matrix for which `fits` is True."""
     rows, columns = layouts(x, kind)
-    x.grid.meet()
-    if len(x.local):
-        x_mN = KERNELS[kind](x.local, norm=norm)
-    else:  # the kernels refuse empty tensors
-        x_mN = x.local.new_empty(rows.local_shape, dtype=x.dtype.to_complex())
+    M, N = rows.shape
+    m_spans, n_spans = [box[0] for box in rows.boxes], [box[1] for box in columns.boxes]
     lo, hi = columns.mine[1]
-    groups = Groups(rows.shape[0], hi - lo, x_mN)
-    here = [parted(x_mN[:, slice(*box[1])]) for box in columns.boxes]
-    gathered = [groups.views(slice(*box[0])) for box in rows.boxes]
-    _swap(gathered, here, columns)
-    along = KERNELS["fft" if kind == "rfft" else kind]
-    if order == "natural":
-        for group in groups.parts():
-            group.copy_(along(group, dim=0, norm=norm))
-        _swap(here, gathered, columns)
-        return DistributedTensor(x_mN, rows)
-    del x_mN, here  # their memory serves the result
-    c_NM = groups.whole.new_empty(groups.width, rows.shape[0])
-    for i, group in enumerate(groups.parts()):
-        c_NM[i * STEP : (i + 1) * STEP] = along(group, dim=0, norm=norm).T
-    return DistributedTensor(c_NM.T, columns)
+    world = replace(x.grid.world, axis="grid")
+    x.grid.meet()
+    x_mN = _transformed(x.local, kind, norm, N)
+    x_nM = x_mN.new_empty(hi - lo, M)
+    _turn(x_mN, x_nM, m_spans, n_spans, world)
+    y_nM = _transformed(x_nM, "fft" if kind == "rfft" else kind, norm, M)
+    if order == "transposed":
+        return DistributedTensor(y_nM.T, columns)
+    del x_nM
+    _turn(y_nM, x_mN, n_spans, m_spans, world)
+    return DistributedTensor(x_mN, rows)
 
 
-class Groups:
-    """Columns of a matrix in groups of STEP; each group is stored row by row."""
-
-    def __init__(self, height: int, width: int, like: Tensor) -> None:
-        self.width = width
-        self.whole = like.new_empty(width // STEP, height, STEP)
-        self.rest = like.new_empty(height, width % STEP)
-
-    def parts(self) -> Iterator[Tensor]:
-        """Return each group as a matrix of all rows."""
-        yield from self.whole
-        if self.rest.numel():
-            yield self.rest
-
-    def views(self, rows: slice) -> Views:
-        """Return views of some rows."""
-        return self.whole[:, rows].transpose(0, 1), self.rest[rows]
+def _transformed(x: Tensor, kind: str, norm: str, length: int) -> Tensor:
+    if not len(x):  # the kernels refuse empty tensors
+        return torch.empty(0, length, dtype=x.dtype.to_complex())
+    return KERNELS[kind](x, norm=norm)
 
 
-def parted(x_mN: Tensor) -> Views:
-    """Return views of the matrix's columns as `Groups` stores them."""
-    cut = x_mN.shape[1] - x_mN.shape[1] % STEP
-    return x_mN[:, :cut].unflatten(1, (-1, STEP)), x_mN[:, cut:]
+def _turn(
+    x: Tensor, turned: Tensor, from_spans: Sequence[Span], to_spans: Sequence[Span], world: Group
+) -> None:
+    """Fill this rank's rows of a transposed matrix. Rank r holds rows from_spans[r] before, to_spans[r] afterwards."""
+    pieces = [x[:, slice(*span)] for span in to_spans]
+    places = [turned[:, slice(*span)].T for span in from_spans]
+    heights = [hi - lo for lo, hi in from_spans]
+    if max(heights) >= BAND:
+        comm.all_to_all_views(list(map(_bands, places)), list(map(_bands, pieces)), world)
+    if any(height % BAND for height in heights):
+        comm.all_to_all_views(list(map(_rest, places)), list(map(_rest, pieces)), world)
 
 
-def _swap(places: Sequence[Views], pieces: Sequence[Views], columns: Layout) -> None:
-    """Send pieces[r] to rank r, and fill places[r] with the matrix of rank r."""
-    world = replace(columns.grid.world, axis="grid")
-    comm.all_to_all_views([groups for groups, _ in places], [groups for groups, _ in pieces], world)
-    if any((hi - lo) % STEP for _, (lo, hi) in columns.boxes):
-        comm.all_to_all_views([rest for _, rest in places], [rest for _, rest in pieces], world)
+def _bands(x: Tensor) -> Tensor:
+    """Return a view [bands, columns, BAND] of all rows that fill bands."""
+    bands = len(x) // BAND
+    return x[: bands * BAND].view(bands, BAND, x.shape[1]).transpose(1, 2)
+
+
+def _rest(x: Tensor) -> Tensor:
+    return x[len(x) // BAND * BAND :]

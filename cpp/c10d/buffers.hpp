@@ -2,7 +2,7 @@
 //
 //     CPU, contiguous    itself
 //     CPU, with gaps     a contiguous copy, copied back when all is done; in an all-to-all between ranks of one host the
-//                        tensor itself, if its runs have at least 64 bytes
+//                        tensor itself, if its runs have at least 64 bytes, or columns that are sent (strided.hpp)
 //     GPU                a copy in pinned host memory, by the device's own copy engine; copied back the same way
 //
 // Copies from and to a device take their place among what the device has been told to do (a stream), and nobody waits
@@ -69,8 +69,11 @@ std::optional<Strided<Byte>> strided(const at::Tensor& t) {
             outer.insert(outer.begin(), {count, apart});
     }
     if (t.numel() == 0) return Strided<Byte>();
-    if (outer.size() > Strided<Byte>::most_dims || (!outer.empty() && run < shortest_run)) return {};
-    return Strided<Byte>(bytes_of(t), run, std::move(outer));
+    if (outer.size() > Strided<Byte>::most_dims) return {};
+    Strided<Byte> all(bytes_of(t), run, std::move(outer));
+    const bool transposes = std::is_const_v<Byte> && all.crosswise();
+    return run >= shortest_run || all.outer.empty() || transposes ? std::optional(std::move(all))
+                                                                  : std::nullopt;
 }
 
 class Buffers {

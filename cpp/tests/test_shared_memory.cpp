@@ -96,6 +96,56 @@ void test_gaps(const Communicator& world, HostMemory& memory, std::size_t n) {
     }
 }
 
+/// Every rank sends some columns of its matrix to each rank, column by column in bands of `tall` rows.
+void test_columns(const Communicator& world, HostMemory& memory, std::size_t tall) {
+    const std::size_t P = world.size(), me = world.rank(), item = sizeof(std::int32_t);
+    const std::size_t bands = 3, wide = 700, width = P * wide + 5;
+    using In = Strided<const std::byte>;
+    using Out = Strided<std::byte>;
+    Numbers x = numbers(bands * tall * width, int(me)), y(P * bands * wide * tall);
+    const std::size_t bytes_each = bands * wide * tall * item;
+    std::vector<In> in;
+    std::vector<Out> out;
+    for (std::size_t r = 0; r < P; ++r) {
+        in.emplace_back(bytes(x) + r * wide * item, item,
+                        std::vector<In::Dim>{{bands, std::ptrdiff_t(tall * width * item)},
+                                             {wide, std::ptrdiff_t(item)},
+                                             {tall, std::ptrdiff_t(width * item)}});
+        out.emplace_back(std::span(bytes(y) + r * bytes_each, bytes_each));
+        CHECK(in.back().crosswise() == (tall == 16 || tall == 256));
+    }
+    const Call call{.operation = 3, .elements = tall};
+    run(memory, all_to_all(memory, call, in, out, bytes_each));
+    for (std::size_t r = 0, i = 0; r < P; ++r) {
+        const Numbers given = numbers(bands * tall * width, int(r));
+        std::size_t wrong = 0;
+        for (std::size_t band = 0; band < bands; ++band)
+            for (std::size_t c = 0; c < wide; ++c)
+                for (std::size_t t = 0; t < tall; ++t)
+                    wrong += y[i++] != given[(band * tall + t) * width + me * wide + c];
+        CHECK(wrong == 0);
+    }
+}
+
+/// Blocks of columns of numbers of `run` bytes are what the runs are one by one, wherever they begin.
+void test_blocks(std::size_t run) {
+    const Numbers x = numbers(60'000, 1);
+    const std::size_t tall = 128 / run, apart = 40 * run;
+    const Strided<const std::byte> piece(
+        reinterpret_cast<const std::byte*>(x.data()) + 2 * run, run,
+        {{3, std::ptrdiff_t(tall * apart)}, {7, std::ptrdiff_t(run)}, {tall, std::ptrdiff_t(apart)}});
+    CHECK(piece.crosswise());
+    for (std::size_t begin = 0; begin <= piece.size(); begin += 32)
+        for (std::size_t count = 0; begin + count <= piece.size(); count += 32) {
+            std::vector<std::byte> found(count), expected(count);
+            piece.gather(begin, count, found.data(), copy_through_cache);
+            piece.each(begin, count, [&](const std::byte* from, std::size_t at, std::size_t n) {
+                std::copy_n(from, n, &expected[at]);
+            });
+            CHECK(found == expected);
+        }
+}
+
 /// Runs from any byte of the message to any other.
 void test_runs() {
     const Numbers x = numbers(60, 1);
@@ -154,6 +204,8 @@ int main(int argc, char** argv) {
                                 small + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
         test_sizes(world, memory, n);
     for (const std::size_t n : {0, 1, 300, 4001}) test_gaps(world, memory, n);
+    for (const std::size_t tall : {16, 24, 256, 512}) test_columns(world, memory, tall);
+    for (const std::size_t run : {4, 8, 16}) test_blocks(run);
     test_runs();
     test_mismatch(world);
     test_past_the_cache();

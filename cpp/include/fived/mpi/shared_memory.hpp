@@ -367,37 +367,37 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
 /// `in[r]` goes to rank r, `out[r]` comes from there. `longest` is the longest piece of all, between any two.
 inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
                          std::vector<Strided<std::byte>> out, std::size_t longest) {
-    const std::size_t chunk = HostMemory::slot_bytes / m.size();
+    using In = Strided<const std::byte>;
+    const std::size_t room = HostMemory::slot_bytes / m.size();
+    const std::size_t chunk = room < In::longest_column ? room : chunk_of(room, In::longest_column);
     const auto begin = [=](const auto& piece, std::size_t i) { return std::min(piece.size(), i * chunk); };
     const auto length = [=](const auto& piece, std::size_t i) {
         return std::min(chunk, piece.size() - begin(piece, i));
     };
     const auto fill = into_slots(longest);
     const auto copy = longest * m.size() > HostMemory::large ? copy_past_cache : copy_through_cache;
-    return {call, rounds_of(longest, chunk),
-            [=, &m](std::size_t i) {
-                for (int r = 0; r < m.size(); ++r) {
-                    std::byte* const slot = m.slot(m.rank(), i) + r * chunk;
-                    if (r != m.rank())
-                        in[r].each(begin(in[r], i), length(in[r], i),
-                                   [&](const std::byte* from, std::size_t at, std::size_t n) {
-                                       fill(slot + at, from, n);
-                                   });
-                }
-            },
-            [=, &m](std::size_t i) {
-                for (int r = 0; r < m.size(); ++r) {
-                    const std::byte* const slot = m.slot(r, i) + m.rank() * chunk;
-                    const std::size_t first = begin(out[r], i);
-                    out[r].each(first, length(out[r], i), [&](std::byte* to, std::size_t at, std::size_t n) {
-                        if (r != m.rank()) return copy(to, slot + at, n);
-                        in[r].each(first + at, n,
-                                   [&](const std::byte* from, std::size_t more, std::size_t k) {
-                                       copy(to + more, from, k);
-                                   });
+    return {
+        call, rounds_of(longest, chunk),
+        [=, &m](std::size_t i) {
+            for (int r = 0; r < m.size(); ++r) {
+                if (r != m.rank())
+                    in[r].gather(begin(in[r], i), length(in[r], i), m.slot(m.rank(), i) + r * chunk, fill);
+            }
+        },
+        [=, &m](std::size_t i) {
+            for (int r = 0; r < m.size(); ++r) {
+                const std::size_t first = begin(out[r], i), bytes = length(out[r], i);
+                const bool straight = r == m.rank() && !in[r].crosswise();
+                std::byte* const slot = m.slot(r, i) + m.rank() * chunk;
+                if (r == m.rank() && !straight) in[r].gather(first, bytes, slot, fill);
+                out[r].each(first, bytes, [&](std::byte* to, std::size_t at, std::size_t n) {
+                    if (!straight) return copy(to, slot + at, n);
+                    in[r].each(first + at, n, [&](const std::byte* from, std::size_t more, std::size_t k) {
+                        copy(to + more, from, k);
                     });
-                }
-            }};
+                });
+            }
+        }};
 }
 
 /// Nothing but the meeting.

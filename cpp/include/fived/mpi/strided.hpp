@@ -7,11 +7,17 @@
 //
 // Collectives copy it run by run between its place and the memory that ranks share. Without this, a rank would first
 // collect the piece in memory of its own, and the receiver would spread it again: two copies more.
+//
+// A sender may transpose: where runs are single numbers, and the message takes them column by column, it copies blocks.
+//
+//     the same piece, crosswise: a c e b d f                 run = 8
+//                                                            outer = {2 columns, 8 bytes apart}, {3 rows, a row apart}
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstring>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -43,6 +49,33 @@ struct Strided {
         for (const Dim& dim : outer) bytes *= dim.count;
         return bytes;
     }
+    /// The bytes of a column, if the last dimension is one.
+    std::size_t column() const { return run * outer.back().count; }
+    /// Whether the last two dimensions are columns of a matrix that is stored by rows. Columns have 64 bytes to 1 KiB,
+    /// so that messages can be cut between them.
+    bool crosswise() const {
+        const std::size_t n = outer.size();
+        return n >= 2 && (run == 4 || run == 8 || run == 16) && outer[n - 2].apart == std::ptrdiff_t(run) &&
+               column() >= 64 && longest_column % column() == 0;
+    }
+    static constexpr std::size_t longest_column = 1024;
+
+    /// Copies [begin, begin + bytes) of the message to `to`, by copy(to, from, n) for each run or in blocks of columns.
+    template <class Copy>
+    void gather(std::size_t begin, std::size_t bytes, std::byte* to, Copy copy) const {
+        if (!crosswise() || begin % column() || bytes % column())
+            return each(begin, bytes, [&](const std::byte* from, std::size_t at, std::size_t n) {
+                copy(to + at, from, n);
+            });
+        const std::size_t wide = outer[outer.size() - 2].count, tall = outer.back().count;
+        for (std::size_t c = begin / column(), end = c + bytes / column(); c < end;) {
+            const std::size_t n = std::min(wide - c % wide, end - c);
+            const auto transpose = run == 4 ? transposed<4> : run == 8 ? transposed<8> : transposed<16>;
+            transpose(to, place_of(c * tall), outer.back().apart, n, tall);
+            to += n * column();
+            c += n;
+        }
+    }
     /// Throws std::logic_error where there are gaps.
     std::span<Byte> whole() const {
         if (!outer.empty()) throw std::logic_error("a message with gaps");
@@ -53,13 +86,9 @@ struct Strided {
     template <class Use>
     void each(std::size_t begin, std::size_t bytes, Use use) const {
         if (bytes == 0) return;
-        std::size_t line = begin / run, skip = begin % run, at = 0;
+        std::size_t skip = begin % run, at = 0;
         std::array<std::size_t, most_dims> index{};
-        Byte* place = start;
-        for (std::size_t d = outer.size(); d-- > 0; line /= outer[d].count) {
-            index[d] = line % outer[d].count;
-            place += std::ptrdiff_t(index[d]) * outer[d].apart;
-        }
+        Byte* place = place_of(begin / run, index);
         for (;;) {
             const std::size_t n = std::min(run - skip, bytes - at);
             use(place + skip, at, n);
@@ -73,6 +102,31 @@ struct Strided {
                 index[d] = 0;
             }
         }
+    }
+
+  private:
+    Byte* place_of(std::size_t line, std::array<std::size_t, most_dims>&& index = {}) const {
+        return place_of(line, index);
+    }
+    /// Where run `line` begins, and its index in each outer dimension.
+    Byte* place_of(std::size_t line, std::array<std::size_t, most_dims>& index) const {
+        Byte* place = start;
+        for (std::size_t d = outer.size(); d-- > 0; line /= outer[d].count) {
+            index[d] = line % outer[d].count;
+            place += std::ptrdiff_t(index[d]) * outer[d].apart;
+        }
+        return place;
+    }
+    /// to[c][t] = from[t][c], numbers of `bytes`; of so many rows at once as make a line of the cache in each column.
+    template <std::size_t bytes>
+    static void transposed(std::byte* to, const std::byte* from, std::ptrdiff_t apart, std::size_t wide,
+                           std::size_t tall) {
+        constexpr std::size_t rows = 64 / bytes;
+        for (std::size_t first = 0; first < tall; first += rows, from += std::ptrdiff_t(rows) * apart)
+            for (std::size_t c = 0; c < wide; ++c)
+                for (std::size_t t = 0; t < rows; ++t)
+                    std::memcpy(to + (c * tall + first + t) * bytes,
+                                from + std::ptrdiff_t(t) * apart + c * bytes, bytes);
     }
 };
 
