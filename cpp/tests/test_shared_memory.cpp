@@ -200,11 +200,18 @@ int main(int argc, char** argv) {
     const std::size_t chunk = HostMemory::slot_bytes / sizeof(std::int32_t);
     std::size_t small = 0;  // the largest that takes one round
     while (is_small(memory, (small + 1) * sizeof(std::int32_t))) ++small;
-    for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, small,
-                                small + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
-        test_sizes(world, memory, n);
-    for (const std::size_t n : {0, 1, 300, 4001}) test_gaps(world, memory, n);
-    for (const std::size_t tall : {16, 24, 256, 512}) test_columns(world, memory, tall);
+    choose_long_fill(memory, world);
+    CHECK(long_fill == copy_past_cache || long_fill == copy_through_cache);
+    CHECK(world.all_reduce(int(long_fill == copy_past_cache)) % world.size() == 0);  // all or none
+    for (const Copy fill : {copy_past_cache, copy_through_cache}) {
+        long_fill = fill;
+        for (const std::size_t n :
+             {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, small, small + 1, chunk - 1,
+              chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
+            test_sizes(world, memory, n);
+        for (const std::size_t n : {0, 1, 300, 4001}) test_gaps(world, memory, n);
+        for (const std::size_t tall : {16, 24, 256, 512}) test_columns(world, memory, tall);
+    }
     for (const std::size_t run : {4, 8, 16}) test_blocks(run);
     test_runs();
     test_mismatch(world);

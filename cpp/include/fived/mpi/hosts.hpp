@@ -142,6 +142,7 @@ class Hosts {
         const Communicator host(part, comm.name());
         MPI_Comm_free(&part);
         memory_ = std::make_unique<HostMemory>(host);
+        choose_long_fill(*memory_, host);
         index_ = host.rank();
         // a host goes by its lowest rank
         int leader = rank_;

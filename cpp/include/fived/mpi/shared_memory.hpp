@@ -35,11 +35,14 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -224,11 +227,47 @@ class HostMemory {
 using Step = std::function<void(std::size_t round)>;
 using Rounds = HostMemory::RoundsOf<Step, Step>;
 
-/// How a rank fills its slots with a message of `bytes`. Its core has to ask for every line of the cache that another core
-/// has read, and waits longest where the two share no cache; stores past the cache ask for none. They take longer to
-/// arrive, which a message of several rounds does not wait for.
-inline auto into_slots(std::size_t bytes) {
-    return bytes > HostMemory::slot_bytes ? copy_past_cache : copy_through_cache;
+using Copy = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
+
+/// How a rank fills its slots with a message of several rounds. Its core has to ask for every line of the cache that
+/// another core has read, and waits longest where the two share no cache; stores past the cache ask for none. Where they
+/// do share one, the reader finds in it what went through it. choose_long_fill() measures it.
+inline Copy long_fill = copy_past_cache;
+
+/// How a rank fills its slots with a message of `bytes`. A single round waits for stores to arrive, which take longer past
+/// the cache.
+inline Copy into_slots(std::size_t bytes) {
+    return bytes > HostMemory::slot_bytes ? long_fill : copy_through_cache;
+}
+
+/// Collective. Chooses between the two, once per process: through the cache if that takes a tenth less time.
+inline void choose_long_fill(HostMemory& m, const Communicator& comm) {
+    static bool chosen = false;
+    if (m.size() == 1 || m.size() > sysconf(_SC_NPROCESSORS_ONLN))
+        return;  // cores that are shared say nothing
+    if (comm.all_reduce(int(!chosen), MPI_MAX) == 0) return;
+    chosen = true;
+    constexpr std::size_t rounds = 32, bytes = HostMemory::slot_bytes;
+    std::vector<std::byte> message(rounds * bytes), found(bytes);
+    const auto seconds = [&](Copy fill) {
+        comm.barrier();
+        const auto start = std::chrono::steady_clock::now();
+        HostMemory::RoundsOf moves(
+            Call{}, rounds, [&](std::size_t i) { fill(m.slot(m.rank(), i), &message[i * bytes], bytes); },
+            [&](std::size_t i) {
+                for (int r = 0; r < m.size(); ++r)
+                    if (r != m.rank()) copy_through_cache(found.data(), m.slot(r, i), bytes);
+            });
+        while (!m.advance(moves, [](int, const Call&) {})) sched_yield();
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    };
+    std::vector<double> least(2, 1e9);
+    for (int i = 0; i < 7; ++i) {
+        least[0] = std::min(least[0], seconds(copy_past_cache));
+        least[1] = std::min(least[1], seconds(copy_through_cache));
+    }
+    comm.all_reduce(std::span<double>(least), MPI_MAX);
+    long_fill = least[1] < 0.9 * least[0] ? copy_through_cache : copy_past_cache;
 }
 
 /// Chunks of `bytes` when each round carries `chunk` of them; at least one, so that ranks meet.
