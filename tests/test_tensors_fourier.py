@@ -161,9 +161,24 @@ def test_bad_input() -> None:
         (lambda: fourier.fftn(x, (4,), (0, 1)), "each dimension once, with one length"),
         (lambda: fourier.rfft(x.to(torch.complex64)), "give real numbers"),
         (lambda: fourier.fft(x, n=0), "give at least 1"),
+        (lambda: fourier.fft2(x.to(torch.float16)), r"fft of torch.float16: torch has none on CPUs"),
     ):
         with pytest.raises(UsageError, match=words):
             call()
+
+
+def of_integers(rt: Runtime) -> None:
+    """Transform integers and bools, which torch converts."""
+    grid = Grid(rt.world)
+    for dtype in (torch.int64, torch.bool):
+        whole = (torch.arange(12 * 7).view(12, 7) % 5).to(dtype)
+        x = dt.from_full(whole, grid, Shard(0))
+        for kind in ("fft2", "rfft2"):
+            cases.assert_close(getattr(fourier, kind)(x).full(), getattr(torch.fft, kind)(whole), times=200)
+
+
+def test_integers() -> None:
+    spawn(of_integers, 2)
 
 
 def with_and_without_gradient(rt: Runtime) -> None:

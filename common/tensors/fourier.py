@@ -209,6 +209,8 @@ def _transform(
 ) -> DistributedTensor:
     grid = common_grid([x], kind)
     with grid.operation(f"{kind}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
+        if not (x.dtype.is_floating_point or x.dtype.is_complex):
+            x = x.to(torch.get_default_dtype())  # as torch.fft does
         key = (x.layout, x.dtype, tuple(s or ()), tuple(dim or ()), norm, order)
         return choose(grid, kind, _ways(kind, x, s, dim, norm, order), way, key).run()
 
@@ -278,6 +280,8 @@ def _checked(
     kind: str, x: DistributedTensor, s: Sequence[int] | None, dim: Sequence[int] | None, norm: str, order: str
 ) -> tuple[list[int], list[int]]:
     """Return the dimensions and their lengths after the transform's trimming. Raises UsageError."""
+    if x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
+        raise UsageError(f"{kind} of {x.dtype}: torch has none on CPUs; convert it with x.to(torch.float32)")
     if norm not in ("backward", "ortho", "forward"):
         raise UsageError(f"{kind}: norm={norm!r}; choose one of backward, ortho, forward")
     if order not in ("natural", "transposed"):
