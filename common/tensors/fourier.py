@@ -281,7 +281,8 @@ def _checked(
 ) -> tuple[list[int], list[int]]:
     """Return the dimensions and their lengths after the transform's trimming. Raises UsageError."""
     if x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
-        raise UsageError(f"{kind} of {x.dtype}: torch has none on CPUs; convert it with x.to(torch.float32)")
+        wide = torch.complex64 if x.dtype.is_complex else torch.float32
+        raise UsageError(f"{kind} of {x.dtype}: torch has none on CPUs; convert it with x.to({wide})")
     if norm not in ("backward", "ortho", "forward"):
         raise UsageError(f"{kind}: norm={norm!r}; choose one of backward, ortho, forward")
     if order not in ("natural", "transposed"):
