@@ -1,4 +1,4 @@
-"""A two-dimensional transform of a matrix that is split by rows: the kernels meet contiguous rows only.
+"""Two-dimensional transform of a matrix that is split by rows; the kernels read contiguous numbers only.
 
     every row is transformed                                       x_mN
     the columns travel, transposed on the way                      x_mN -> x_nM
@@ -6,9 +6,10 @@
     in natural order the rows travel back, transposed again        y_nM -> y_mN
 
 Sender and receiver exchange views [bands, columns, BAND]. The sender reads the columns of a band of BAND rows; the
-receiver writes each of them, BAND numbers, in one run. On MPI nobody makes a copy besides: the sender transposes while
-it fills the memory that the ranks share. With order="transposed" the result stays split by columns, and a column lies
-in one run of memory: `local` is a transposed view.
+receiver writes each of them, BAND numbers, in one run. Between ranks of one host on MPI the bands need no further copy:
+the sender transposes while it fills the memory that the ranks share. Rows beyond the last whole band are copied by
+torch. With order="transposed" the result stays split by columns, and a column lies in one run of memory: `local` is a
+transposed view.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from common.comm import Group
 from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 
-BAND = 32  # rows
+BAND = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "fft": torch.fft.fft,
@@ -59,9 +60,11 @@ def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedT
     x_mN = _transformed(x.local, kind, norm, N)
     x_nM = x_mN.new_empty(hi - lo, M)
     _turn(x_mN, x_nM, m_spans, n_spans, world)
-    y_nM = _transformed(x_nM, "fft" if kind == "rfft" else kind, norm, M)
+    along = "fft" if kind == "rfft" else kind
     if order == "transposed":
-        return DistributedTensor(y_nM.T, columns)
+        del x_mN  # its memory serves the result
+        return DistributedTensor(_transformed(x_nM, along, norm, M).T, columns)
+    y_nM = _transformed(x_nM, along, norm, M)
     del x_nM
     _turn(y_nM, x_mN, n_spans, m_spans, world)
     return DistributedTensor(x_mN, rows)

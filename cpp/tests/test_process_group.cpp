@@ -43,7 +43,7 @@ void test_small_all_reduce(const Group& group) {
         CHECK(!group->allreduce(small, now));
         CHECK(large[0].equal(at::full({500'000}, n * (n - 1) / 2, at::kLong)));
         CHECK(small[0].equal(at::full({3}, i * n)));
-        CHECK(first->wait());  // the progress thread may still be telling of its end
+        CHECK(first->wait());  // the progress thread may not have marked it complete yet
         const auto later = group->allreduce(small);
         CHECK(later->wait() && later->isCompleted() && later->isSuccess());
         CHECK(later->result()[0].equal(at::full({3}, i * n * n)));

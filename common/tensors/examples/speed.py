@@ -9,7 +9,7 @@ The cases that begin with `large` are a product of 10000 rows, a convolution of 
 64 of 1024 x 1024, with shorter lengths where the ranks of a machine would need more than half of its free memory.
 --scale 0.5 halves all lengths.
 All cases of an operation run in turn; `x` is the time as a share of torch's on one rank, the median over the rounds.
-The last two columns are the lower quartile and its share: what other programs disturb counts less there.
+The last two columns are the lower quartile and its share of torch's; other programs change it less than the median.
 Each rank has one thread, and so has torch. Libraries: DTensor of torch; Heat and mpi4py-fft if they can be imported.
 """
 
@@ -73,7 +73,7 @@ Name = Literal[
     "large_fft2",
 ]
 ALONE = "torch, one rank"
-HEAD = "", ">ms", ">spread", ">x", ">of all rounds", ">lower quartile, ms", ">x"
+HEAD = "", ">ms", ">spread", ">x", ">of all rounds", ">lower quartile, ms", ">its x"
 
 
 @dataclass
@@ -358,8 +358,8 @@ def main(rt: Runtime, o: SpeedOptions) -> bool:
 
 
 def quartile(m: Measured) -> float:
-    """Return the seconds that a quarter of the rounds do not exceed; other programs can only make a round longer."""
-    return statistics.quantiles(m.seconds, n=4)[0]
+    """Return the lower quartile of the rounds, in seconds. Other programs only lengthen a round."""
+    return statistics.quantiles(m.seconds, n=4, method="inclusive")[0]
 
 
 def record(who: str, ranks: int, rt: Runtime, m: Measured, flops: float, name: str) -> BenchmarkRecord:
