@@ -2,7 +2,7 @@
 //
 //     CPU, contiguous    itself
 //     CPU, with gaps     a contiguous copy, copied back when all is done; in an all-to-all between ranks of one host the
-//                        tensor itself, if its runs have at least 64 bytes, or columns that are sent (strided.hpp)
+//                        tensor itself, if its runs have at least 64 bytes or it is sent by columns (Strided::crosswise)
 //     GPU                a copy in pinned host memory, by the device's own copy engine; copied back the same way
 //
 // Copies from and to a device take their place among what the device has been told to do (a stream), and nobody waits
@@ -19,6 +19,7 @@
 
 #include <optional>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -51,7 +52,7 @@ class Order {
 };
 
 /// Where the numbers of a CPU's tensor lie, without a copy. Nothing if copying each run would take longer than a copy by
-/// torch, which knows how to transpose.
+/// torch, which knows how to transpose. Only a sender (const Byte) may list a matrix by columns.
 template <class Byte>
 std::optional<Strided<Byte>> strided(const at::Tensor& t) {
     constexpr std::size_t shortest_run = 64;  // a line of the cache
@@ -98,7 +99,7 @@ class Buffers {
                                       : at::empty_like(t, at::MemoryFormat::Contiguous);
         return copied_.emplace_back(t, near).second;
     }
-    /// The memory of t, with its gaps if `gaps` and its runs are long; otherwise as `read` and `write` give it.
+    /// The memory of t, with its gaps if `gaps` and `strided` takes them; otherwise as `read` and `write` give it.
     Strided<const std::byte> read_strided(const at::Tensor& t, bool gaps) {
         if (gaps && is_near(t))
             if (const auto x = strided<const std::byte>(t)) return kept_.push_back(t), *x;

@@ -135,8 +135,8 @@ void test_blocks(std::size_t run) {
         reinterpret_cast<const std::byte*>(x.data()) + 2 * run, run,
         {{3, std::ptrdiff_t(tall * apart)}, {7, std::ptrdiff_t(run)}, {tall, std::ptrdiff_t(apart)}});
     CHECK(piece.crosswise());
-    for (std::size_t begin = 0; begin <= piece.size(); begin += 32)
-        for (std::size_t count = 0; begin + count <= piece.size(); count += 32) {
+    for (std::size_t begin = 0; begin <= piece.size(); begin += 7)
+        for (std::size_t count = 0; begin + count <= piece.size(); count += 13) {
             std::vector<std::byte> found(count), expected(count);
             piece.gather(begin, count, found.data(), copy_through_cache);
             piece.each(begin, count, [&](const std::byte* from, std::size_t at, std::size_t n) {

@@ -232,23 +232,26 @@ using Copy = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
 /// How a rank fills its slots with a message of several rounds. Its core has to ask for every line of the cache that
 /// another core has read, and waits longest where the two share no cache; stores past the cache ask for none. Where they
 /// do share one, the reader finds in it what went through it. choose_long_fill() measures it.
-inline Copy long_fill = copy_past_cache;
+inline std::atomic<Copy> long_fill = copy_past_cache;
 
 /// How a rank fills its slots with a message of `bytes`. A single round waits for stores to arrive, which take longer past
 /// the cache.
 inline Copy into_slots(std::size_t bytes) {
-    return bytes > HostMemory::slot_bytes ? long_fill : copy_through_cache;
+    return bytes > HostMemory::slot_bytes ? long_fill.load(std::memory_order_relaxed) : copy_through_cache;
 }
 
-/// Collective. Chooses between the two, once per process: through the cache if that takes a tenth less time.
+/// Collective. Chooses between the two, where some rank of `comm` has not: through the cache if that takes a tenth less
+/// time. Ranks that share cores would time the scheduler, and choose nothing.
 inline void choose_long_fill(HostMemory& m, const Communicator& comm) {
     static bool chosen = false;
-    if (m.size() == 1 || m.size() > sysconf(_SC_NPROCESSORS_ONLN))
-        return;  // cores that are shared say nothing
-    if (comm.all_reduce(int(!chosen), MPI_MAX) == 0) return;
+    if (m.size() == 1) return;
+    std::vector<int> any{m.size() > sysconf(_SC_NPROCESSORS_ONLN), !chosen};
+    comm.all_reduce(std::span<int>(any), MPI_MAX);
+    if (any[0] || !any[1]) return;
     chosen = true;
     constexpr std::size_t rounds = 32, bytes = HostMemory::slot_bytes;
     std::vector<std::byte> message(rounds * bytes), found(bytes);
+    const std::size_t part = bytes / (m.size() - 1);  // as much to read however many ranks there are
     const auto seconds = [&](Copy fill) {
         comm.barrier();
         const auto start = std::chrono::steady_clock::now();
@@ -256,7 +259,7 @@ inline void choose_long_fill(HostMemory& m, const Communicator& comm) {
             Call{}, rounds, [&](std::size_t i) { fill(m.slot(m.rank(), i), &message[i * bytes], bytes); },
             [&](std::size_t i) {
                 for (int r = 0; r < m.size(); ++r)
-                    if (r != m.rank()) copy_through_cache(found.data(), m.slot(r, i), bytes);
+                    if (r != m.rank()) copy_through_cache(found.data(), m.slot(r, i), part);
             });
         while (!m.advance(moves, [](int, const Call&) {})) sched_yield();
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -406,9 +409,7 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
 /// `in[r]` goes to rank r, `out[r]` comes from there. `longest` is the longest piece of all, between any two.
 inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
                          std::vector<Strided<std::byte>> out, std::size_t longest) {
-    using In = Strided<const std::byte>;
-    const std::size_t room = HostMemory::slot_bytes / m.size();
-    const std::size_t chunk = room < In::longest_column ? room : chunk_of(room, In::longest_column);
+    const std::size_t chunk = HostMemory::slot_bytes / m.size();
     const auto begin = [=](const auto& piece, std::size_t i) { return std::min(piece.size(), i * chunk); };
     const auto length = [=](const auto& piece, std::size_t i) {
         return std::min(chunk, piece.size() - begin(piece, i));
@@ -426,11 +427,11 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<co
         [=, &m](std::size_t i) {
             for (int r = 0; r < m.size(); ++r) {
                 const std::size_t first = begin(out[r], i), bytes = length(out[r], i);
-                const bool straight = r == m.rank() && !in[r].crosswise();
+                const bool through_slot = r != m.rank() || in[r].crosswise();
                 std::byte* const slot = m.slot(r, i) + m.rank() * chunk;
-                if (r == m.rank() && !straight) in[r].gather(first, bytes, slot, fill);
+                if (r == m.rank() && through_slot) in[r].gather(first, bytes, slot, fill);
                 out[r].each(first, bytes, [&](std::byte* to, std::size_t at, std::size_t n) {
-                    if (!straight) return copy(to, slot + at, n);
+                    if (through_slot) return copy(to, slot + at, n);
                     in[r].each(first + at, n, [&](const std::byte* from, std::size_t more, std::size_t k) {
                         copy(to + more, from, k);
                     });

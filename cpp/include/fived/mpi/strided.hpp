@@ -51,30 +51,36 @@ struct Strided {
     }
     /// The bytes of a column, if the last dimension is one.
     std::size_t column() const { return run * outer.back().count; }
-    /// Whether the last two dimensions are columns of a matrix that is stored by rows. Columns have 64 bytes to 1 KiB,
-    /// so that messages can be cut between them.
+    /// Whether the last two dimensions are columns of a matrix that is stored by rows, of whole lines of the cache.
     bool crosswise() const {
         const std::size_t n = outer.size();
         return n >= 2 && (run == 4 || run == 8 || run == 16) && outer[n - 2].apart == std::ptrdiff_t(run) &&
-               column() >= 64 && longest_column % column() == 0;
+               column() % 64 == 0 && column() <= 1024;
     }
-    static constexpr std::size_t longest_column = 1024;
 
-    /// Copies [begin, begin + bytes) of the message to `to`, by copy(to, from, n) for each run or in blocks of columns.
+    /// Copies [begin, begin + bytes) of the message to `to`: whole columns in blocks, through the cache; the rest by
+    /// copy(to, from, n) for each run.
     template <class Copy>
     void gather(std::size_t begin, std::size_t bytes, std::byte* to, Copy copy) const {
-        if (!crosswise() || begin % column() || bytes % column())
-            return each(begin, bytes, [&](const std::byte* from, std::size_t at, std::size_t n) {
-                copy(to + at, from, n);
+        const auto by_runs = [&](std::size_t first, std::size_t last) {
+            each(first, last - first, [&](const std::byte* from, std::size_t at, std::size_t n) {
+                copy(to + (first - begin) + at, from, n);
             });
+        };
+        const std::size_t end = begin + bytes;
+        if (!crosswise()) return by_runs(begin, end);
         const std::size_t wide = outer[outer.size() - 2].count, tall = outer.back().count;
-        for (std::size_t c = begin / column(), end = c + bytes / column(); c < end;) {
-            const std::size_t n = std::min(wide - c % wide, end - c);
-            const auto transpose = run == 4 ? transposed<4> : run == 8 ? transposed<8> : transposed<16>;
-            transpose(to, place_of(c * tall), outer.back().apart, n, tall);
-            to += n * column();
+        std::size_t c = (begin + column() - 1) / column();
+        const std::size_t stop = end / column();
+        if (c >= stop) return by_runs(begin, end);
+        by_runs(begin, c * column());
+        const auto transpose = run == 4 ? transposed<4> : run == 8 ? transposed<8> : transposed<16>;
+        while (c < stop) {
+            const std::size_t n = std::min(wide - c % wide, stop - c);
+            transpose(to + (c * column() - begin), place_of(c * tall), outer.back().apart, n, tall);
             c += n;
         }
+        by_runs(stop * column(), end);
     }
     /// Throws std::logic_error where there are gaps.
     std::span<Byte> whole() const {
@@ -105,7 +111,8 @@ struct Strided {
     }
 
   private:
-    Byte* place_of(std::size_t line, std::array<std::size_t, most_dims>&& index = {}) const {
+    Byte* place_of(std::size_t line) const {
+        std::array<std::size_t, most_dims> index;
         return place_of(line, index);
     }
     /// Where run `line` begins, and its index in each outer dimension.
