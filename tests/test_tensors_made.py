@@ -232,6 +232,7 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "no grid": (lambda g: dt.uniform((4, 6), g.world, Shard(0)), r"give Grid\(rt.world\)"),  # type: ignore[arg-type]
     "grids": (lambda g: g.x + dt.uniform((4, 6), Grid(g.world), Shard(0)), "different grids"),
     "grid": (lambda g: Grid(g.world, 3), "whose product is 2"),
+    "grid of a tuple": (lambda g: Grid(g.world, (2, 1)), "one by one, as in Grid"),
     "operations": (lambda g: (g.x * 2 if g.rank else g.x + 1).full(), DIFFER),
     "earlier": (not_called_by_all, DIFFER),
     "layouts": (

@@ -38,6 +38,8 @@ class Grid:
     def __init__(self, world: Group, *shape: int, check: bool = True) -> None:
         if not isinstance(world, Group):
             raise UsageError(f"a grid of a {type(world).__name__}: give its ranks, as in Grid(rt.world)")
+        if not all(isinstance(n, int) for n in shape):
+            raise UsageError(f"a grid of {shape}: give whole lengths one by one, as in Grid(rt.world, 2, 2)")
         self.world, self.check = world, check
         self.shape = shape or (world.size,)
         if len(self.shape) > 3 or min(self.shape) < 1 or math.prod(self.shape) != world.size:
