@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import plan_size
@@ -149,9 +149,15 @@ def computations(kind: str, ranks: int, micro_batches: int, chunks: int) -> Sche
     return Schedule(kind, micro_batches, owner, lists)
 
 
-@lru_cache(maxsize=100_000)
 def largest(job: Job, plan: Plan) -> Parameters:
     """Return the parameters of the rank along pp that holds most."""
+    return _largest(
+        job, replace(plan, zero=0, micro_batch=1, kept="all")
+    )  # plans with other values have as many
+
+
+@lru_cache(maxsize=100_000)
+def _largest(job: Job, plan: Plan) -> Parameters:
     ranks = [parameters(job, plan, *layers_of(job, plan, rank)) for rank in range(plan.pp)]
     return max(ranks, key=lambda p: p.dense + p.experts)
 
