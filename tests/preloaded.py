@@ -10,12 +10,20 @@ import pytest  # noqa: F401
 import small_models  # noqa: F401
 import torch.distributed.fsdp
 import torch.fx.experimental.symbolic_shapes  # backward(dy) imports it: 2 s a rank
-import torch.testing._internal.distributed.fake_pg  # noqa: F401
+import torch.testing._internal.distributed.fake_pg
+import torch.utils.tensorboard  # noqa: F401
+from hypothesis import strategies  # noqa: F401
 from mpi.launch import ROOT
+from transformers.models.bert import modeling_bert  # noqa: F401  3 s for each rank of a test that imports it
+from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 
 from common.data.text import load_text
 
-for file in sorted([*ROOT.glob("0*/pytorch/*.py"), *ROOT.glob("06-*/trainer/*.py")]):
+for file in sorted(
+    file for folder in ("pytorch", "inference", "trainer") for file in ROOT.glob(f"0*/{folder}/*.py")
+):
     if importlib.util.find_spec(file.stem):  # a chapter that came after `make setup` is not on the path yet
         importlib.import_module(file.stem)
 load_text()  # it is kept
