@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpi.launch import ROOT
+from mpi.launch import ROOT, python
 from safetensors.torch import load_file
 from test_huggingface import in_double  # noqa: F401
 from tokenizers import Tokenizer as WithModel
@@ -311,7 +310,7 @@ def test_tokens_of_a_file_are_those_of_the_text(file: Path, tmp_path: Path) -> N
 def run(script: str, *given: object) -> str:
     """Run a script of the example; return its output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLE / script), *map(str, given)]
+    command = [str(python()), str(EXAMPLE / script), *map(str, given)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from mpi.launch import python
 
 from common.errors import RankError, UsageError
 from common.grade.__main__ import GradeOptions, main, show
@@ -153,7 +153,7 @@ def test_messages_of_targets() -> None:
 
 
 def test_the_command_line() -> None:
-    command = [sys.executable, "-m", "common.grade", "06/1", "--seed", "3"]
+    command = [python(), ROOT / "common" / "grade" / "__main__.py", "06/1", "--seed", "3"]
     stub = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert stub.returncode == 1
     assert "06/1  to write  0 of" in stub.stdout

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi.launch import ROOT, mpirun, need_binary, refused_by, run
+from mpi.launch import ROOT, mpirun, need_binary, python, refused_by, run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -248,7 +247,7 @@ def test_200_steps_are_those_of_python(tmp_path: Path, monkeypatch: pytest.Monke
 
     def in_python(*arguments: str | Path) -> None:
         quiet = ["--model", "gpt2-tiny", "--evaluate-every", "0", "--peak-tflops", "1"]
-        done = run([sys.executable, str(script), *quiet, *same, *map(str, arguments)])
+        done = run([str(python()), str(script), *quiet, *same, *map(str, arguments)])
         assert done.returncode == 0, done.stderr
 
     def files(name: str) -> list[str | Path]:

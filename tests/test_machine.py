@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import machines
 import pytest
 import torch
+from mpi.launch import python
 from torch import nn
 
 from common.errors import RankError, UsageError
@@ -35,7 +35,7 @@ QUICK = communication.CommunicationOptions(sizes_mb=(0.01, 0.05), calls=20)
 
 def tool(*words: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
     """Run a tool's command line."""
-    command = [sys.executable, "-m", "common.machine", *words]
+    command = [python(), ROOT / "common" / "machine" / "__main__.py", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
@@ -412,8 +412,8 @@ def test_tracker_and_its_pictures(tmp_path: Path) -> None:
         tracker.log(step, {"images/s": 10.0 * step})
     tracker.end()
     assert read_tensorboard(tmp_path / "logs")["a-run"]["images/s"] == [(0, 0.0), (1, 10.0), (2, 20.0)]
-    command = [sys.executable, str(SCRIPTS / "plot_tracker.py"), "--folder", str(tmp_path / "logs")]
-    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
+    command = [python(), SCRIPTS / "plot_tracker.py", "--folder", tmp_path / "logs"]
+    done = subprocess.run([*command, "--output", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "images_per_s.png").stat().st_size > 1000
     with pytest.raises(UsageError, match="pip install swanlab"):
@@ -446,7 +446,7 @@ def test_shell_scripts_are_whole(script: Path) -> None:
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
 def test_python_scripts_have_help(script: Path) -> None:
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+    done = subprocess.run([python(), script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--" in done.stdout
 

@@ -1,7 +1,6 @@
 """Generated matrices have the property in their name, and any split gives the same bits."""
 
 import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mpi.launch import python
 
 from common.data.text import rank_slice
 from common.errors import UsageError
@@ -137,7 +137,7 @@ def test_bad_fields_get_one_line(fields, message):
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, matrix_generator.__file__, *arguments]
+    command = [python(), matrix_generator.__file__, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 

@@ -6,12 +6,11 @@ import itertools
 import json
 import random
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mpi.launch import ROOT, run
+from mpi.launch import ROOT, python, run
 
 from common.errors import UsageError
 from common.launch.command_line import parse
@@ -365,7 +364,7 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, tmp_path: Path) 
     (tmp_path / "plain.toml").write_text(re.sub(r"float16 = .*\n", "", text, count=1))
     places = {"PLAIN": tmp_path / "plain.toml", "PLAN": PLANNER / "plan.py", "FOLDER": tmp_path}
     given = [re.sub("PLAIN|PLAN|FOLDER", lambda found: str(places[found[0]]), word) for word in arguments]
-    done = run([sys.executable, str(PLANNER / "plan.py"), *given])
+    done = run([str(python()), str(PLANNER / "plan.py"), *given])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
 
@@ -375,7 +374,7 @@ def test_the_command_shows_plans_and_writes_them(tmp_path: Path) -> None:
     given = "--model llama-10m --sequence 256 --gpus 4 --batch 16 --explain --why pp=2,tp=2 --tokens 1e9"
     done = run(
         [
-            sys.executable,
+            str(python()),
             str(PLANNER / "plan.py"),
             *given.split(),
             "--json",

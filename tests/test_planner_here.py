@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.figure import Figure
-from mpi.launch import ROOT, run
+from mpi.launch import ROOT, python, run
 
 from measure_meshes import MESHES, lines, sentence
 from plan_calibration import cases, features, fit
@@ -96,7 +95,7 @@ def test_rates_are_recovered_from_the_times_that_they_give() -> None:
 def test_calibration_writes_a_machine(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     small = ["--width", "64", "--tokens", "256", "--repeats", "5", "--sizes-mb", "0.01", "0.1"]
-    done = run([sys.executable, str(PLANNER / "calibrate.py"), "--nproc", "2", *small, "--out", str(file)])
+    done = run([str(python()), str(PLANNER / "calibrate.py"), "--nproc", "2", *small, "--out", str(file)])
     assert done.returncode == 0, done.stderr
     for shown in ("product 256 x 64 x 32", "AdamW on", f"wrote {file}"):
         assert shown in done.stdout
@@ -106,7 +105,7 @@ def test_calibration_writes_a_machine(tmp_path: Path) -> None:
     assert machine.at_once > 0
     assert set(tomllib.loads(file.read_text())) == {f.name for f in fields(Machine)}
     plan = "--model llama-10m --sequence 256 --gpus 2 --batch 16 --dtype float32".split()
-    done = run([sys.executable, str(PLANNER / "plan.py"), *plan, "--machine", str(file)])
+    done = run([str(python()), str(PLANNER / "plan.py"), *plan, "--machine", str(file)])
     assert done.returncode == 0, done.stderr
     assert "x mine" in done.stdout
 
@@ -140,7 +139,7 @@ def test_calibration_writes_a_machine(tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_line(arguments: list[str], said: str) -> None:
     given = [word.replace("FILE", str(PLANNER / "plan.py")) for word in arguments]
-    done = run([sys.executable, str(PLANNER / given[0]), *given[1:]])
+    done = run([str(python()), str(PLANNER / given[0]), *given[1:]])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
 
@@ -179,7 +178,7 @@ def test_memory_of_eleven_meshes_of_two_models(tmp_path: Path) -> None:
     """Weights, gradients, states and activations, as tensors are counted, within 5 %."""
     file = tmp_path / "rows.jsonl"
     small = ["--memory-only", "--batch", "24", "--sequence", "64", "--every", "2"]
-    command = [sys.executable, str(PLANNER / "measure_meshes.py"), *small, "--json", str(file)]
+    command = [str(python()), str(PLANNER / "measure_meshes.py"), *small, "--json", str(file)]
     done = run([*command, "--models", "llama-10m", "gpt2-10m"], timeout=500)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from mpi.launch import python
 
 from common.errors import UsageError
 from common.launch.command_line import parse
@@ -171,7 +171,7 @@ def test_a_reader_gets_the_hint_once_and_the_explanation_at_the_end(
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "common.spot", *arguments]
+    line = [python(), ROOT / "common" / "spot" / "__main__.py", *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=200)
 
 
