@@ -27,7 +27,7 @@ LONGEST = (
     "dp_languages ep_libtorch mpi_groups tp_summa museum_hybrid notebooks debug"
 )
 
-# Each takes 8 to 60 s of CPU, and what it tests is also tested on fewer ranks, on other meshes or with another start:
+# Each takes 3 to 60 s of CPU, and what it tests is also tested on fewer ranks, on other meshes or with another start:
 # `make test` leaves them out, `make test-slow` runs them.
 SLOW = """
 checked::right_lessons_are_silent
@@ -75,9 +75,14 @@ launch_files::mpirun_with_hosts_on_its_command_line
 launch_files::torchrun_with_a_rank_for_each_node
 inference::200_requests_that_join_leave_and_are_cancelled[1-1]
 inference::200_requests_that_join_leave_and_are_cancelled[2-1]
+inference::a_shared_expert_is_summed_once_over_tp[4-2]
 inference::text_is_that_of_transformers_and_of_one_device[1-6]
+inference::text_is_that_of_transformers_and_of_one_device[2-3]
+inference::text_is_that_of_transformers_and_of_one_device[3-1]
+inference::text_is_that_of_transformers_and_of_one_device[3-2]
 inference::text_is_that_of_transformers_and_of_one_device[5-1]
 planner::the_search_finds_what_brute_force_finds[gpt3-175b-64-16]
+planner::the_search_finds_what_brute_force_finds[llama-7b-16-32]
 pp::equal_to_one_device[8]
 sp::equal_to_one_device[4]
 sp::equal_to_one_device[8]
