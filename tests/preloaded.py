@@ -21,10 +21,10 @@ from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 
 from common.data.text import load_text
 
-for file in sorted(
-    file for folder in ("pytorch", "inference", "trainer") for file in ROOT.glob(f"0*/{folder}/*.py")
-):
-    if importlib.util.find_spec(file.stem):  # a chapter that came after `make setup` is not on the path yet
-        importlib.import_module(file.stem)
+for folder in ("pytorch", "inference", "trainer"):
+    for file in sorted(ROOT.glob(f"0*/{folder}/*.py")):
+        # a chapter that came after `make setup` is not on the path yet
+        if importlib.util.find_spec(file.stem):
+            importlib.import_module(file.stem)
 load_text()  # it is kept
 gc.freeze()  # a rank's collector would touch, and so copy, all that was imported

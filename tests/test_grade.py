@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,8 @@ def test_the_command_line() -> None:
     assert stub.returncode == 1
     assert "06/1  to write  0 of" in stub.stdout
     assert "first: divide the rank" in stub.stdout
+    command = [sys.executable, "-m", "common.grade", "06/99"]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 2
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -170,8 +172,8 @@ def test_a_reader_gets_the_hint_once_and_the_explanation_at_the_end(
     assert bug.source in capsys.readouterr().out
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [python(), ROOT / "common" / "spot" / "__main__.py", *arguments]
+def command(*arguments: str, start: Sequence[str | Path] = ()) -> subprocess.CompletedProcess[str]:
+    line = [*(start or (python(), ROOT / "common" / "spot" / "__main__.py")), *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=200)
 
 
@@ -187,7 +189,7 @@ def test_the_command_shows_symptoms_and_page_and_not_the_answer(tmp_path: Path) 
 
 
 def test_bad_input_is_one_line_and_code_2() -> None:
-    done = command("09/1")
+    done = command("09/1", start=(sys.executable, "-m", "common.spot"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: there is no bug '09/1'; choose from 01, 02, 03, 04, 05, 06\n"
 

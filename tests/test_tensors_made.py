@@ -194,7 +194,7 @@ def test_dtensor(n: int) -> None:
 
 @dataclass
 class Given:
-    """What a wrong call is made with: this rank, a tensor [4, 6] that is split by rows, and a folder."""
+    """Inputs of a wrong call: this rank, the group, a tensor [4, 6] that is split by rows, and a folder."""
 
     rank: int
     world: Group

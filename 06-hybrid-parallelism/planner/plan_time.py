@@ -151,9 +151,8 @@ def computations(kind: str, ranks: int, micro_batches: int, chunks: int) -> Sche
 
 def largest(job: Job, plan: Plan) -> Parameters:
     """Return the parameters of the rank along pp that holds most."""
-    return _largest(
-        job, replace(plan, zero=0, micro_batch=1, kept="all")
-    )  # plans with other values have as many
+    # plans that differ in nothing else hold as many, and a search asks for all of them
+    return _largest(job, replace(plan, zero=0, micro_batch=1, kept="all"))
 
 
 @lru_cache(maxsize=100_000)
