@@ -58,16 +58,17 @@ def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedT
     world = replace(x.grid.world, axis="grid")
     x.grid.meet()
     x_mN = _transformed(x.local, kind, norm, N)
-    x_nM = x_mN.new_empty(hi - lo, M)
+    x_nM = comm.new_result((hi - lo, M), x_mN.dtype, x_mN.device, world)
     _turn(x_mN, x_nM, m_spans, n_spans, world)
     along = "fft" if kind == "rfft" else kind
+    del x_mN  # its memory serves the next transform
     if order == "transposed":
-        del x_mN  # its memory serves the result
         return DistributedTensor(_transformed(x_nM, along, norm, M).T, columns)
     y_nM = _transformed(x_nM, along, norm, M)
     del x_nM
-    _turn(y_nM, x_mN, n_spans, m_spans, world)
-    return DistributedTensor(x_mN, rows)
+    y_mN = comm.new_result(rows.local_shape, y_nM.dtype, y_nM.device, world)
+    _turn(y_nM, y_mN, n_spans, m_spans, world)
+    return DistributedTensor(y_mN, rows)
 
 
 def _transformed(x: Tensor, kind: str, norm: str, length: int) -> Tensor:

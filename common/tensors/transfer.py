@@ -183,7 +183,7 @@ def _exchanged(
     arrived = sum(size_of(b) for b in came if b)
     adds = adds_terms(source, target)
     wide = torch.float32 if adds and piece.dtype in HALF else piece.dtype
-    out = new_empty(target.local_shape, wide, piece.device)
+    out = comm.new_result(target.local_shape, wide, piece.device, world)
     if adds or arrived < size_of(target.mine):
         out.zero_()
     nothing = piece.new_empty(0)
@@ -192,7 +192,7 @@ def _exchanged(
     if not adds:
         comm.all_to_all_views(places, pieces, world)
         return out
-    terms = [piece.new_empty(place.shape) for place in places]
+    terms = [comm.new_result(place.shape, piece.dtype, piece.device, world) for place in places]
     own, pieces[world.rank], terms[world.rank] = pieces[world.rank], nothing, nothing
     comm.all_to_all_views(terms, pieces, world)
     terms[world.rank] = own

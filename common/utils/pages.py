@@ -34,6 +34,11 @@ def keep_freed_memory() -> bool:
     return _kept
 
 
+def keeps_freed_memory() -> bool:
+    """Return True after a `keep_freed_memory` that could."""
+    return _kept
+
+
 def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return an uninitialised tensor; of LARGE bytes or more on the CPU, in large pages.
 

@@ -2,6 +2,7 @@
 
 #include "fived/mpi/environment.hpp"
 
+#include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -231,6 +232,13 @@ c10::intrusive_ptr<c10d::Backend> MpiBackend::shrink(
     return part;
 }
 
+at::Tensor MpiBackend::allocateTensor(long size, at::TensorOptions options) {
+    if (!options.device().is_cpu()) refuse("group '" + name_ + "' shares memory of the CPU alone");
+    if (auto block = hosts_->memory().block(size * options.dtype().itemsize()))
+        return at::from_blob(block.get(), {size}, [block](void*) {}, options);
+    return at::empty({size}, options);
+}
+
 void MpiBackend::abort() {
     Engine::get().submit(
         [&] {
@@ -338,8 +346,8 @@ bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
             if (!step(task)) return false;
         } catch (...) {
             error = std::current_exception();
-            if (task.stage && !task.stage->messages.empty())
-                keep_for_ever(std::move(task.stages), task.buffers);
+            // MPI, or a rank of this host, may go on reading or writing
+            if (task.stage) keep_for_ever(std::move(task.stages), task.buffers);
         }
         // Holds the tensors until the lock is free: letting go of the last one may wait for Python's lock.
         afterwards.push_back([work = task.work, buffers = task.buffers, error]() mutable {

@@ -90,6 +90,10 @@ class MpiBackend final : public c10d::Backend, private Party {
     /// Whatever is under way or called later fails.
     void abort() override;
 
+    bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+    /// `size` numbers on the CPU, without values: where the ranks of the host can write, if there is room.
+    at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
     WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
     WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
     WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;

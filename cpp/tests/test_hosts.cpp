@@ -90,6 +90,33 @@ void test_sizes(const Communicator& world, Hosts& hosts, std::size_t n) {
     run(hosts, hosts.barrier(call));
 }
 
+/// Long messages to places that other ranks see, or that one rank does not show: the same numbers.
+void test_places(const Communicator& world, Hosts& hosts) {
+    const int P = world.size(), me = world.rank();
+    const std::size_t n = 300'000, length = n * sizeof(std::int32_t);
+    for (int hides = 0; hides <= P; ++hides) {  // P: none
+        const auto block = me == hides ? nullptr : hosts.memory().block(P * length);
+        CHECK(me == hides || block || hosts.memory().size() == 1);
+        Numbers own(block ? 0 : P * n);
+        std::byte* const place = block ? block.get() : bytes(own);
+        std::vector<Numbers> given;
+        StridedInputs from;
+        StridedOutputs to;
+        for (int r = 0; r < P; ++r) given.push_back(numbers(n, me, r));
+        for (int r = 0; r < P; ++r) {
+            from.emplace_back(std::as_bytes(std::span(given[r])));
+            to.emplace_back(std::span(place + r * length, length));
+        }
+        run(hosts, hosts.all_to_all({}, from, to));
+        const auto* const found = reinterpret_cast<const std::int32_t*>(place);
+        for (int r = 0; r < P; ++r) {
+            const Numbers expected = numbers(n, r, me);
+            CHECK(std::equal(expected.begin(), expected.end(), found + r * n));
+        }
+        run(hosts, hosts.barrier({}));
+    }
+}
+
 /// What crosses between hosts is what the documentation says, to the byte.
 void test_bytes(const Communicator& world, Hosts& hosts) {
     const std::size_t P = world.size(), H = hosts.count(), l = hosts.memory().size();
@@ -142,6 +169,7 @@ int main(int argc, char** argv) {
             for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025},
                                         chunk - 1, chunk + 1, 3 * chunk + 5})
                 test_sizes(world, hosts, n);
+            if (largest == max_message) test_places(world, hosts);
             test_bytes(world, hosts);
             test_mismatch(world, hosts);
         }

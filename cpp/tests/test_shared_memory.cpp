@@ -69,24 +69,57 @@ void test_sizes(const Communicator& world, HostMemory& memory, std::size_t n) {
     run(memory, barrier(call));
 }
 
+/// Memory for `numbers` numbers: a block that the other ranks see, or memory of this rank's own.
+struct Room {
+    Room(HostMemory& memory, std::size_t numbers, bool seen) : own(seen ? 0 : numbers), size(numbers) {
+        if (seen && numbers) block = memory.block(numbers * sizeof(std::int32_t));
+        CHECK(!seen || numbers == 0 || block || memory.size() == 1);
+        if (!block) own.resize(numbers);
+    }
+    std::int32_t* data() { return block ? reinterpret_cast<std::int32_t*>(block.get()) : own.data(); }
+    std::int32_t operator[](std::size_t i) { return data()[i]; }
+    Numbers own;
+    std::size_t size;
+    std::shared_ptr<std::byte> block;
+};
+
+/// An all-to-all by way of the slots, or straight to places in blocks.
+void exchange(HostMemory& memory, const Call& call, std::vector<Strided<const std::byte>> in,
+              std::vector<Strided<std::byte>> out, std::size_t longest, bool straight) {
+    if (!straight || memory.size() == 1) return void(run(memory, all_to_all(memory, call, in, out, longest)));
+    const int P = memory.size(), me = memory.rank();
+    std::vector<Shown> mine, all(P * P);
+    std::vector<std::byte*> rows;
+    for (int r = 0; r < P; ++r) {
+        mine.push_back(memory.show(out[r]));
+        CHECK(!mine.back().hidden);
+        rows.push_back(reinterpret_cast<std::byte*>(&all[P * r]));
+    }
+    run(memory,
+        all_gather(memory, call, reinterpret_cast<const std::byte*>(mine.data()), rows, P * sizeof(Shown)));
+    for (int r = 0; r < P; ++r) out[r] = memory.place_of(all[P * r + me]);
+    run(memory, all_to_all_in_place(memory, call, in, out, longest));
+}
+
 /// Columns of a matrix of n rows go to each rank, which stores them below each other in groups of 3 columns.
-void test_gaps(const Communicator& world, HostMemory& memory, std::size_t n) {
+void test_gaps(const Communicator& world, HostMemory& memory, std::size_t n, bool straight) {
     const std::size_t P = world.size(), me = world.rank(), item = sizeof(std::int32_t);
     const std::size_t groups = 2, wide = 3, columns = P * groups * wide + 1;
     using In = Strided<const std::byte>;
     using Out = Strided<std::byte>;
-    Numbers x = numbers(n * columns, int(me)), y(P * groups * n * wide, -1);
+    Numbers x = numbers(n * columns, int(me));
+    Room y(memory, P * groups * n * wide, straight);
     std::vector<In> in;
     std::vector<Out> out;
     for (std::size_t r = 0; r < P; ++r) {
         in.emplace_back(bytes(x) + (1 + r * groups * wide) * item, groups * wide * item,
                         std::vector<In::Dim>{{n, std::ptrdiff_t(columns * item)}});
-        out.emplace_back(bytes(y) + r * n * wide * item, wide * item,
+        out.emplace_back(reinterpret_cast<std::byte*>(y.data()) + r * n * wide * item, wide * item,
                          std::vector<Out::Dim>{{n, std::ptrdiff_t(wide * item)},
                                                {groups, std::ptrdiff_t(P * n * wide * item)}});
     }
     const Call call{.operation = 3, .elements = n};
-    run(memory, all_to_all(memory, call, in, out, n * groups * wide * item));
+    exchange(memory, call, in, out, n * groups * wide * item, straight);
     for (std::size_t r = 0; r < P; ++r) {
         const Numbers given = numbers(n * columns, int(r));
         for (std::size_t row = 0; row < n; ++row)
@@ -97,12 +130,13 @@ void test_gaps(const Communicator& world, HostMemory& memory, std::size_t n) {
 }
 
 /// Every rank sends some columns of its matrix to each rank, column by column in bands of `tall` rows.
-void test_columns(const Communicator& world, HostMemory& memory, std::size_t tall) {
+void test_columns(const Communicator& world, HostMemory& memory, std::size_t tall, bool straight) {
     const std::size_t P = world.size(), me = world.rank(), item = sizeof(std::int32_t);
     const std::size_t bands = 3, wide = 700, width = P * wide + 5;
     using In = Strided<const std::byte>;
     using Out = Strided<std::byte>;
-    Numbers x = numbers(bands * tall * width, int(me)), y(P * bands * wide * tall);
+    Numbers x = numbers(bands * tall * width, int(me));
+    Room y(memory, P * bands * wide * tall, straight);
     const std::size_t bytes_each = bands * wide * tall * item;
     std::vector<In> in;
     std::vector<Out> out;
@@ -111,11 +145,11 @@ void test_columns(const Communicator& world, HostMemory& memory, std::size_t tal
                         std::vector<In::Dim>{{bands, std::ptrdiff_t(tall * width * item)},
                                              {wide, std::ptrdiff_t(item)},
                                              {tall, std::ptrdiff_t(width * item)}});
-        out.emplace_back(std::span(bytes(y) + r * bytes_each, bytes_each));
+        out.emplace_back(std::span(reinterpret_cast<std::byte*>(y.data()) + r * bytes_each, bytes_each));
         CHECK(in.back().crosswise() == (tall == 16 || tall == 256));
     }
     const Call call{.operation = 3, .elements = tall};
-    run(memory, all_to_all(memory, call, in, out, bytes_each));
+    exchange(memory, call, in, out, bytes_each, straight);
     for (std::size_t r = 0, i = 0; r < P; ++r) {
         const Numbers given = numbers(bands * tall * width, int(r));
         std::size_t wrong = 0;
@@ -181,14 +215,55 @@ void test_mismatch(const Communicator& world) {
     CHECK(run(memory, all_reduce(memory, call, bytes(x), 4 * call.elements, 4, sum)) == expected);
 }
 
-void test_past_the_cache() {
-    const Numbers from = numbers(1000, 1);
-    for (const std::size_t shift : {0, 1, 2, 3}) {
-        Numbers to(1000);
-        copy_past_cache(reinterpret_cast<std::byte*>(to.data() + shift),
-                        reinterpret_cast<const std::byte*>(from.data() + 1), 4 * 990 + shift);
-        CHECK(std::equal(to.begin() + shift, to.begin() + shift + 990, from.begin() + 1));
+/// Blocks do not overlap, are used again, and outlive the memory that they came from.
+void test_arena(const Communicator& world) {
+    const std::size_t large = 3 << 20;
+    std::shared_ptr<std::byte> last;
+    if (world.size() == 1) return;
+    {
+        HostMemory memory(world);
+        auto a = memory.block(large), b = memory.block(1), c = memory.block(large);
+        std::byte* const first = a.get();
+        CHECK(b.get() >= a.get() + large && c.get() > b.get());
+        CHECK(!memory.show({a.get(), 8, {{3, 100}}}).hidden);
+        CHECK(memory.show({a.get(), 8, {{2, 8}, {2, 16}, {2, 32}, {2, 64}}}).hidden);  // too many dimensions
+        CHECK(memory.show({reinterpret_cast<std::byte*>(&memory), 8, {}}).hidden);
+        CHECK(!memory.block(std::size_t(1) << 50));
+        b.reset(), a.reset();  // one behind the other: they serve what is larger than each
+        a = memory.block(large + 1);
+        CHECK(a.get() == first);
+        a.reset(), c.reset();
+        last = memory.block(2 * large + 1);
+        CHECK(last.get() == first);
+        std::fill_n(last.get(), 2 * large, std::byte(world.rank()));
     }
+    CHECK(last.get()[2 * large - 1] == std::byte(world.rank()));
+}
+
+void test_past_the_cache() {
+    const Numbers from = numbers(10'000, 1);
+    for (const std::size_t n : {0, 1, 15, 16, 17, 990, 1023, 1024, 1025, 2047, 9000})
+        for (const std::size_t shift : {0, 1, 2, 3}) {
+            Numbers to(n + 8, -1), expected = to;
+            copy_past_cache(reinterpret_cast<std::byte*>(to.data() + shift),
+                            reinterpret_cast<const std::byte*>(from.data() + 1), 4 * n);
+            std::copy_n(from.begin() + 1, n, expected.begin() + shift);
+            CHECK(to == expected);
+        }
+    // runs of several lengths and places, fewer and more than are copied at once
+    Numbers to(10'000, -1), expected = to;
+    {
+        RunsPastCache runs;
+        std::size_t at = 0;
+        for (int i = 0; i < 45; ++i) {
+            const std::size_t n = i < 20 ? 40 : i < 30 ? 3 : 151 + i / 8;
+            runs.add(reinterpret_cast<std::byte*>(&to[at]), reinterpret_cast<const std::byte*>(&from[7 * i]),
+                     4 * n);
+            std::copy_n(&from[7 * i], n, &expected[at]);
+            at += n + i % 3;
+        }
+    }
+    CHECK(to == expected);
 }
 
 }  // namespace
@@ -209,9 +284,12 @@ int main(int argc, char** argv) {
              {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1025}, small, small + 1, chunk - 1,
               chunk, chunk + 1, 3 * chunk + 5, std::size_t{1} << 20})
             test_sizes(world, memory, n);
-        for (const std::size_t n : {0, 1, 300, 4001}) test_gaps(world, memory, n);
-        for (const std::size_t tall : {16, 24, 256, 512}) test_columns(world, memory, tall);
+        for (const bool straight : {false, true}) {
+            for (const std::size_t n : {0, 1, 300, 4001, 50'000}) test_gaps(world, memory, n, straight);
+            for (const std::size_t tall : {16, 24, 256, 512}) test_columns(world, memory, tall, straight);
+        }
     }
+    test_arena(world);
     for (const std::size_t run : {4, 8, 16}) test_blocks(run);
     test_runs();
     test_mismatch(world);

@@ -331,7 +331,23 @@ class Hosts {
                                                  std::to_string(room));
             return Stage{};
         });
-        stages.push_back(direct(call, in, out, [=] { return std::ranges::max(*all); }));
+        // Long messages go straight to their places, if all ranks of this host can show them.
+        const auto shown = std::make_shared<std::vector<Shown>>();
+        stages.push_back([=, this] {
+            if (std::ranges::max(*all) < straight_from) return Stage{};
+            const std::size_t local = memory_->size();
+            shown->resize(local * (local + 1));
+            Shown* const mine = &(*shown)[local * local];
+            std::vector<std::byte*> rows;
+            for (std::size_t r = 0; r < local; ++r) {
+                mine[r] = int(r) == index_ ? Shown{.hidden = 0} : memory_->show(out[hosts_[here_][r]]);
+                rows.push_back(reinterpret_cast<std::byte*>(&(*shown)[local * r]));
+            }
+            return Stage{fived::all_gather(*memory_, call, reinterpret_cast<std::byte*>(mine), rows,
+                                           local * sizeof(Shown)),
+                         {}};
+        });
+        stages.push_back(direct(call, in, out, [=] { return std::ranges::max(*all); }, shown));
         return stages;
     }
 
@@ -482,9 +498,11 @@ class Hosts {
         return stages;
     }
 
-    /// `in[r]` to rank r: through the memory inside the host, by messages elsewhere, both at once.
+    /// `in[r]` to rank r: through the memory inside the host, by messages elsewhere, both at once. `shown`: the place on
+    /// each local rank of what each other has for it.
     std::function<Stage()> direct(const Call& call, StridedInputs in, StridedOutputs out,
-                                  std::function<std::size_t()> longest) {
+                                  std::function<std::size_t()> longest,
+                                  std::shared_ptr<std::vector<Shown>> shown = {}) {
         return [=, this] {
             StridedInputs near_in;
             StridedOutputs near_out;
@@ -492,7 +510,12 @@ class Hosts {
                 near_in.push_back(in[r]);
                 near_out.push_back(out[r]);
             }
-            Stage stage{fived::all_to_all(*memory_, call, near_in, near_out, longest()), {}};
+            const bool straight = shown && !shown->empty() && std::ranges::none_of(*shown, &Shown::hidden);
+            for (int r = 0; straight && r < memory_->size(); ++r)
+                if (r != index_) near_out[r] = memory_->place_of((*shown)[r * memory_->size() + index_]);
+            Stage stage{(straight ? all_to_all_in_place : fived::all_to_all)(*memory_, call, near_in,
+                                                                             near_out, longest()),
+                        {}};
             for (int r = 0; r < size_; ++r)
                 if (of_rank_[r] != here_) {
                     receive(stage, out[r].whole(), r);
@@ -502,6 +525,7 @@ class Hosts {
         };
     }
 
+    static constexpr std::size_t straight_from = 1 << 18;  // bytes
     int rank_, size_, index_ = 0, here_ = 0, lanes_ = 1;
     std::size_t largest_;
     std::vector<std::vector<int>> hosts_;

@@ -47,6 +47,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <new>
 #include <span>
 #include <string>
@@ -55,11 +56,12 @@
 
 #include "fived/error.hpp"
 #include "fived/math/partition.hpp"
+#include "fived/mpi/arena.hpp"
 #include "fived/mpi/mpi.hpp"
 #include "fived/mpi/strided.hpp"
 
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace fived {
@@ -79,21 +81,80 @@ inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t
     if (bytes) std::memcpy(to, from, bytes);  // there may be no memory behind nothing
 }
 
-/// Past the cache: for results so large that they would push out what is still needed. Call arrive() before others read.
-inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
 #ifdef __SSE2__
-    // Whole lines only: a part of one would be written to memory when the next line begins.
-    const std::size_t head = std::min(bytes, std::size_t(-reinterpret_cast<std::uintptr_t>(to)) & 63);
-    copy_through_cache(to, from, head);
-    std::size_t i = head;
-    for (; i + 64 <= bytes; i += 64)
-        for (std::size_t j = i; j < i + 64; j += 16)
-            _mm_stream_si128(reinterpret_cast<__m128i*>(to + j),
-                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
-    copy_through_cache(to + i, from + i, bytes - i);
-#else
-    copy_through_cache(to, from, bytes);
+/// Copies whole lines of the cache, a line of each run in turn, to places that begin with a line.
+template <int runs>
+void copy_lines(std::byte* const* to, const std::byte* const* from, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; i += 64)
+        for (int r = 0; r < runs; ++r)
+            for (std::size_t j = i; j < i + 64; j += 16)
+                _mm_stream_si128(reinterpret_cast<__m128i*>(to[r] + j),
+                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[r] + j)));
+}
+/// The same, a line by one store.
+template <int runs>
+__attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to, const std::byte* const* from,
+                                                           std::size_t bytes) {
+    std::byte* places[runs];
+    const std::byte* sources[runs];
+    std::copy_n(to, runs, places);
+    std::copy_n(from, runs, sources);
+    for (std::size_t i = 0; i < bytes; i += 64)
+#pragma GCC unroll 8
+        for (int r = 0; r < runs; ++r)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(places[r] + i), _mm512_loadu_si512(sources[r] + i));
+}
 #endif
+
+/// Copies past the cache, for results so large that they would push out what is still needed. Call arrive() before others
+/// read. Eight runs of equal length go in turn: a core fetches ahead in each, so more lines are under way than of one.
+class RunsPastCache {
+  public:
+    ~RunsPastCache() { copy(); }
+    void add(std::byte* to, const std::byte* from, std::size_t bytes) {
+        if (bytes != bytes_) copy();
+        to_[count_] = to, from_[count_] = from, bytes_ = bytes;
+        if (++count_ == most) copy();
+    }
+    void copy() {
+#ifdef __SSE2__
+        // Whole lines only: a part of one would be written to memory when the next line begins.
+        std::size_t heads[most], longest = 0;
+        for (int r = 0; r < count_; ++r) {
+            heads[r] = std::min(bytes_, std::size_t(-reinterpret_cast<std::uintptr_t>(to_[r])) & 63);
+            longest = std::max(longest, heads[r]);
+        }
+        const std::size_t lines = (bytes_ - longest) / 64 * 64;
+        for (int r = 0; r < count_; ++r) {
+            const std::size_t tail = heads[r] + lines;
+            copy_through_cache(to_[r], from_[r], heads[r]);
+            copy_through_cache(to_[r] + tail, from_[r] + tail, bytes_ - tail);
+            to_[r] += heads[r], from_[r] += heads[r];
+        }
+        static const bool at_once = __builtin_cpu_supports("avx512f");
+        if (count_ == most)
+            (at_once ? copy_lines_at_once<most> : copy_lines<most>)(to_, from_, lines);
+        else
+            for (int r = 0; r < count_; ++r)
+                (at_once ? copy_lines_at_once<1> : copy_lines<1>)(to_ + r, from_ + r, lines);
+#else
+        for (int r = 0; r < count_; ++r) copy_through_cache(to_[r], from_[r], bytes_);
+#endif
+        count_ = 0;
+    }
+
+  private:
+    static constexpr int most = 8;
+    std::byte* to_[most];
+    const std::byte* from_[most];
+    std::size_t bytes_ = 0;
+    int count_ = 0;
+};
+
+inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+    const std::size_t part = bytes < 4096 ? bytes : bytes / 4 / 64 * 64;
+    RunsPastCache runs;
+    for (std::size_t at = 0; at < bytes; at += part) runs.add(to + at, from + at, std::min(part, bytes - at));
 }
 
 /// Orders what was copied past the cache before all later stores.
@@ -106,6 +167,13 @@ inline void arrive() {
 /// Ranks of one host at the most.
 inline constexpr int max_local_ranks = 512;
 
+/// Where a message shall lie, as a rank tells the others of its host.
+struct Shown {
+    static constexpr std::size_t most_dims = 3;
+    std::uint64_t hidden = 1, offset = 0, run = 0;
+    Strided<std::byte>::Dim outer[most_dims] = {};
+};
+
 /// The memory that the ranks of one host share, and the rounds that they take in it.
 class HostMemory {
   public:
@@ -116,32 +184,30 @@ class HostMemory {
     explicit HostMemory(const Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {
         if (size_ > max_local_ranks)
             comm.fail("shared memory", "at most " + std::to_string(max_local_ranks) + " ranks of one host");
-        const std::size_t bytes = size_ * sizeof(Place);
+        const std::size_t places = size_ * sizeof(Place);
         std::string name = "/fived-" + std::to_string(getpid()) + "-" + std::to_string(made_++);
         name.resize(64, '\0');
         comm.broadcast(std::as_writable_bytes(std::span(name)));
         int handle = -1, error = 0;
         if (rank_ == 0) {
             handle = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-            error = handle < 0 ? errno : posix_fallocate(handle, 0, off_t(bytes));
+            error = handle < 0 ? errno : posix_fallocate(handle, 0, off_t(places));
         }
         comm.broadcast(std::span(&error, 1));
         if (error == 0) {
             if (rank_ != 0) handle = shm_open(name.c_str(), O_RDWR, 0600);
-            void* start =
-                handle < 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, handle, 0);
-            if (start != MAP_FAILED) places_ = static_cast<Place*>(start);
-            error = comm.all_reduce(int(places_ == nullptr ? errno : 0), MPI_MAX);
+            // Arenas take room in the address space alone; where that has a limit, there are none.
+            const std::size_t arena = size_ > 1 ? arena_bytes(size_) : 0;
+            error = map(comm, handle, places, arena);
+            if (error != 0 && arena > 0) error = map(comm, handle, places, 0);
         }
-        if (handle >= 0) close(handle);
         if (rank_ == 0) shm_unlink(name.c_str());  // every rank has it: it goes with the last of them
+        if (handle >= 0 && error != 0) close(handle);
         if (error != 0)
-            throw UsageError("/dev/shm has no room for " + std::to_string(bytes) + " bytes, which " +
+            throw UsageError("/dev/shm has no room for " + std::to_string(places) + " bytes, which " +
                              std::to_string(size_) + " ranks of one host share: " + std::strerror(error) +
                              "; give it more (docker run --shm-size=1g)");
-    }
-    ~HostMemory() {
-        if (places_) munmap(places_, size_ * sizeof(Place));
+        places_ = reinterpret_cast<Place*>(file_->start);
     }
     HostMemory(const HostMemory&) = delete;
     HostMemory& operator=(const HostMemory&) = delete;
@@ -150,6 +216,24 @@ class HostMemory {
     int size() const { return size_; }
     /// What `rank` writes in a round of the collective under way.
     std::byte* slot(int rank, std::size_t round) const { return slot_of(rank, round).data; }
+    /// Memory of this rank that the others can write; it may outlive this. Null where the system has no room for it.
+    std::shared_ptr<std::byte> block(std::size_t bytes) { return arena_->block(bytes); }
+    /// A place as another rank finds it in `place_of`; hidden if it does not lie in such blocks.
+    Shown show(const Strided<std::byte>& place) const {
+        std::size_t reach = place.run;
+        for (const auto& dim : place.outer) reach += (dim.count - 1) * dim.apart;
+        if (place.size() == 0) return {.hidden = 0};
+        if (place.outer.size() > Shown::most_dims || !arena_->holds(place.start, reach)) return {};
+        Shown shown{0, std::uint64_t(place.start - file_->start), place.run};
+        std::ranges::copy(place.outer, shown.outer);
+        return shown;
+    }
+    Strided<std::byte> place_of(const Shown& shown) const {
+        Strided<std::byte> place(file_->start + shown.offset, shown.run, {});
+        for (const auto& dim : shown.outer)
+            if (dim.count) place.outer.push_back(dim);
+        return place;
+    }
     /// Whether `rank` has come to the round in which this rank waits.
     bool is_here(int rank) const { return places_[rank].counter.load(std::memory_order_acquire) > met_; }
 
@@ -217,9 +301,32 @@ class HostMemory {
         alignas(128) std::atomic<std::uint64_t> counter;  // of rounds written; alone in its cache lines
         alignas(128) Slot slots[4];
     };
+    /// The address space for the arena of a rank: of all ranks together as much as there is memory.
+    static std::size_t arena_bytes(int ranks) {
+        return std::size_t(sysconf(_SC_PHYS_PAGES)) / ranks * sysconf(_SC_PAGESIZE);
+    }
+    /// Collective. Maps the places and, behind them, an arena for each rank. Takes the handle and returns 0, or returns the
+    /// error of some rank.
+    int map(const Communicator& comm, int handle, std::size_t places, std::size_t arena) {
+        const std::size_t bytes = places + size_ * arena;
+        void* start = MAP_FAILED;
+        if (handle >= 0 && ftruncate(handle, off_t(bytes)) == 0)
+            start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, handle, 0);
+        const int error = comm.all_reduce(int(start == MAP_FAILED ? errno : 0), MPI_MAX);
+        if (error == 0) {
+            file_ = std::make_shared<SharedFile>(handle, static_cast<std::byte*>(start), bytes);
+            const std::size_t begin = places + rank_ * arena;
+            arena_ = std::make_shared<Arena>(file_, begin, begin + arena);
+        } else if (start != MAP_FAILED) {
+            munmap(start, bytes);
+        }
+        return error;
+    }
     Slot& slot_of(int rank, std::size_t round) const { return places_[rank].slots[(start_ + round) % 4]; }
     static inline std::atomic<int> made_ = 0;
     int rank_, size_;
+    std::shared_ptr<const SharedFile> file_;
+    std::shared_ptr<Arena> arena_;
     Place* places_ = nullptr;            // one for each rank; zero at first
     std::uint64_t start_ = 0, met_ = 0;  // rounds before this collective; rounds done
 };
@@ -406,6 +513,25 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
             }};
 }
 
+/// Copies [begin, begin + bytes) of a message from where it lies to where it shall lie. Runs may wait in `runs`.
+inline void copy_message(const Strided<std::byte>& to, const Strided<const std::byte>& from,
+                         std::size_t begin, std::size_t bytes, RunsPastCache& runs) {
+    if (!from.crosswise())
+        return to.each(begin, bytes, [&](std::byte* place, std::size_t at, std::size_t n) {
+            from.each(begin + at, n, [&](const std::byte* source, std::size_t more, std::size_t k) {
+                runs.add(place + more, source, k);
+            });
+        });
+    alignas(64) std::byte block[1 << 14];  // stays in the nearest cache
+    for (std::size_t at = 0; at < bytes; at += sizeof block) {
+        const std::size_t n = std::min(sizeof block, bytes - at);
+        from.gather(begin + at, n, block, copy_through_cache);
+        to.each(begin + at, n,
+                [&](std::byte* place, std::size_t more, std::size_t k) { runs.add(place, block + more, k); });
+        runs.copy();
+    }
+}
+
 /// `in[r]` goes to rank r, `out[r]` comes from there. `longest` is the longest piece of all, between any two.
 inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
                          std::vector<Strided<std::byte>> out, std::size_t longest) {
@@ -438,6 +564,25 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<co
                 });
             }
         }};
+}
+
+/// The same where every rank's places lie in its arena: `places[r]` are those of rank r for what this rank has for it. A
+/// message is copied once.
+inline Rounds all_to_all_in_place(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
+                                  std::vector<Strided<std::byte>> places, std::size_t longest) {
+    // In turn a little to each rank: reads what lies side by side, and not all ranks write into one at the same time.
+    const std::size_t chunk = 1 << 20, little = 1 << 16;
+    return {call, rounds_of(longest, chunk),
+            [=, rank = m.rank(), size = m.size()](std::size_t i) {
+                RunsPastCache runs;
+                for (std::size_t begin = i * chunk; begin < (i + 1) * chunk; begin += little)
+                    for (int k = 0; k < size; ++k) {
+                        const int r = (rank + k) % size;
+                        const std::size_t left = in[r].size() - std::min(in[r].size(), begin);
+                        copy_message(places[r], in[r], begin, std::min(little, left), runs);
+                    }
+            },
+            [](std::size_t) {}};
 }
 
 /// Nothing but the meeting.
