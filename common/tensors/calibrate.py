@@ -231,8 +231,11 @@ def _move(name: str, nbytes: int, device: str, group: Group) -> Callable[[], obj
     if name == "reduce-scatter":
         return lambda: comm.reduce_scatter_into(new_empty((each,), torch.float32, device), whole, group)
     width = min(each, 256)  # columns of a matrix go, as in most moves
-    pieces = whole[: each // width * width * n].view(-1, n, width).unbind(1)
-    return lambda: comm.all_to_all_views([new_empty(x.shape, x.dtype, device) for x in pieces], pieces, group)
+    columns = whole[: each // width * width * n].view(-1, n, width)
+    shape, where = (n * len(columns), width), torch.device(device)
+    return lambda: comm.all_to_all_views(
+        comm.new_result(shape, torch.float32, where, group).chunk(n), columns.unbind(1), group
+    )
 
 
 @dataclass

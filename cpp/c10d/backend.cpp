@@ -83,7 +83,7 @@ void end_with_mpi() {
     });
 }
 
-/// What MPI may still read, of operations that were given up.
+/// What MPI, or a rank of this host, may still read or write, of operations that were given up.
 void keep_for_ever(Stages stages, std::shared_ptr<Buffers> buffers) {
     static std::vector<std::pair<Stages, std::shared_ptr<Buffers>>> kept;
     kept.emplace_back(std::move(stages), std::move(buffers));
@@ -194,8 +194,8 @@ MpiBackend::~MpiBackend() {
     Engine::get().remove(this);
     const auto error = std::make_exception_ptr(std::runtime_error("group '" + name_ + "' was destroyed"));
     const auto give_back = [&](Task& task) {
-        // MPI may go on reading or writing what is under way
-        if (task.stage && !task.stage->messages.empty()) keep_for_ever(std::move(task.stages), task.buffers);
+        // MPI, or a rank of this host, may go on reading or writing what is under way
+        if (task.stage) keep_for_ever(std::move(task.stages), task.buffers);
         task.work->done(error);
     };
     for (Task& task : collectives_) give_back(task);

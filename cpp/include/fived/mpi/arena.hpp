@@ -10,9 +10,11 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace fived {
 

@@ -21,6 +21,7 @@
 //     all-gather        my chunk                            the others' chunks
 //     reduce-scatter    n - 1 pieces, for the others        the n - 1 pieces for me, and sum them with mine
 //     all-to-all        n - 1 pieces, for the others        the n - 1 pieces for me
+//       in place        all pieces, to where they belong    nothing
 //     all-reduce        n - 1 pieces, for the others;       two rounds later, out of my own slot: the sums
 //                       of the chunk two rounds ago:
 //                       my piece's sum, to where its
@@ -152,9 +153,7 @@ class RunsPastCache {
 };
 
 inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
-    const std::size_t part = bytes < 4096 ? bytes : bytes / 4 / 64 * 64;
-    RunsPastCache runs;
-    for (std::size_t at = 0; at < bytes; at += part) runs.add(to + at, from + at, std::min(part, bytes - at));
+    RunsPastCache().add(to, from, bytes);
 }
 
 /// Orders what was copied past the cache before all later stores.
