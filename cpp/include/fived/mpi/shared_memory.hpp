@@ -103,7 +103,8 @@ __attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to,
     for (std::size_t i = 0; i < bytes; i += 64)
 #pragma GCC unroll 8
         for (int r = 0; r < runs; ++r)
-            _mm512_stream_si512(reinterpret_cast<__m512i*>(places[r] + i), _mm512_loadu_si512(sources[r] + i));
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(places[r] + i),
+                                _mm512_loadu_si512(sources[r] + i));
 }
 #endif
 
@@ -120,7 +121,7 @@ class RunsPastCache {
     void copy() {
 #ifdef __SSE2__
         // Whole lines only: a part of one would be written to memory when the next line begins.
-        std::size_t heads[most], longest = 0;
+        std::size_t heads[most] = {}, longest = 0;
         for (int r = 0; r < count_; ++r) {
             heads[r] = std::min(bytes_, std::size_t(-reinterpret_cast<std::uintptr_t>(to_[r])) & 63);
             longest = std::max(longest, heads[r]);
