@@ -21,5 +21,4 @@ from common.comm.calls import sizes_of as sizes_of
 from common.comm.group import Group as Group
 from common.comm.travel import Pending as Pending
 from common.comm.travel import blocked_in as blocked_in
-from common.comm.travel import new_result as new_result
 from common.comm.travel import share as share

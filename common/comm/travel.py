@@ -6,7 +6,6 @@ algorithm sends more bytes than the operation needs (reduce, reduce-scatter), th
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,9 @@ from torch import Tensor
 
 from common.comm import ledger
 from common.comm.group import Group
-from common.utils.pages import keeps_freed_memory, new_empty
 
 T = TypeVar("T")
 TREE_TAG = 1 << 30  # no message of a chapter has it
-SHARED = 2**20  # bytes of a result in memory that ranks share; smaller ones stay in the cache
 
 # Call in which this rank is blocked; the watchdog shows it when a run hangs.
 blocked_in: dict[str, object] = {}
@@ -162,20 +159,6 @@ def room_for(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
     if host or not is_plain(x):
         y = torch.empty(x.shape, dtype=x.dtype, device="cpu" if host else x.device)
     return y, into(x, y)
-
-
-def new_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """Return an uninitialised tensor for what an all-to-all of the group brings.
-
-    After `keep_freed_memory`, on MPI: in memory that all ranks of the host see. Each writes its pieces straight there,
-    so that none is copied twice. Freed, it is used for later results.
-    """
-    size = math.prod(shape)
-    shared = keeps_freed_memory() and device.type == "cpu" and size * dtype.itemsize >= SHARED
-    if not shared or group.pg is None or dist.get_backend(group.pg) != "fived":
-        return new_empty(shape, dtype, device)
-    backend = group.pg._get_backend(device)
-    return backend.allocate_tensor(size, dtype=dtype, device=device).view(tuple(shape))
 
 
 def adds_itself(group: Group) -> bool:

@@ -35,7 +35,7 @@ from common.lesson.runner import DTYPES, LessonOptions, console, run
 from common.tensors.grid import Grid
 from common.tensors.rates import LINES, Rates, Term, convolution_features, product_features, transform_work
 from common.tensors.trials import SEEN, TRIALS, corrected, draw, times_of
-from common.utils.pages import keep_freed_memory, new_empty
+from common.utils.pages import keep_freed_memory, new_empty, new_result
 
 SHAPES = (  # (batch, m, k, n): small and large, thin in each direction, as the parts of split products are
     *((1, n, n, n) for n in (32, 64, 128, 256, 512, 1024, 1536)),
@@ -234,7 +234,7 @@ def _move(name: str, nbytes: int, device: str, group: Group) -> Callable[[], obj
     columns = whole[: each // width * width * n].view(-1, n, width)
     shape, where = (n * len(columns), width), torch.device(device)
     return lambda: comm.all_to_all_views(
-        comm.new_result(shape, torch.float32, where, group).chunk(n), columns.unbind(1), group
+        new_result(shape, torch.float32, where, group).chunk(n), columns.unbind(1), group
     )
 
 

@@ -24,6 +24,7 @@ from common import comm
 from common.comm import Group
 from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
+from common.utils.pages import new_result
 
 BAND = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
@@ -58,7 +59,7 @@ def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedT
     world = replace(x.grid.world, axis="grid")
     x.grid.meet()
     x_mN = _transformed(x.local, kind, norm, N)
-    x_nM = comm.new_result((hi - lo, M), x_mN.dtype, x_mN.device, world)
+    x_nM = new_result((hi - lo, M), x_mN.dtype, x_mN.device, world)
     _turn(x_mN, x_nM, m_spans, n_spans, world)
     along = "fft" if kind == "rfft" else kind
     del x_mN  # its memory serves the next transform
@@ -66,7 +67,7 @@ def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedT
         return DistributedTensor(_transformed(x_nM, along, norm, M).T, columns)
     y_nM = _transformed(x_nM, along, norm, M)
     del x_nM
-    y_mN = comm.new_result(rows.local_shape, y_nM.dtype, y_nM.device, world)
+    y_mN = new_result(rows.local_shape, y_nM.dtype, y_nM.device, world)
     _turn(y_nM, y_mN, n_spans, m_spans, world)
     return DistributedTensor(y_mN, rows)
 

@@ -35,7 +35,7 @@ from common.tensors.layout import (
     intersect,
     size_of,
 )
-from common.utils.pages import new_empty
+from common.utils.pages import new_empty, new_result
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -183,7 +183,7 @@ def _exchanged(
     arrived = sum(size_of(b) for b in came if b)
     adds = adds_terms(source, target)
     wide = torch.float32 if adds and piece.dtype in HALF else piece.dtype
-    out = comm.new_result(target.local_shape, wide, piece.device, world)
+    out = new_result(target.local_shape, wide, piece.device, world)
     if adds or arrived < size_of(target.mine):
         out.zero_()
     nothing = piece.new_empty(0)
@@ -192,7 +192,7 @@ def _exchanged(
     if not adds:
         comm.all_to_all_views(places, pieces, world)
         return out
-    terms = [comm.new_result(place.shape, piece.dtype, piece.device, world) for place in places]
+    terms = [new_result(place.shape, piece.dtype, piece.device, world) for place in places]
     own, pieces[world.rank], terms[world.rank] = pieces[world.rank], nothing, nothing
     comm.all_to_all_views(terms, pieces, world)
     terms[world.rank] = own

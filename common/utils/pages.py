@@ -2,6 +2,7 @@
 
 keep_freed_memory()            # blocks that were freed are used again: for programs that repeat operations
 new_empty((8192, 8192), ...)   # one block in pages of 2 MiB: for a tensor that stays
+new_result((8192, 8192), ...)  # after keep_freed_memory, on MPI: memory that the other ranks of the host can write
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from common.comm import Group
+
 PAGE = 2**21
+SHARED = 2**20  # bytes of a result in memory that ranks share; smaller ones stay in the cache
 LARGE = 2**25  # bytes; the C library serves smaller blocks from memory that it keeps
 MMAP_MAX, TRIM_THRESHOLD = -4, -1  # glibc's mallopt: blocks of their own, and when the heap is given back
 _kept = False
@@ -34,11 +39,6 @@ def keep_freed_memory() -> bool:
     return _kept
 
 
-def keeps_freed_memory() -> bool:
-    """Return True after a `keep_freed_memory` that could."""
-    return _kept
-
-
 def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return an uninitialised tensor; of LARGE bytes or more on the CPU, in large pages.
 
@@ -48,6 +48,20 @@ def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
     if _kept or size < LARGE or torch.device(device).type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return _mapped(shape, dtype)
+
+
+def new_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+    """Return an uninitialised tensor for what an all-to-all of the group brings.
+
+    After `keep_freed_memory`, on MPI: in memory that all ranks of the host see. Each writes its pieces straight there,
+    so that none is copied twice. Freed, it is used for later results.
+    """
+    size = math.prod(shape)
+    shared = _kept and device.type == "cpu" and size * dtype.itemsize >= SHARED
+    if not shared or group.pg is None or dist.get_backend(group.pg) != "fived":
+        return new_empty(shape, dtype, device)
+    backend = group.pg._get_backend(device)
+    return backend.allocate_tensor(size, dtype=dtype, device=device).view(tuple(shape))
 
 
 def in_large_pages(x: Tensor) -> Tensor:

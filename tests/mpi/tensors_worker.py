@@ -18,11 +18,10 @@ from test_tensors_convolution import convolve
 from test_tensors_fourier import matrices
 from torch import Tensor
 
-from common.comm import travel
 from common.launch.runtime import Runtime, runtime
 from common.tensors import Grid, Partial, Replicate, Shard, fft2
 from common.tensors.layout import Placement
-from common.utils.pages import keep_freed_memory
+from common.utils import pages
 
 
 def is_shared(x: Tensor) -> bool:
@@ -66,8 +65,8 @@ if __name__ == "__main__":
         checks = partial(move, longest=40), partial(matrices, widest=300), convolve
         for check in checks:
             cases.examples_of(rt, check, int(sys.argv[1]))
-        assert keep_freed_memory()
+        assert pages.keep_freed_memory()
         write_straight(rt)
-        travel.SHARED = 0  # small results, too
+        pages.SHARED = 0  # small results, too
         for check in checks[:2]:
             cases.examples_of(rt, check, int(sys.argv[1]) // 2)
