@@ -192,8 +192,11 @@ def _exchanged(
     if not adds:
         comm.all_to_all_views(places, pieces, world)
         return out
-    terms = [new_result(place.shape, piece.dtype, piece.device, world) for place in places]
-    own, pieces[world.rank], terms[world.rank] = pieces[world.rank], nothing, nothing
+    own, pieces[world.rank] = pieces[world.rank], nothing
+    terms = [
+        nothing if r == world.rank else new_result(place.shape, piece.dtype, piece.device, world)
+        for r, place in enumerate(places)
+    ]
     comm.all_to_all_views(terms, pieces, world)
     terms[world.rank] = own
     for place, term in zip(places, terms, strict=True):  # in the order of the ranks

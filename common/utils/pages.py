@@ -20,7 +20,7 @@ from torch import Tensor
 from common.comm import Group
 
 PAGE = 2**21
-SHARED = 2**20  # bytes of a result in memory that ranks share; smaller ones stay in the cache
+SHARED = 2**16  # bytes; the transport hands out shared memory in blocks of as many
 LARGE = 2**25  # bytes; the C library serves smaller blocks from memory that it keeps
 MMAP_MAX, TRIM_THRESHOLD = -4, -1  # glibc's mallopt: blocks of their own, and when the heap is given back
 _kept = False
@@ -51,10 +51,11 @@ def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
 
 
 def new_result(shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """Return an uninitialised tensor for what an all-to-all of the group brings.
+    """Return an uninitialised tensor for the result of an all-to-all in the group.
 
-    After `keep_freed_memory`, on MPI: in memory that all ranks of the host see. Each writes its pieces straight there,
-    so that none is copied twice. Freed, it is used for later results.
+    Under mpirun, in a program that called `keep_freed_memory`, it lies in memory that all ranks of the host have
+    mapped: each rank writes its pieces straight there, so that they are copied once. Elsewhere it is as `new_empty`
+    makes it.
     """
     size = math.prod(shape)
     shared = _kept and device.type == "cpu" and size * dtype.itemsize >= SHARED

@@ -83,9 +83,11 @@ void end_with_mpi() {
     });
 }
 
-/// What MPI, or a rank of this host, may still read or write, of operations that were given up.
+/// Keeps the buffers of a failed operation that MPI, or another rank of the host, may still read or write.
 void keep_for_ever(Stages stages, std::shared_ptr<Buffers> buffers) {
+    static std::mutex mutex;
     static std::vector<std::pair<Stages, std::shared_ptr<Buffers>>> kept;
+    const std::lock_guard lock(mutex);
     kept.emplace_back(std::move(stages), std::move(buffers));
 }
 
@@ -194,8 +196,7 @@ MpiBackend::~MpiBackend() {
     Engine::get().remove(this);
     const auto error = std::make_exception_ptr(std::runtime_error("group '" + name_ + "' was destroyed"));
     const auto give_back = [&](Task& task) {
-        // MPI, or a rank of this host, may go on reading or writing what is under way
-        if (task.stage) keep_for_ever(std::move(task.stages), task.buffers);
+        if (task.is_used_elsewhere()) keep_for_ever(std::move(task.stages), task.buffers);
         task.work->done(error);
     };
     for (Task& task : collectives_) give_back(task);
@@ -233,10 +234,12 @@ c10::intrusive_ptr<c10d::Backend> MpiBackend::shrink(
 }
 
 at::Tensor MpiBackend::allocateTensor(long size, at::TensorOptions options) {
-    if (!options.device().is_cpu()) refuse("group '" + name_ + "' shares memory of the CPU alone");
-    if (auto block = hosts_->memory().block(size * options.dtype().itemsize()))
-        return at::from_blob(block.get(), {size}, [block](void*) {}, options);
-    return at::empty({size}, options);
+    std::shared_ptr<Byte> block;
+    if (options.device().is_cpu() && size >= 0 && !Engine::get().is_forked())
+        block = hosts_->memory().block(size * options.dtype().itemsize());
+    return block ? at::from_blob(
+                       block.get(), {size}, [block](void*) {}, options)
+                 : at::empty({size}, options);
 }
 
 void MpiBackend::abort() {
@@ -292,6 +295,7 @@ bool MpiBackend::go_on(Task& task) {
     while (task.stage || task.next < task.stages.size()) {
         if (!task.stage) task.stage.emplace(task.stages[task.next++]());
         Stage& stage = *task.stage;
+        task.exposed |= stage.exposes;
         if (stage.rounds) {
             const auto mismatch = [&](int r, const Call& theirs) {
                 throw Differs(hosts_->host_of(rank_)[r], stage.rounds->call(), theirs);
@@ -346,8 +350,7 @@ bool MpiBackend::advance(std::vector<std::function<void()>>& afterwards) {
             if (!step(task)) return false;
         } catch (...) {
             error = std::current_exception();
-            // MPI, or a rank of this host, may go on reading or writing
-            if (task.stage) keep_for_ever(std::move(task.stages), task.buffers);
+            if (task.is_used_elsewhere()) keep_for_ever(std::move(task.stages), task.buffers);
         }
         // Holds the tensors until the lock is free: letting go of the last one may wait for Python's lock.
         afterwards.push_back([work = task.work, buffers = task.buffers, error]() mutable {

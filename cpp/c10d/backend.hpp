@@ -90,8 +90,9 @@ class MpiBackend final : public c10d::Backend, private Party {
     /// Whatever is under way or called later fails.
     void abort() override;
 
-    bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
-    /// `size` numbers on the CPU, without values: where the ranks of the host can write, if there is room.
+    /// True without an index, as CPUs are: there are no arenas on GPUs.
+    bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
+    /// Returns `size` uninitialised numbers; on the CPU in an arena of this rank's host, if that has room.
     at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
     WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
@@ -127,7 +128,9 @@ class MpiBackend final : public c10d::Backend, private Party {
         Stages stages;
         std::size_t next = 0;
         std::optional<Stage> stage = {};
+        bool exposed = false;  // other ranks may write the results
         Clock::time_point deadline = Clock::now() + limit;
+        bool is_used_elsewhere() const { return exposed || (stage && !stage->messages.empty()); }
     };
 
     bool advance(std::vector<std::function<void()>>& afterwards) override;

@@ -1,6 +1,8 @@
 // What the tests of shared memory and of several hosts send: numbers that say whose they are, and their sum.
 #pragma once
 
+#include <sys/statvfs.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -37,4 +39,10 @@ inline void sum(std::byte* out, const std::byte* const* in, int inputs, std::siz
         for (int r = 0; r < inputs; ++r) total += reinterpret_cast<const std::int32_t*>(in[r])[i];
         reinterpret_cast<std::int32_t*>(out)[i] = total;
     }
+}
+
+/// Whether arenas have room on this machine; containers often give /dev/shm 64 MB.
+inline bool has_room_for_arenas() {
+    struct statvfs system = {};
+    return statvfs("/dev/shm", &system) == 0 && system.f_bavail > (std::uint64_t(1) << 30) / system.f_frsize;
 }

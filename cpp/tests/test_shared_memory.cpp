@@ -73,7 +73,7 @@ void test_sizes(const Communicator& world, HostMemory& memory, std::size_t n) {
 struct Room {
     Room(HostMemory& memory, std::size_t numbers, bool seen) : own(seen ? 0 : numbers), size(numbers) {
         if (seen && numbers) block = memory.block(numbers * sizeof(std::int32_t));
-        CHECK(!seen || numbers == 0 || block || memory.size() == 1);
+        CHECK(!seen || numbers == 0 || block || memory.size() == 1 || !has_room_for_arenas());
         if (!block) own.resize(numbers);
     }
     std::int32_t* data() { return block ? reinterpret_cast<std::int32_t*>(block.get()) : own.data(); }
@@ -86,17 +86,18 @@ struct Room {
 /// An all-to-all by way of the slots, or straight to places in blocks.
 void exchange(HostMemory& memory, const Call& call, std::vector<Strided<const std::byte>> in,
               std::vector<Strided<std::byte>> out, std::size_t longest, bool straight) {
-    if (!straight || memory.size() == 1) return void(run(memory, all_to_all(memory, call, in, out, longest)));
+    if (!straight || memory.size() == 1 || !has_room_for_arenas())
+        return void(run(memory, all_to_all(memory, call, in, out, longest)));
     const int P = memory.size(), me = memory.rank();
-    std::vector<Shown> mine, all(P * P);
+    std::vector<Destination> mine, all(P * P);
     std::vector<std::byte*> rows;
     for (int r = 0; r < P; ++r) {
-        mine.push_back(memory.show(out[r]));
-        CHECK(!mine.back().hidden);
+        mine.push_back(memory.describe(out[r]));
+        CHECK(!mine.back().elsewhere);
         rows.push_back(reinterpret_cast<std::byte*>(&all[P * r]));
     }
-    run(memory,
-        all_gather(memory, call, reinterpret_cast<const std::byte*>(mine.data()), rows, P * sizeof(Shown)));
+    run(memory, all_gather(memory, call, reinterpret_cast<const std::byte*>(mine.data()), rows,
+                           P * sizeof(Destination)));
     for (int r = 0; r < P; ++r) out[r] = memory.place_of(all[P * r + me]);
     run(memory, all_to_all_in_place(memory, call, in, out, longest));
 }
@@ -219,17 +220,19 @@ void test_mismatch(const Communicator& world) {
 void test_arena(const Communicator& world) {
     const std::size_t large = 3 << 20;
     std::shared_ptr<std::byte> last;
-    if (world.size() == 1) return;
+    if (world.size() == 1 || !has_room_for_arenas()) return;
     {
         HostMemory memory(world);
-        auto a = memory.block(large), b = memory.block(1), c = memory.block(large);
+        auto a = memory.block(large), none = memory.block(0), b = memory.block(1), c = memory.block(large);
+        CHECK(none && none != b);
         std::byte* const first = a.get();
         CHECK(b.get() >= a.get() + large && c.get() > b.get());
-        CHECK(!memory.show({a.get(), 8, {{3, 100}}}).hidden);
-        CHECK(memory.show({a.get(), 8, {{2, 8}, {2, 16}, {2, 32}, {2, 64}}}).hidden);  // too many dimensions
-        CHECK(memory.show({reinterpret_cast<std::byte*>(&memory), 8, {}}).hidden);
+        CHECK(!memory.describe({a.get(), 8, {{3, 100}}}).elsewhere);
+        CHECK(memory.describe({a.get(), 8, {{2, 8}, {2, 16}, {2, 32}, {2, 64}}})
+                  .elsewhere);  // too many dimensions
+        CHECK(memory.describe({reinterpret_cast<std::byte*>(&memory), 8, {}}).elsewhere);
         CHECK(!memory.block(std::size_t(1) << 50));
-        b.reset(), a.reset();  // one behind the other: they serve what is larger than each
+        b.reset(), none.reset(), a.reset();  // one behind the other: they serve what is larger than each
         a = memory.block(large + 1);
         CHECK(a.get() == first);
         a.reset(), c.reset();
@@ -238,6 +241,24 @@ void test_arena(const Communicator& world) {
         std::fill_n(last.get(), 2 * large, std::byte(world.rank()));
     }
     CHECK(last.get()[2 * large - 1] == std::byte(world.rank()));
+}
+
+/// The kernel of processors without AVX-512.
+void test_lines() {
+#ifdef __SSE2__
+    const Numbers from = numbers(8 * 64, 1);
+    std::vector<std::byte> room(sizeof(std::int32_t) * from.size() + 64);
+    std::byte* const first = room.data() + (-reinterpret_cast<std::uintptr_t>(room.data()) & 63);
+    std::byte* to[8];
+    const std::byte* sources[8];
+    for (int r = 0; r < 8; ++r) {
+        to[r] = first + 256 * r;
+        sources[r] = reinterpret_cast<const std::byte*>(from.data()) + 256 * (7 - r);
+    }
+    copy_lines<8>(to, sources, 256);
+    arrive();
+    for (int r = 0; r < 8; ++r) CHECK(std::equal(to[r], to[r] + 256, sources[r]));
+#endif
 }
 
 void test_past_the_cache() {
@@ -293,6 +314,7 @@ int main(int argc, char** argv) {
     for (const std::size_t run : {4, 8, 16}) test_blocks(run);
     test_runs();
     test_mismatch(world);
+    test_lines();
     test_past_the_cache();
     return world.all_reduce(failures) > 0;
 }

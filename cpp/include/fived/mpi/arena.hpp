@@ -1,14 +1,16 @@
-// Memory for results, which the other ranks of the host write straight.
+// Memory for results that the other ranks of the host write.
 //
-// The file that the ranks of a host share has a part for each of them, its arena. A block of an arena is ordinary memory of
-// its rank that the others see too, so a message to it is copied once, by its sender. An arena takes memory as blocks are
-// asked for; those that are given back are kept for the next.
+// The file that the ranks of a host share has a part for each rank, its arena. A rank uses a block of its arena as any other
+// memory. The others have it mapped too, so they copy a message straight into it, once. An arena takes memory of the system
+// when a block is asked for, and keeps blocks that are given back for later ones.
 #pragma once
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <iterator>
 #include <map>
@@ -18,7 +20,7 @@
 
 namespace fived {
 
-/// A file that was mapped, and its memory. It ends with the last who has it mapped.
+/// A mapped file; unmapped and closed with the last owner.
 struct SharedFile {
     int handle;
     std::byte* start;
@@ -34,16 +36,17 @@ struct SharedFile {
     SharedFile& operator=(const SharedFile&) = delete;
 };
 
-/// The part of a rank, at [begin, end) of the file.
+/// A rank's blocks in [begin, end) of the file; `begin` is a multiple of `granule`.
 class Arena : public std::enable_shared_from_this<Arena> {
   public:
+    static constexpr std::size_t granule = 1 << 16;  // bytes; whole pages
+
     Arena(std::shared_ptr<const SharedFile> file, std::size_t begin, std::size_t end)
         : file_(std::move(file)), begin_(begin), taken_(begin), end_(end) {}
 
-    /// A block, given back when the last pointer to it goes; it may outlive the arena's owner. Null where the system has no
-    /// room for it.
+    /// A block, given back when the last pointer to it goes; it may outlive the arena's owner. Null where there is no room.
     std::shared_ptr<std::byte> block(std::size_t bytes) {
-        bytes = (bytes + granule - 1) / granule * granule;
+        bytes = (std::max<std::size_t>(bytes, 1) + granule - 1) / granule * granule;
         const std::lock_guard lock(mutex_);
         auto found = free_.begin();
         while (found != free_.end() && found->second < bytes) ++found;
@@ -57,24 +60,22 @@ class Arena : public std::enable_shared_from_this<Arena> {
         return {file_->start + at,
                 [self = shared_from_this(), at, bytes](std::byte*) { self->give_back(at, bytes); }};
     }
-    /// Whether [place, place + bytes) lies in it.
+    /// Whether the arena contains [place, place + bytes).
     bool holds(const std::byte* place, std::size_t bytes) const {
         const std::byte *first = file_->start + begin_, *last = file_->start + end_;
         return place >= first && place <= last && bytes <= std::size_t(last - place);
     }
 
   private:
-    static constexpr std::size_t granule = 1 << 16;
-
     /// Adds memory at the end, so that the last free block has that many bytes.
     bool grow(std::size_t bytes) {
         std::size_t from = taken_;
         if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == taken_)
             from = free_.rbegin()->first;
         const std::size_t more = from + bytes - taken_;
-        // What the file has been promised can be used: no signal at the first write where the host runs out.
-        if (more > end_ - taken_ || posix_fallocate(file_->handle, off_t(taken_), off_t(more)) != 0)
-            return false;
+        if (more > end_ - taken_ || !leaves_half(more)) return false;
+        // Reserved now: otherwise a write could end the program with SIGBUS when memory runs out.
+        if (posix_fallocate(file_->handle, off_t(taken_), off_t(more)) != 0) return false;
 #ifdef MADV_POPULATE_WRITE
         madvise(file_->start + taken_, more, MADV_POPULATE_WRITE);  // at once, not page by page
 #endif
@@ -82,7 +83,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
         free_[from] = bytes;
         return true;
     }
+    /// Whether half of the file system stays free for later groups, MPI and other programs.
+    bool leaves_half(std::size_t more) const {
+        struct statvfs system = {};
+        if (fstatvfs(file_->handle, &system) != 0) return false;
+        const bool limited = system.f_blocks > 0;
+        return !limited || system.f_bavail >= system.f_blocks / 2 + more / system.f_frsize;
+    }
     void give_back(std::size_t at, std::size_t bytes) {
+        if (getpid() != process_)
+            return;  // a forked child has a copy of the list, and perhaps a lock held for ever
         const std::lock_guard lock(mutex_);
         auto block = free_.emplace(at, bytes).first;
         if (const auto next = std::next(block); next != free_.end() && at + bytes == next->first) {
@@ -100,6 +110,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
     std::size_t begin_, taken_, end_;
     std::map<std::size_t, std::size_t> free_;  // where blocks begin, and their bytes
     std::mutex mutex_;
+    pid_t process_ = getpid();
 };
 
 }  // namespace fived

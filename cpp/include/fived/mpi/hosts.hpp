@@ -45,6 +45,7 @@ struct Message {
 struct Stage {
     std::optional<Rounds> rounds;
     std::vector<Message> messages;
+    bool exposes = false;  // other ranks may write the results from now on, until the collective is done
 };
 /// Called in turn, each when the one before is done. What they hold lives until all are.
 using Stages = std::vector<std::function<Stage()>>;
@@ -331,23 +332,31 @@ class Hosts {
                                                  std::to_string(room));
             return Stage{};
         });
-        // Long messages go straight to their places, if all ranks of this host can show them.
-        const auto shown = std::make_shared<std::vector<Shown>>();
+        // Long messages go straight into the receivers' arenas, if all places of this host lie in them.
+        const auto places = std::make_shared<std::vector<Destination>>();
         stages.push_back([=, this] {
             if (std::ranges::max(*all) < straight_from) return Stage{};
             const std::size_t local = memory_->size();
-            shown->resize(local * (local + 1));
-            Shown* const mine = &(*shown)[local * local];
+            places->resize(local * (local + 1));
+            Destination* const mine = &(*places)[local * local];
             std::vector<std::byte*> rows;
             for (std::size_t r = 0; r < local; ++r) {
-                mine[r] = int(r) == index_ ? Shown{.hidden = 0} : memory_->show(out[hosts_[here_][r]]);
-                rows.push_back(reinterpret_cast<std::byte*>(&(*shown)[local * r]));
+                const auto& place = out[hosts_[here_][r]];
+                // What is still to be sent must not be overwritten.
+                const bool safe =
+                    std::ranges::none_of(in, [&](const auto& piece) { return overlap(piece, place); });
+                if (int(r) == index_ && safe)
+                    mine[r].elsewhere = 0;  // nobody else writes it
+                else if (safe)
+                    mine[r] = memory_->describe(place);
+                rows.push_back(reinterpret_cast<std::byte*>(&(*places)[local * r]));
             }
             return Stage{fived::all_gather(*memory_, call, reinterpret_cast<std::byte*>(mine), rows,
-                                           local * sizeof(Shown)),
-                         {}};
+                                           local * sizeof(Destination)),
+                         {},
+                         true};
         });
-        stages.push_back(direct(call, in, out, [=] { return std::ranges::max(*all); }, shown));
+        stages.push_back(direct(call, in, out, [=] { return std::ranges::max(*all); }, places));
         return stages;
     }
 
@@ -357,6 +366,9 @@ class Hosts {
     }
 
   private:
+    static bool overlap(const Strided<const std::byte>& a, const Strided<std::byte>& b) {
+        return std::less<>()(a.start, b.start + b.reach()) && std::less<>()(b.start, a.start + a.reach());
+    }
     static Stages one(std::function<Rounds()> rounds) {
         return {[=] { return Stage{rounds(), {}}; }};
     }
@@ -498,11 +510,11 @@ class Hosts {
         return stages;
     }
 
-    /// `in[r]` to rank r: through the memory inside the host, by messages elsewhere, both at once. `shown`: the place on
-    /// each local rank of what each other has for it.
+    /// `in[r]` to rank r: through the memory inside the host, by messages elsewhere, both at once. `places`: on each
+    /// local rank, that of the message from each other.
     std::function<Stage()> direct(const Call& call, StridedInputs in, StridedOutputs out,
                                   std::function<std::size_t()> longest,
-                                  std::shared_ptr<std::vector<Shown>> shown = {}) {
+                                  std::shared_ptr<std::vector<Destination>> places = {}) {
         return [=, this] {
             StridedInputs near_in;
             StridedOutputs near_out;
@@ -510,9 +522,10 @@ class Hosts {
                 near_in.push_back(in[r]);
                 near_out.push_back(out[r]);
             }
-            const bool straight = shown && !shown->empty() && std::ranges::none_of(*shown, &Shown::hidden);
+            const bool straight =
+                places && !places->empty() && std::ranges::none_of(*places, &Destination::elsewhere);
             for (int r = 0; straight && r < memory_->size(); ++r)
-                if (r != index_) near_out[r] = memory_->place_of((*shown)[r * memory_->size() + index_]);
+                if (r != index_) near_out[r] = memory_->place_of((*places)[r * memory_->size() + index_]);
             Stage stage{(straight ? all_to_all_in_place : fived::all_to_all)(*memory_, call, near_in,
                                                                              near_out, longest()),
                         {}};

@@ -21,7 +21,8 @@
 //     all-gather        my chunk                            the others' chunks
 //     reduce-scatter    n - 1 pieces, for the others        the n - 1 pieces for me, and sum them with mine
 //     all-to-all        n - 1 pieces, for the others        the n - 1 pieces for me
-//       in place        all pieces, to where they belong    nothing
+//       in place        all pieces, into the receivers'     nothing
+//                       arenas (arena.hpp)
 //     all-reduce        n - 1 pieces, for the others;       two rounds later, out of my own slot: the sums
 //                       of the chunk two rounds ago:
 //                       my piece's sum, to where its
@@ -38,6 +39,8 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -58,12 +61,9 @@
 #include "fived/error.hpp"
 #include "fived/math/partition.hpp"
 #include "fived/mpi/arena.hpp"
+#include "fived/mpi/copies.hpp"
 #include "fived/mpi/mpi.hpp"
 #include "fived/mpi/strided.hpp"
-
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
 
 namespace fived {
 
@@ -78,99 +78,13 @@ struct Call {
     bool operator==(const Call&) const = default;
 };
 
-inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
-    if (bytes) std::memcpy(to, from, bytes);  // there may be no memory behind nothing
-}
-
-#ifdef __SSE2__
-/// Copies whole lines of the cache, a line of each run in turn, to places that begin with a line.
-template <int runs>
-void copy_lines(std::byte* const* to, const std::byte* const* from, std::size_t bytes) {
-    for (std::size_t i = 0; i < bytes; i += 64)
-        for (int r = 0; r < runs; ++r)
-            for (std::size_t j = i; j < i + 64; j += 16)
-                _mm_stream_si128(reinterpret_cast<__m128i*>(to[r] + j),
-                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[r] + j)));
-}
-/// The same, a line by one store.
-template <int runs>
-__attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to, const std::byte* const* from,
-                                                           std::size_t bytes) {
-    std::byte* places[runs];
-    const std::byte* sources[runs];
-    std::copy_n(to, runs, places);
-    std::copy_n(from, runs, sources);
-    for (std::size_t i = 0; i < bytes; i += 64)
-#pragma GCC unroll 8
-        for (int r = 0; r < runs; ++r)
-            _mm512_stream_si512(reinterpret_cast<__m512i*>(places[r] + i),
-                                _mm512_loadu_si512(sources[r] + i));
-}
-#endif
-
-/// Copies past the cache, for results so large that they would push out what is still needed. Call arrive() before others
-/// read. Eight runs of equal length go in turn: a core fetches ahead in each, so more lines are under way than of one.
-class RunsPastCache {
-  public:
-    ~RunsPastCache() { copy(); }
-    void add(std::byte* to, const std::byte* from, std::size_t bytes) {
-        if (bytes != bytes_) copy();
-        to_[count_] = to, from_[count_] = from, bytes_ = bytes;
-        if (++count_ == most) copy();
-    }
-    void copy() {
-#ifdef __SSE2__
-        // Whole lines only: a part of one would be written to memory when the next line begins.
-        std::size_t heads[most] = {}, longest = 0;
-        for (int r = 0; r < count_; ++r) {
-            heads[r] = std::min(bytes_, std::size_t(-reinterpret_cast<std::uintptr_t>(to_[r])) & 63);
-            longest = std::max(longest, heads[r]);
-        }
-        const std::size_t lines = (bytes_ - longest) / 64 * 64;
-        for (int r = 0; r < count_; ++r) {
-            const std::size_t tail = heads[r] + lines;
-            copy_through_cache(to_[r], from_[r], heads[r]);
-            copy_through_cache(to_[r] + tail, from_[r] + tail, bytes_ - tail);
-            to_[r] += heads[r], from_[r] += heads[r];
-        }
-        static const bool at_once = __builtin_cpu_supports("avx512f");
-        if (count_ == most)
-            (at_once ? copy_lines_at_once<most> : copy_lines<most>)(to_, from_, lines);
-        else
-            for (int r = 0; r < count_; ++r)
-                (at_once ? copy_lines_at_once<1> : copy_lines<1>)(to_ + r, from_ + r, lines);
-#else
-        for (int r = 0; r < count_; ++r) copy_through_cache(to_[r], from_[r], bytes_);
-#endif
-        count_ = 0;
-    }
-
-  private:
-    static constexpr int most = 8;
-    std::byte* to_[most];
-    const std::byte* from_[most];
-    std::size_t bytes_ = 0;
-    int count_ = 0;
-};
-
-inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
-    RunsPastCache().add(to, from, bytes);
-}
-
-/// Orders what was copied past the cache before all later stores.
-inline void arrive() {
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
-}
-
 /// Ranks of one host at the most.
 inline constexpr int max_local_ranks = 512;
 
-/// Where a message shall lie, as a rank tells the others of its host.
-struct Shown {
+/// The place of a message in its receiver's arena, as the receiver describes it to the other ranks of the host.
+struct Destination {
     static constexpr std::size_t most_dims = 3;
-    std::uint64_t hidden = 1, offset = 0, run = 0;
+    std::uint64_t elsewhere = 1, offset = 0, run = 0;  // elsewhere: in memory that is not shared
     Strided<std::byte>::Dim outer[most_dims] = {};
 };
 
@@ -184,7 +98,8 @@ class HostMemory {
     explicit HostMemory(const Communicator& comm) : rank_(comm.rank()), size_(comm.size()) {
         if (size_ > max_local_ranks)
             comm.fail("shared memory", "at most " + std::to_string(max_local_ranks) + " ranks of one host");
-        const std::size_t places = size_ * sizeof(Place);
+        const std::size_t granule = Arena::granule;
+        const std::size_t places = (size_ * sizeof(Place) + granule - 1) / granule * granule;
         std::string name = "/fived-" + std::to_string(getpid()) + "-" + std::to_string(made_++);
         name.resize(64, '\0');
         comm.broadcast(std::as_writable_bytes(std::span(name)));
@@ -196,8 +111,7 @@ class HostMemory {
         comm.broadcast(std::span(&error, 1));
         if (error == 0) {
             if (rank_ != 0) handle = shm_open(name.c_str(), O_RDWR, 0600);
-            // Arenas take room in the address space alone; where that has a limit, there are none.
-            const std::size_t arena = size_ > 1 ? arena_bytes(size_) : 0;
+            const auto arena = comm.all_reduce(arena_bytes(handle), MPI_MIN);
             error = map(comm, handle, places, arena);
             if (error != 0 && arena > 0) error = map(comm, handle, places, 0);
         }
@@ -216,21 +130,20 @@ class HostMemory {
     int size() const { return size_; }
     /// What `rank` writes in a round of the collective under way.
     std::byte* slot(int rank, std::size_t round) const { return slot_of(rank, round).data; }
-    /// Memory of this rank that the others can write; it may outlive this. Null where the system has no room for it.
+    /// Memory of this rank that the others can write; it may outlive this. Null where there is no room.
     std::shared_ptr<std::byte> block(std::size_t bytes) { return arena_->block(bytes); }
-    /// A place as another rank finds it in `place_of`; hidden if it does not lie in such blocks.
-    Shown show(const Strided<std::byte>& place) const {
-        std::size_t reach = place.run;
-        for (const auto& dim : place.outer) reach += (dim.count - 1) * dim.apart;
-        if (place.size() == 0) return {.hidden = 0};
-        if (place.outer.size() > Shown::most_dims || !arena_->holds(place.start, reach)) return {};
-        Shown shown{0, std::uint64_t(place.start - file_->start), place.run};
-        std::ranges::copy(place.outer, shown.outer);
-        return shown;
+    Destination describe(const Strided<std::byte>& place) const {
+        if (place.size() == 0) return {.elsewhere = 0};
+        if (place.outer.size() > Destination::most_dims || !arena_->holds(place.start, place.reach()))
+            return {};
+        Destination found{0, std::uint64_t(place.start - file_->start), place.run};
+        std::ranges::copy(place.outer, found.outer);
+        return found;
     }
-    Strided<std::byte> place_of(const Shown& shown) const {
-        Strided<std::byte> place(file_->start + shown.offset, shown.run, {});
-        for (const auto& dim : shown.outer)
+    /// The same place where this rank has it mapped.
+    Strided<std::byte> place_of(const Destination& destination) const {
+        Strided<std::byte> place(file_->start + destination.offset, destination.run, {});
+        for (const auto& dim : destination.outer)
             if (dim.count) place.outer.push_back(dim);
         return place;
     }
@@ -301,26 +214,42 @@ class HostMemory {
         alignas(128) std::atomic<std::uint64_t> counter;  // of rounds written; alone in its cache lines
         alignas(128) Slot slots[4];
     };
-    /// The address space for the arena of a rank: of all ranks together as much as there is memory.
-    static std::size_t arena_bytes(int ranks) {
-        return std::size_t(sysconf(_SC_PHYS_PAGES)) / ranks * sysconf(_SC_PAGESIZE);
+    /// Address space for a rank's arena: its share of half of the file system. None where processes have limits.
+    std::uint64_t arena_bytes(int handle) const {
+        rlimit space = {}, file = {};
+        struct statvfs system = {};
+        if (size_ == 1 || handle < 0 || fstatvfs(handle, &system) != 0 || getrlimit(RLIMIT_AS, &space) != 0 ||
+            getrlimit(RLIMIT_FSIZE, &file) != 0 || space.rlim_cur != RLIM_INFINITY ||
+            file.rlim_cur != RLIM_INFINITY)
+            return 0;
+        std::uint64_t bytes = std::uint64_t(system.f_blocks) * system.f_frsize;
+        if (bytes == 0)  // no limit but the memory
+            bytes = std::uint64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+        return bytes / 2 / size_ / Arena::granule * Arena::granule;
     }
     /// Collective. Maps the places and, behind them, an arena for each rank. Takes the handle and returns 0, or returns the
     /// error of some rank.
     int map(const Communicator& comm, int handle, std::size_t places, std::size_t arena) {
         const std::size_t bytes = places + size_ * arena;
         void* start = MAP_FAILED;
-        if (handle >= 0 && ftruncate(handle, off_t(bytes)) == 0)
-            start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, handle, 0);
-        const int error = comm.all_reduce(int(start == MAP_FAILED ? errno : 0), MPI_MAX);
+        int error = handle < 0 ? EBADF : 0;
+        if (error == 0 && ftruncate(handle, off_t(bytes)) != 0) error = errno;
         if (error == 0) {
-            file_ = std::make_shared<SharedFile>(handle, static_cast<std::byte*>(start), bytes);
-            const std::size_t begin = places + rank_ * arena;
-            arena_ = std::make_shared<Arena>(file_, begin, begin + arena);
-        } else if (start != MAP_FAILED) {
-            munmap(start, bytes);
+            start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, handle, 0);
+            if (start == MAP_FAILED) error = errno;
         }
-        return error;
+        error = comm.all_reduce(error, MPI_MAX);
+        if (error != 0) {
+            if (start != MAP_FAILED) munmap(start, bytes);
+            return error;
+        }
+        file_ = std::make_shared<SharedFile>(handle, static_cast<std::byte*>(start), bytes);
+#ifdef MADV_DONTDUMP
+        madvise(file_->start + places, size_ * arena, MADV_DONTDUMP);  // a dump would fill the holes
+#endif
+        const std::size_t begin = places + rank_ * arena;
+        arena_ = std::make_shared<Arena>(file_, begin, begin + arena);
+        return 0;
     }
     Slot& slot_of(int rank, std::size_t round) const { return places_[rank].slots[(start_ + round) % 4]; }
     static inline std::atomic<int> made_ = 0;
@@ -513,25 +442,6 @@ inline Rounds reduce_scatter(HostMemory& m, const Call& call, std::vector<const 
             }};
 }
 
-/// Copies [begin, begin + bytes) of a message from where it lies to where it shall lie. Runs may wait in `runs`.
-inline void copy_message(const Strided<std::byte>& to, const Strided<const std::byte>& from,
-                         std::size_t begin, std::size_t bytes, RunsPastCache& runs) {
-    if (!from.crosswise())
-        return to.each(begin, bytes, [&](std::byte* place, std::size_t at, std::size_t n) {
-            from.each(begin + at, n, [&](const std::byte* source, std::size_t more, std::size_t k) {
-                runs.add(place + more, source, k);
-            });
-        });
-    alignas(64) std::byte block[1 << 14];  // stays in the nearest cache
-    for (std::size_t at = 0; at < bytes; at += sizeof block) {
-        const std::size_t n = std::min(sizeof block, bytes - at);
-        from.gather(begin + at, n, block, copy_through_cache);
-        to.each(begin + at, n,
-                [&](std::byte* place, std::size_t more, std::size_t k) { runs.add(place, block + more, k); });
-        runs.copy();
-    }
-}
-
 /// `in[r]` goes to rank r, `out[r]` comes from there. `longest` is the longest piece of all, between any two.
 inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
                          std::vector<Strided<std::byte>> out, std::size_t longest) {
@@ -566,20 +476,19 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<co
         }};
 }
 
-/// The same where every rank's places lie in its arena: `places[r]` are those of rank r for what this rank has for it. A
-/// message is copied once.
+/// An all-to-all into the arenas of the receivers: `in[r]` is copied once, to `places[r]` in the arena of rank r.
 inline Rounds all_to_all_in_place(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
                                   std::vector<Strided<std::byte>> places, std::size_t longest) {
-    // In turn a little to each rank: reads what lies side by side, and not all ranks write into one at the same time.
-    const std::size_t chunk = 1 << 20, little = 1 << 16;
+    // 64 KiB for each rank in turn: pieces of one matrix lie side by side, and ranks write to different ranks at a time.
+    const std::size_t part = 1 << 16, chunk = std::max<std::size_t>(part, (1 << 20) / m.size() / part * part);
     return {call, rounds_of(longest, chunk),
             [=, rank = m.rank(), size = m.size()](std::size_t i) {
                 RunsPastCache runs;
-                for (std::size_t begin = i * chunk; begin < (i + 1) * chunk; begin += little)
+                for (std::size_t begin = i * chunk; begin < (i + 1) * chunk; begin += part)
                     for (int k = 0; k < size; ++k) {
                         const int r = (rank + k) % size;
                         const std::size_t left = in[r].size() - std::min(in[r].size(), begin);
-                        copy_message(places[r], in[r], begin, std::min(little, left), runs);
+                        copy_message(places[r], in[r], begin, std::min(part, left), runs);
                     }
             },
             [](std::size_t) {}};

@@ -49,6 +49,13 @@ struct Strided {
         for (const Dim& dim : outer) bytes *= dim.count;
         return bytes;
     }
+    /// The bytes from `start` to the end of the last run, gaps included.
+    std::size_t reach() const {
+        std::size_t bytes = size() ? run : 0;
+        for (const Dim& dim : outer)
+            if (bytes) bytes += (dim.count - 1) * dim.apart;
+        return bytes;
+    }
     /// The bytes of a column, if the last dimension is one.
     std::size_t column() const { return run * outer.back().count; }
     /// Whether the last two dimensions are columns of a matrix that is stored by rows, of whole lines of the cache.

@@ -1,0 +1,124 @@
+// Copies between the memory of a rank and the memory that it shares, through the cache or past it.
+//
+// A store through the cache first loads the line that it writes, and pushes out what is still needed. A store past it does
+// neither, but is seen later: call arrive() before others read.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "fived/mpi/strided.hpp"
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+namespace fived {
+
+inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes) std::memcpy(to, from, bytes);  // there may be no memory behind nothing
+}
+
+#ifdef __SSE2__
+/// Copies whole lines of the cache, a line of each run in turn, to places that begin with a line.
+template <int runs>
+void copy_lines(std::byte* const* to, const std::byte* const* from, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; i += 64)
+        for (int r = 0; r < runs; ++r)
+            for (std::size_t j = i; j < i + 64; j += 16)
+                _mm_stream_si128(reinterpret_cast<__m128i*>(to[r] + j),
+                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[r] + j)));
+}
+/// The same, a line by one store.
+template <int runs>
+__attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to, const std::byte* const* from,
+                                                           std::size_t bytes) {
+    std::byte* places[runs];
+    const std::byte* sources[runs];
+    std::copy_n(to, runs, places);
+    std::copy_n(from, runs, sources);
+    for (std::size_t i = 0; i < bytes; i += 64)
+        for (int r = 0; r < runs; ++r)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(places[r] + i),
+                                _mm512_loadu_si512(sources[r] + i));
+}
+#endif
+
+/// Copies past the cache, eight runs of equal length in turn: a core fetches ahead in each, so more lines are under way than
+/// of one.
+class RunsPastCache {
+  public:
+    ~RunsPastCache() { copy(); }
+    void add(std::byte* to, const std::byte* from, std::size_t bytes) {
+        if (bytes != bytes_) copy();
+        to_[count_] = to, from_[count_] = from, bytes_ = bytes;
+        if (++count_ == most) copy();
+    }
+    void copy() {
+#ifdef __SSE2__
+        // Whole lines only: a part of one would be written to memory when the next line begins.
+        std::size_t heads[most] = {}, longest = 0;
+        for (int r = 0; r < count_; ++r) {
+            heads[r] = std::min(bytes_, std::size_t(-reinterpret_cast<std::uintptr_t>(to_[r])) & 63);
+            longest = std::max(longest, heads[r]);
+        }
+        const std::size_t lines = (bytes_ - longest) / 64 * 64;
+        for (int r = 0; r < count_; ++r) {
+            const std::size_t tail = heads[r] + lines;
+            copy_through_cache(to_[r], from_[r], heads[r]);
+            copy_through_cache(to_[r] + tail, from_[r] + tail, bytes_ - tail);
+            to_[r] += heads[r], from_[r] += heads[r];
+        }
+        static const bool at_once = __builtin_cpu_supports("avx512f");
+        if (count_ == most)
+            (at_once ? copy_lines_at_once<most> : copy_lines<most>)(to_, from_, lines);
+        else
+            for (int r = 0; r < count_; ++r)
+                (at_once ? copy_lines_at_once<1> : copy_lines<1>)(to_ + r, from_ + r, lines);
+#else
+        for (int r = 0; r < count_; ++r) copy_through_cache(to_[r], from_[r], bytes_);
+#endif
+        count_ = 0;
+    }
+
+  private:
+    static constexpr int most = 8;
+    std::byte* to_[most];
+    const std::byte* from_[most];
+    std::size_t bytes_ = 0;
+    int count_ = 0;
+};
+
+inline void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+    RunsPastCache().add(to, from, bytes);
+}
+
+/// Orders what was copied past the cache before all later stores.
+inline void arrive() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+/// Copies [begin, begin + bytes) of the message `from` to the same part of `to`. `runs` may keep some for its next copy.
+inline void copy_message(const Strided<std::byte>& to, const Strided<const std::byte>& from,
+                         std::size_t begin, std::size_t bytes, RunsPastCache& runs) {
+    if (!from.crosswise())
+        return to.each(begin, bytes, [&](std::byte* place, std::size_t at, std::size_t n) {
+            from.each(begin + at, n, [&](const std::byte* source, std::size_t more, std::size_t k) {
+                runs.add(place + more, source, k);
+            });
+        });
+    alignas(64) std::byte block[1 << 14];  // stays in the nearest cache
+    for (std::size_t at = 0; at < bytes; at += sizeof block) {
+        const std::size_t n = std::min(sizeof block, bytes - at);
+        from.gather(begin + at, n, block, copy_through_cache);
+        to.each(begin + at, n,
+                [&](std::byte* place, std::size_t more, std::size_t k) { runs.add(place, block + more, k); });
+        runs.copy();
+    }
+}
+
+}  // namespace fived
