@@ -99,7 +99,7 @@ void exchange(HostMemory& memory, const Call& call, std::vector<Strided<const st
     run(memory, all_gather(memory, call, reinterpret_cast<const std::byte*>(mine.data()), rows,
                            P * sizeof(Destination)));
     for (int r = 0; r < P; ++r) out[r] = memory.place_of(all[P * r + me]);
-    run(memory, all_to_all_in_place(memory, call, in, out, longest));
+    run(memory, all_to_all_into_arenas(memory, call, in, out, longest));
 }
 
 /// Columns of a matrix of n rows go to each rank, which stores them below each other in groups of 3 columns.

@@ -526,8 +526,8 @@ class Hosts {
                 places && !places->empty() && std::ranges::none_of(*places, &Destination::elsewhere);
             for (int r = 0; straight && r < memory_->size(); ++r)
                 if (r != index_) near_out[r] = memory_->place_of((*places)[r * memory_->size() + index_]);
-            Stage stage{(straight ? all_to_all_in_place : fived::all_to_all)(*memory_, call, near_in,
-                                                                             near_out, longest()),
+            Stage stage{(straight ? all_to_all_into_arenas : fived::all_to_all)(*memory_, call, near_in,
+                                                                                near_out, longest()),
                         {}};
             for (int r = 0; r < size_; ++r)
                 if (of_rank_[r] != here_) {

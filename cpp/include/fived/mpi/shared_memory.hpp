@@ -21,7 +21,7 @@
 //     all-gather        my chunk                            the others' chunks
 //     reduce-scatter    n - 1 pieces, for the others        the n - 1 pieces for me, and sum them with mine
 //     all-to-all        n - 1 pieces, for the others        the n - 1 pieces for me
-//       in place        all pieces, into the receivers'     nothing
+//       into arenas     all pieces, into the receivers'     nothing
 //                       arenas (arena.hpp)
 //     all-reduce        n - 1 pieces, for the others;       two rounds later, out of my own slot: the sums
 //                       of the chunk two rounds ago:
@@ -477,8 +477,9 @@ inline Rounds all_to_all(HostMemory& m, const Call& call, std::vector<Strided<co
 }
 
 /// An all-to-all into the arenas of the receivers: `in[r]` is copied once, to `places[r]` in the arena of rank r.
-inline Rounds all_to_all_in_place(HostMemory& m, const Call& call, std::vector<Strided<const std::byte>> in,
-                                  std::vector<Strided<std::byte>> places, std::size_t longest) {
+inline Rounds all_to_all_into_arenas(HostMemory& m, const Call& call,
+                                     std::vector<Strided<const std::byte>> in,
+                                     std::vector<Strided<std::byte>> places, std::size_t longest) {
     // 64 KiB for each rank in turn: pieces of one matrix lie side by side, and ranks write to different ranks at a time.
     const std::size_t part = 1 << 16, chunk = std::max<std::size_t>(part, (1 << 20) / m.size() / part * part);
     return {call, rounds_of(longest, chunk),
