@@ -62,5 +62,6 @@ def test_terms_for_a_part() -> None:
 def test_on_mpi(n: int) -> None:
     """The ranks of a host exchange views through the memory that they share: moves, transforms, convolutions."""
     need_module("fived_c10d")
-    done = mpirun(n, python(), ROOT / "tests" / "mpi" / "tensors_worker.py", str(2 * cases.EXAMPLES))
+    worker = ROOT / "tests" / "mpi" / "tensors_worker.py"
+    done = mpirun(n, python(), worker, str(cases.EXAMPLES), timeout=240 + 3 * cases.EXAMPLES)
     assert done.returncode == 0, done.stderr

@@ -58,12 +58,12 @@ def write_straight(rt: Runtime) -> None:
                 other,
             )
             if (one, other) in ((rows, columns), (columns, Replicate())) and rt.rank == 0:
-                assert is_shared(moved.local) == has_room(), (one, other)
+                assert is_shared(moved.local) or not has_room(), (one, other)
     whole = cases.numbers((700, 1030), torch.complex128)
     for order in ("natural", "transposed"):
         found = fft2(cases.spread(whole, grid, (rows,)), order=order)
         cases.assert_close(found.full(), torch.fft.fft2(whole), times=500)
-        assert is_shared(found.local) == (order == "natural" and has_room())
+        assert order == "transposed" or is_shared(found.local) or not has_room()
     if (child := os.fork()) == 0:  # what a forked process makes is its own
         mine = pages.new_result((2**20,), torch.float32, torch.device("cpu"), rt.world)
         os._exit(is_shared(mine))
