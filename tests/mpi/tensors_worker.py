@@ -63,7 +63,8 @@ def write_straight(rt: Runtime) -> None:
     for order in ("natural", "transposed"):
         found = fft2(cases.spread(whole, grid, (rows,)), order=order)
         cases.assert_close(found.full(), torch.fft.fft2(whole), times=500)
-        assert order == "transposed" or is_shared(found.local) or not has_room()
+        if order == "natural":
+            assert is_shared(found.local) or not has_room()
     if (child := os.fork()) == 0:  # what a forked process makes is its own
         mine = pages.new_result((2**20,), torch.float32, torch.device("cpu"), rt.world)
         os._exit(is_shared(mine))
@@ -80,4 +81,4 @@ if __name__ == "__main__":
         write_straight(rt)
         pages.SHARED = 0  # small results, too
         for check in checks[:2]:
-            cases.examples_of(rt, check, int(sys.argv[1]) // 2)
+            cases.examples_of(rt, check, int(sys.argv[1]))
