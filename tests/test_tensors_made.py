@@ -147,7 +147,8 @@ def from_files(rt: Runtime, folder: Path) -> None:
     grid = Grid(rt.world)
     whole = cases.numbers((7, 3))
     for placed in (Shard(0), Shard(1), Shard(0, (7,) + (0,) * (rt.world_size - 1)), Replicate()):
-        assert torch.equal(dt.load(folder / "x.npy", grid, placed).full(), whole)
+        for name in ("x.npy", "big-endian.npy"):
+            assert torch.equal(dt.load(folder / name, grid, placed).full(), whole)
         assert torch.equal(dt.load(folder / "x.safetensors", grid, placed, "x").full(), whole)
 
 
@@ -155,6 +156,7 @@ def from_files(rt: Runtime, folder: Path) -> None:
 def test_files(n: int, tmp_path: Path) -> None:
     whole = cases.numbers((7, 3))
     np.save(tmp_path / "x.npy", whole.numpy())
+    np.save(tmp_path / "big-endian.npy", whole.numpy().astype(">f8"))
     save_file({"x": whole}, tmp_path / "x.safetensors")
     spawn(from_files, n, tmp_path)
 
@@ -245,8 +247,10 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "no rank": (lambda g: g.x.on_root(9), "give one from 0 to 1"),
     "file": (
         lambda g: dt.load(g.folder / ("absent.npy" if g.rank else "there.npy"), g.grid, Shard(0)),
-        "absent.npy",
+        r"rank\(s\) 1: \S*absent.npy: No such file",
     ),
+    "words": (lambda g: dt.load(g.folder / "words.npy", g.grid, Shard(0)), r"rank\(s\) 0, 1: .*words.npy"),
+    "no array": (lambda g: dt.load(g.folder / "no-array.npy", g.grid, Shard(0)), "magic string"),
     "piece": (lambda g: dt.from_pieces(torch.ones(2 + g.rank, 6), (4, 6), g.grid, Shard(0)), "needed is"),
     "gradient": (lambda g: g.x.requires_grad_().backward(), "give its gradient"),
     "history": (lambda g: g.x.sum().backward(), "without history"),
@@ -273,6 +277,8 @@ def wrong(rt: Runtime, what: str, folder: Path) -> None:
 @pytest.mark.parametrize("what", WRONG)
 def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
     np.save(tmp_path / "there.npy", np.ones((4, 6)))
+    np.save(tmp_path / "words.npy", np.array(["one", "two"]))
+    (tmp_path / "no-array.npy").write_text("some other file")
     with pytest.raises(RankError, match=WRONG[what][1]) as failure:
         spawn(wrong, 2, what, tmp_path)
     assert failure.value.code == 2

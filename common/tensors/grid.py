@@ -110,8 +110,13 @@ class Grid:
             if int(found[0]) == mine == -int(found[1]) and not found[2]:
                 return
             said = comm.everyones((self._last, line_of_user(), problem), self.world)
-        if problems := [f"rank {r}: {text}" for r, (_, _, text) in enumerate(said) if text]:
-            raise UsageError("; ".join(problems))
+        problems: dict[str, list[int]] = {}
+        for r, (_, _, text) in enumerate(said):
+            problems.setdefault(text, []).append(r)
+        problems.pop("", None)
+        if problems:
+            by = [f"rank(s) {', '.join(map(str, of))}: {text}" for text, of in problems.items()]
+            raise UsageError("; ".join(by))
         ranks: dict[tuple[str, str], list[int]] = {}
         for r, (last, line, _) in enumerate(said):
             ranks.setdefault((last, line), []).append(r)

@@ -188,7 +188,8 @@ def from_pieces(piece: Tensor, shape: Sequence[int], grid: Grid, placements: Pla
 def load(path: str | Path, grid: Grid, placements: Placements, name: str | None = None) -> DistributedTensor:
     """Return a tensor of a .npy or .safetensors file; every rank reads its own piece.
 
-    name: of the tensor in a .safetensors file. Raises UsageError on every rank if a rank cannot read it.
+    The type is the file's. name: of the tensor in a .safetensors file. Raises UsageError on every rank if a rank cannot
+    read the file, or torch has no such type.
     """
     path, problem = Path(path), ""
     read: Callable[[tuple[slice, ...]], Tensor] | None = None
@@ -196,6 +197,8 @@ def load(path: str | Path, grid: Grid, placements: Placements, name: str | None 
     with grid.operation(f"load({path.name}, {name}, {placements!r})"):
         try:
             shape, read = _opened(path, name)
+        except OSError as error:
+            problem = f"{path}: {error.strerror or error}"
         except Exception as error:
             problem = f"{path}: {error or type(error).__name__}"
         grid.meet(problem)
@@ -206,8 +209,10 @@ def load(path: str | Path, grid: Grid, placements: Placements, name: str | None 
 
 def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tuple[slice, ...]], Tensor]]:
     if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r")
-        return array.shape, lambda box: torch.from_numpy(np.array(array[box]))
+        array = np.lib.format.open_memmap(path, mode="r")
+        native = array.dtype.newbyteorder("=")
+        torch.from_numpy(np.empty(0, native))  # raises TypeError for what torch cannot hold
+        return array.shape, lambda box: torch.from_numpy(np.array(array[box], native))
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
