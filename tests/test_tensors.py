@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from mpi.launch import ROOT, mpirun, need_module, python
 
 from common.comm.ledger import Ledger
-from common.tensors import DistributedTensor, Grid, Partial, Shard
+from common.launch.runtime import Runtime
+from common.launch.spawn import spawn
+from common.tensors import DistributedTensor, Grid, Partial, Replicate, Shard, conv2d
 from common.tensors.transfer import bytes_sent
 
 WORLDS = (1, 2, 3, 4, 5, 6)
@@ -56,6 +60,23 @@ def as_many_terms_as_numbers(grid: Grid, data: Any) -> None:
 
 def test_terms_for_a_part() -> None:
     cases.on_grids(6, as_many_terms_as_numbers, 2)
+
+
+def no_grid_stays(rt: Runtime) -> None:
+    """Move and convolve on a grid, which must be freed with its tensors: it holds memory of the ranks."""
+    grid = Grid(rt.world)
+    x = cases.spread(cases.numbers((2, 3, 8, 8)), grid, (Shard(2),))
+    w = cases.spread(cases.numbers((4, 3, 3, 3)), grid, (Replicate(),))
+    conv2d(x, w, padding=1, way="height").redistribute(Shard(0)).sum().full()
+    assert grid.caches
+    found = weakref.ref(grid)
+    del grid, x, w
+    gc.collect()
+    assert found() is None
+
+
+def test_a_grid_is_freed_with_its_tensors() -> None:
+    spawn(no_grid_stays, 2)
 
 
 @pytest.mark.parametrize("n", [2, 3])

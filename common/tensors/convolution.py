@@ -186,7 +186,7 @@ class Convolution:
 
     def split(self, names: Sequence[str]) -> Split:
         """Return how the tensors lie if axis i of the grid splits `names[i]`."""
-        return split_of(self.window, self.x.layout, self.w.layout, self.spatial, tuple(names))
+        return split_of(self.x.layout, self.w.layout, self.window, self.spatial, tuple(names))
 
     def local(self, x: Tensor, w: Tensor, split: Split, overlapped: bool | None = None) -> Tensor:
         """Return this rank's part of the result from its piece of x, bringing the halo.

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,6 +28,9 @@ from common.comm.checked.report import line_of_user
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.tensors.rates import Rates
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 class Grid:
@@ -57,6 +62,7 @@ class Grid:
         self.place = self.places[world.rank]
         self._rates = Rates()
         self.chosen: dict[tuple[Hashable, ...], str] = {}  # ways that were chosen before, by these rates
+        self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}  # of functions of layouts on this grid
         self.asked = False  # the ways of the next operation are asked for, which is not carried out
         self._done = hashlib.sha256()
         self._last = "nothing"
@@ -128,6 +134,19 @@ class Grid:
         raise UsageError(
             f"all ranks must call the same operations in the same order, but called {'; '.join(by)}"
         )
+
+
+def cached_on_grid(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Cache results on the grid of the first argument, so that grid and ranks are freed with their last tensor."""
+
+    @wraps(function)
+    def cached(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        caches = cast(Any, args[0]).grid.caches
+        if function not in caches:
+            caches[function] = lru_cache(4096)(function)
+        return cast(Found, caches[function](*args, **kwargs))
+
+    return cached
 
 
 def same_grid(grids: Sequence[Grid], operation: str) -> Grid:

@@ -17,13 +17,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
+from common.tensors.grid import cached_on_grid
 from common.tensors.layout import (
     Box,
     Layout,
@@ -58,7 +58,7 @@ def sources(rank: int, source: Layout, target: Layout) -> list[tuple[int, Box]]:
     return found
 
 
-@lru_cache(4096)
+@cached_on_grid
 def _plan(source: Layout, target: Layout) -> tuple[list[Box | None], list[Box | None], bool]:
     """Return (box for each rank, box from each rank, True if any rank sends); None where nothing travels."""
     grid, me = source.grid, source.grid.world.rank
@@ -204,7 +204,7 @@ def _exchanged(
     return out.to(piece.dtype)
 
 
-@lru_cache(4096)
+@cached_on_grid
 def bytes_sent(source: Layout, target: Layout, item: int, rank: int | None = None) -> Fraction:
     """Return the bytes that a rank sends in `moved`, this one by default. item: bytes per number."""
     rank = source.grid.world.rank if rank is None else rank

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from common.comm import sizes_of
+from common.tensors.grid import Grid, cached_on_grid
 from common.tensors.halo import Halo
 from common.tensors.layout import Box, Layout, Partial, Placement, Replicate, Shard, size_of, together
 from common.tensors.rates import Term
@@ -59,9 +59,13 @@ class Split:
     y: Layout
     halo: Halo
 
+    @property
+    def grid(self) -> Grid:
+        return self.x.grid
 
-@lru_cache(1024)
-def split_of(window: Window, x: Layout, w: Layout, spatial: tuple[int, ...], names: tuple[str, ...]) -> Split:
+
+@cached_on_grid
+def split_of(x: Layout, w: Layout, window: Window, spatial: tuple[int, ...], names: tuple[str, ...]) -> Split:
     """Return the split in which axis i of the grid splits `names[i]`; x, w: as the operands lie before."""
     grid, placed = x.grid, (list[Placement](), list[Placement](), list[Placement]())
     for axis, name in enumerate(names):
@@ -79,7 +83,7 @@ def split_of(window: Window, x: Layout, w: Layout, spatial: tuple[int, ...], nam
     return Split(window, for_x, for_w, y, Halo(for_x, tuple(boxes)))
 
 
-@lru_cache(1024)
+@cached_on_grid
 def plans_of(split: Split, dtype: torch.dtype) -> list[list[Term]]:
     """Return the terms of the rank that has most to do: if the halo comes first, and if it travels meanwhile."""
     world, kernel = range(len(split.y.boxes)), math.prod(split.window.kernel)
