@@ -243,7 +243,7 @@ void test_arena(const Communicator& world) {
     CHECK(last.get()[2 * large - 1] == std::byte(world.rank()));
 }
 
-/// The kernel of processors without AVX-512.
+/// The kernels that another processor would use.
 void test_lines() {
 #ifdef __SSE2__
     const Numbers from = numbers(8 * 64, 1);
@@ -255,9 +255,15 @@ void test_lines() {
         to[r] = first + 256 * r;
         sources[r] = reinterpret_cast<const std::byte*>(from.data()) + 256 * (7 - r);
     }
-    copy_lines<8>(to, sources, 256);
-    arrive();
-    for (int r = 0; r < 8; ++r) CHECK(std::equal(to[r], to[r] + 256, sources[r]));
+    const auto check = [&](CopyLines* copy, int runs) {
+        std::fill(room.begin(), room.end(), std::byte(0));
+        for (int r = 0; r < 8; r += runs) copy(to + r, sources + r, 256);
+        arrive();
+        for (int r = 0; r < 8; ++r) CHECK(std::equal(to[r], to[r] + 256, sources[r]));
+    };
+    check(copy_lines<1>, 1), check(copy_lines<2>, 2);
+    if (__builtin_cpu_supports("avx2")) check(copy_lines_by_halves<1>, 1), check(copy_lines_by_halves<2>, 2);
+    if (__builtin_cpu_supports("avx512f")) check(copy_lines_at_once<1>, 1), check(copy_lines_at_once<8>, 8);
 #endif
 }
 
