@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from common.errors import UsageError
 
 ARITHMETIC = {"product", "convolution", "transform"}
 LINES = 256  # strides that are multiples of so many numbers map to few lines of the cache
+
+Library = Literal["torch", "pocketfft"]
+LIBRARIES: tuple[Library, ...] = get_args(Library)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Term:
     times: int = 1
     hidden: bool = False
     """True if it travels while the way's arithmetic goes on."""
+    library: Library = "torch"
+    """Whose transform it is."""
 
 
 def product_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
@@ -70,6 +76,12 @@ def transform_work(rows: int, length: int) -> float:
     return 5.0 * rows * length * math.log2(max(length, 2))
 
 
+def transform_curve(dtype: torch.dtype, library: Library = "torch") -> str:
+    """Return the name of the curve of a library's transforms."""
+    name = f"transform {str(dtype).removeprefix('torch.')}"
+    return name if library == "torch" else f"{name} {library}"
+
+
 def largest_prime(n: int) -> int:
     """Return the largest prime factor of n, 2 for n = 1; the time of a transform per FLOP depends on it."""
     found, p = 2, 2
@@ -92,7 +104,7 @@ class Rates:
     curves: points (amount, seconds), between which it is interpolated on logarithmic axes. Of moves and copies the
     amount is bytes. Of a transform it is the length, with the seconds of a FLOP where the length is a power of two;
     "primes" are by what factor a largest prime factor makes it slower, "apart" and "aligned" the same of numbers that
-    are not neighbours.
+    are not neighbours. Those of pocketfft have their own curves.
 
     corrections: by kind, the factor from a term that is measured alone to the same term in an operation; "move",
     seconds that each message takes beyond its term; "way product" and its like, seconds that each way with such
@@ -115,12 +127,11 @@ class Rates:
             one = sum(f * c for f, c in zip(features, self.products.get(kind, default), strict=True))
         elif term.kind == "transform":
             rows, length, apart = term.sizes
-            rate = self._curve(f"transform {kind}", length, wide / 4e9)
-            rate *= self._curve(f"transform {kind} primes", largest_prime(length), 1.0)
+            name = transform_curve(term.dtype, term.library)
+            rate = self._curve(name, length, wide / (4e9 if term.library == "torch" else 3e9))
+            rate *= self._curve(f"{name} primes", largest_prime(length), 1.0)
             if apart > 1:
-                rate *= self._curve(
-                    f"transform {kind} {'apart' if apart % LINES else 'aligned'}", length, 1.0
-                )
+                rate *= self._curve(f"{name} {'apart' if apart % LINES else 'aligned'}", length, 1.0)
             one = transform_work(rows, length) * rate
         elif term.kind == "convolution":
             default = (5e-6, wide / 50e9, 1 / 20e9, 1 / 10e9)

@@ -10,11 +10,14 @@ receiver writes each of them, BAND numbers, in one run. Between ranks of one hos
 the sender transposes while it fills the memory that the ranks share. Rows beyond the last whole band are copied by
 torch. With order="transposed" the result stays split by columns, and a column lies in one run of memory: `local` is a
 transposed view.
+
+The kernels are torch's, or those of pocketfft (Reinecke) in SciPy. torch's CPU builds use MKL, which is the faster of
+the two on some processors only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,21 +26,18 @@ from torch import Tensor
 from common import comm
 from common.comm import Group
 from common.tensors.layout import Layout, Shard
+from common.tensors.rates import Library
 from common.tensors.tensor import DistributedTensor
 from common.utils.pages import new_result
 
 BAND = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
-KERNELS: dict[str, Callable[..., Tensor]] = {
-    "fft": torch.fft.fft,
-    "ifft": torch.fft.ifft,
-    "rfft": torch.fft.rfft,
-}
+KINDS = "fft", "ifft", "rfft"
 
 
 def fits(x: DistributedTensor, kind: str) -> bool:
     """Return True for fft, ifft and rfft of a matrix on CPUs, split by rows over one axis, without a gradient."""
-    known = kind == "rfft" or (kind in KERNELS and x.dtype.is_complex)
+    known = kind == "rfft" or (kind in KINDS and x.dtype.is_complex)
     plain = x.ndim == 2 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
     by_rows = len(x.grid.shape) == 1 and len(x.layout.cut_along(0)) == 1
     return known and plain and by_rows and min(x.shape) >= x.grid.world.size > 1
@@ -50,32 +50,40 @@ def layouts(x: DistributedTensor, kind: str) -> tuple[Layout, Layout]:
     return rows, rows.placed(Shard(1))
 
 
-def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedTensor:
+def slab(x: DistributedTensor, kind: str, norm: str, order: str, library: Library) -> DistributedTensor:
     """Return the transform of a matrix for which `fits` is True."""
     rows, columns = layouts(x, kind)
-    M, N = rows.shape
+    M = x.shape[0]
     m_spans, n_spans = [box[0] for box in rows.boxes], [box[1] for box in columns.boxes]
     lo, hi = columns.mine[1]
     world = replace(x.grid.world, axis="grid")
     x.grid.meet()
-    x_mN = _transformed(x.local, kind, norm, N)
+    if len(x.local):
+        x_mN = transformed(x.local, kind, norm, library)
+    else:  # the kernels refuse empty tensors
+        x_mN = x.local.new_empty(rows.local_shape, dtype=x.dtype.to_complex())
     x_nM = new_result((hi - lo, M), x_mN.dtype, x_mN.device, world)
     _turn(x_mN, x_nM, m_spans, n_spans, world)
-    along = "fft" if kind == "rfft" else kind
     del x_mN  # its memory serves the next transform
+    if len(x_nM):
+        x_nM = transformed(x_nM, "fft" if kind == "rfft" else kind, norm, library, in_place=True)
     if order == "transposed":
-        return DistributedTensor(_transformed(x_nM, along, norm, M).T, columns)
-    y_nM = _transformed(x_nM, along, norm, M)
-    del x_nM
-    y_mN = new_result(rows.local_shape, y_nM.dtype, y_nM.device, world)
-    _turn(y_nM, y_mN, n_spans, m_spans, world)
-    return DistributedTensor(y_mN, rows)
+        return DistributedTensor(x_nM.T, columns)
+    x_mN = new_result(rows.local_shape, x_nM.dtype, x_nM.device, world)
+    _turn(x_nM, x_mN, n_spans, m_spans, world)
+    return DistributedTensor(x_mN, rows)
 
 
-def _transformed(x: Tensor, kind: str, norm: str, length: int) -> Tensor:
-    if not len(x):  # the kernels refuse empty tensors
-        return torch.empty(0, length, dtype=x.dtype.to_complex())
-    return KERNELS[kind](x, norm=norm)
+def transformed(x: Tensor, kind: str, norm: str, library: Library, in_place: bool = False) -> Tensor:
+    """Return the transforms of the rows of x by a library. in_place: x need not be kept; it may contain the result."""
+    if library == "torch":
+        found: Tensor = getattr(torch.fft, kind)(x, norm=norm)
+        return found
+    from scipy import fft  # half a second; not for all who import this
+
+    rows = x.detach().resolve_conj().resolve_neg().numpy()
+    threads = torch.get_num_threads()
+    return torch.from_numpy(getattr(fft, kind)(rows, norm=norm, overwrite_x=in_place, workers=threads))
 
 
 def _turn(
