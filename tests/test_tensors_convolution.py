@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from common.comm.ledger import Ledger
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.tensors import Grid, Replicate, Shard
+from common.tensors import DistributedTensor, Grid, Replicate, Shard
 from common.tensors import convolution as conv
 from common.tensors.cost import ways_of
 
@@ -74,6 +76,29 @@ def convolve(grid: Grid, data: Any) -> None:
 @pytest.mark.parametrize("n", WORLDS)
 def test_convolutions(n: int) -> None:
     cases.on_grids(n, convolve)
+
+
+def meanwhile(rt: Runtime) -> None:
+    """Compute while the halo travels, and add what it contributes, for many kernels, strides and dilations."""
+    grid = Grid(rt.world)
+    every = itertools.product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (0, 2), (1, 2, 3), (1, 2), (8, 13, 24))
+    some = random.Random(rt.world_size).sample(list(every), 120)
+    for kernel, stride, before, after, dilation, groups, height in some:
+        if height + before + after <= dilation * (kernel - 1):
+            continue
+        x = dt.uniform((2, 4, height, 7), grid, Shard(2), 1, dtype=torch.float64)
+        w = dt.uniform((6, 4 // groups, kernel, 3), grid, Replicate(), 2, dtype=torch.float64)
+        padding = (before, after), (1, 1)
+        rest = (stride, 1), padding, (dilation, 1), groups
+        convolution = conv.Convolution(2, x, w, None, *rest)
+        split = convolution.split(("height",))
+        y = DistributedTensor(convolution.local(x.local, w.local, split, overlapped=True), split.y)
+        cases.assert_close(y.full(), expected_of(x.full(), w.full(), None, *rest), 500)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_meanwhile(n: int) -> None:
+    spawn(meanwhile, n)
 
 
 def by_height(rt: Runtime) -> None:

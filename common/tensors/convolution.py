@@ -8,9 +8,9 @@ Split along          x                 weight             y
     output channels  whole             split along O      split along channels
     input channels   split             split along C      terms, which are summed and split
 
-Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. Where that is
-predicted to be faster, each rank computes its whole result with zeros for the halo while the halo travels, and then the
-border again.
+Padding is zeros at the outer borders alone; between ranks lie the neighbours' numbers. Where that is predicted to be
+faster, each rank computes its whole result with zeros for the halo while the halo travels, and then adds what the halo
+contributes to the border.
 """
 
 from __future__ import annotations
@@ -209,16 +209,25 @@ class Convolution:
         function: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[self.d - 1]
         return function(x, w, None, self.window.stride, padding, self.window.dilation, groups)
 
-    def _apply(self, x: Tensor, w: Tensor, out: Box, groups: int, box: Box | None = None) -> Tensor:
+    def _apply(
+        self,
+        x: Tensor,
+        w: Tensor,
+        out: Box,
+        groups: int,
+        box: Box | None = None,
+        window: Window | None = None,
+    ) -> Tensor:
         """Return the outputs `out` from the box of the input that they need, which is x; zeros for what lies beyond.
 
-        box: that x holds instead.
+        box: that x holds instead. window: of w, if it is only a part of the weight.
         """
+        window = window or self.window
         if not size_of(out) or not x.numel() or not w.numel():  # no term, but a history
             return x.new_zeros([hi - lo for lo, hi in out]) + 0 * (x.sum() + w.sum())
         zeros = []
         for i, n in enumerate(self.x.shape[2:]):
-            (begin, end), (before, after) = self.window.needed(i, *out[2 + i], n)
+            (begin, end), (before, after) = window.needed(i, *out[2 + i], n)
             lo, hi = box[2 + i] if box else (begin, end)
             zeros.append((lo - begin + before, end + after - hi))
         if all(before == after >= 0 for before, after in zeros):
@@ -228,8 +237,8 @@ class Convolution:
     def _overlapped(self, x: Tensor, w: Tensor, halo: Halo, out: Box, groups: int) -> Tensor:
         """Return the result, of which the interior is computed while the halo travels.
 
-        With zeros in place of the halo all outputs are computed in one call; those at the ends, which needed the halo,
-        are computed again.
+        With zeros in place of the halo all outputs are computed in one call. Those at the ends then get what the halo
+        contributes to them, through the rows of the kernel that reach it.
         """
         exchange = Exchange(x, halo)
         here, box = halo.source.mine, halo.boxes[self.grid.world.rank]
@@ -237,18 +246,23 @@ class Convolution:
         if len(changed) != 1:
             return self._apply(exchange.box(box), w, out, groups)
         [i] = changed
-        dim, n = 2 + i, self.x.shape[2 + i]
+        dim, (first, last) = 2 + i, out[2 + i]
         lo, hi = self._interior(i, out[dim], here[dim])
         if lo >= hi:
             return self._apply(exchange.box(box), w, out, groups)
         y = self._apply(x, w, out, groups, here)
         exchange.wait()
-        for begin, end in ((out[dim][0], lo), (hi, out[dim][1])):
+        before = first, lo, 0, self.window.taps_before(i, first, here[dim][0]), box[dim][0], here[dim][0]
+        taps = self.window.kernel[i]
+        after = hi, last, self.window.taps_before(i, last - 1, here[dim][1]), taps, here[dim][1], box[dim][1]
+        for begin, end, tap, stop, *rows in (before, after):
             if end > begin:
-                needed = (*box[:dim], self.window.needed(i, begin, end, n)[0], *box[dim + 1 :])
                 part = (*out[:dim], (begin, end), *out[dim + 1 :])
-                again = self._apply(exchange.box(needed), w, part, groups)
-                y.narrow(dim, begin - out[dim][0], end - begin).copy_(again)
+                beyond = (*box[:dim], (rows[0], rows[1]), *box[dim + 1 :])
+                cut, window = w.narrow(dim, tap, stop - tap), self.window.of_taps(i, tap, stop)
+                y.narrow(dim, begin - first, end - begin).add_(
+                    self._apply(exchange.box(beyond), cut, part, groups, beyond, window)
+                )
         return y
 
     def _interior(self, i: int, out: tuple[int, int], here: tuple[int, int]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ input  . 0 1 2 3 4 | ...          4 lies on the next rank
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,18 @@ class Window:
         begin, end = min(max(0, first), n), max(min(n, last), 0)
         end = max(begin, end)
         return (begin, end), (begin - first, last - end)
+
+    def taps_before(self, i: int, output: int, end: int) -> int:
+        """Return how many entries of the kernel an output multiplies by inputs before `end`."""
+        first = output * self.stride[i] - self.padding[i][0]
+        return min(self.kernel[i], max(0, -((first - end) // self.dilation[i])))
+
+    def of_taps(self, i: int, tap: int, stop: int) -> Window:
+        """Return the window of the entries [tap, stop) of the kernel, for what they contribute to the outputs."""
+        kernel, padding = list(self.kernel), list(self.padding)
+        kernel[i] = stop - tap
+        padding[i] = padding[i][0] - tap * self.dilation[i], padding[i][1]
+        return replace(self, kernel=tuple(kernel), padding=tuple(padding))
 
 
 @dataclass(frozen=True, eq=False)
