@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -19,7 +20,7 @@ from common.comm.ledger import Ledger
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.tensors import DistributedTensor, Grid, Replicate, Shard
+from common.tensors import DistributedTensor, Grid, Replicate, Shard, window
 from common.tensors import convolution as conv
 from common.tensors.cost import ways_of
 
@@ -94,6 +95,15 @@ def meanwhile(rt: Runtime) -> None:
         split = convolution.split(("height",))
         y = DistributedTensor(convolution.local(x.local, w.local, split, overlapped=True), split.y)
         cases.assert_close(y.full(), expected_of(x.full(), w.full(), None, *rest), 500)
+    x = dt.full((1, 2, 12, 5), 1.0, grid, Shard(2))
+    w = torch.zeros(3, 2, 3, 3)
+    w[0, 0, 0] = math.inf  # times a zero in place of the halo it is no number
+    convolution = conv.Convolution(2, x, dt.from_full(w, grid, Replicate()))
+    split = convolution.split(("height",))
+    y = DistributedTensor(convolution.local(x.local, w, split, overlapped=True), split.y)
+    assert torch.equal(y.full().nan_to_num(7), F.conv2d(x.full(), w).nan_to_num(7))
+    halves = conv.Convolution(2, x.to(torch.bfloat16), dt.from_full(w.bfloat16(), grid, Replicate()))
+    assert len(window.plans_of(halves.split(("height",)), torch.bfloat16)) == 1
 
 
 @pytest.mark.parametrize("n", [2, 3])

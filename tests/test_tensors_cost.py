@@ -23,7 +23,7 @@ from common.tensors.cost import Cost
 from common.tensors.explain import explain
 from common.tensors.overlap import best_chunks, estimate_overlap_benefit, seconds
 from common.tensors.products import matmul
-from common.tensors.rates import Term, largest_prime
+from common.tensors.rates import Term, largest_prime, transform_curve
 from common.tensors.trials import fitted_corrections
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,6 +166,18 @@ def test_alone_without_a_launcher() -> None:
 
 def test_the_largest_prime_factor() -> None:
     assert [largest_prime(n) for n in (1, 2, 8, 12, 17, 1210, 1952, 2003)] == [2, 2, 2, 3, 17, 11, 61, 2003]
+
+
+@pytest.mark.parametrize("rate", [None, 1e-10, 1e-8])
+def test_a_library_that_was_not_measured_is_not_chosen(rate: float | None) -> None:
+    """Rates by default, and those of a file from before there was another library."""
+    torchs = Term("transform", (64, 96, 1), torch.complex64)
+    other = replace(torchs, library="pocketfft")
+    curves = {} if rate is None else {transform_curve(torch.complex64): [(8.0, rate), (4096.0, rate)]}
+    rates = Rates(curves=curves)
+    assert rates.seconds(torchs) < rates.seconds(other)
+    measured = Rates(curves=curves | {transform_curve(torch.complex64, "pocketfft"): [(8.0, 1e-12)]})
+    assert measured.seconds(other) < measured.seconds(torchs)
 
 
 def test_corrections_count() -> None:

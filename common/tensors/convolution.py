@@ -197,8 +197,9 @@ class Convolution:
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
         needed = halo.boxes[self.grid.world.rank]
         graded = torch.is_grad_enabled() and x.requires_grad
-        if not graded and halo.moves and size_of(out) * size_of(needed) * w.numel():
-            first, meanwhile = map(self.grid.rates.predict, plans_of(split, x.dtype))
+        plans = plans_of(split, x.dtype)
+        if not graded and len(plans) > 1 and size_of(out) * size_of(needed) * w.numel():
+            first, meanwhile = map(self.grid.rates.predict, plans)
             if meanwhile < first if overlapped is None else overlapped:
                 return self._overlapped(x, w, halo, out, groups)
         if halo.moves or needed != split.x.mine:
@@ -220,7 +221,7 @@ class Convolution:
     ) -> Tensor:
         """Return the outputs `out` from the box of the input that they need, which is x; zeros for what lies beyond.
 
-        box: that x holds instead. window: of w, if it is only a part of the weight.
+        box: that x holds instead. window: the window of w, if w is only some taps of the weight.
         """
         window = window or self.window
         if not size_of(out) or not x.numel() or not w.numel():  # no term, but a history
@@ -237,8 +238,8 @@ class Convolution:
     def _overlapped(self, x: Tensor, w: Tensor, halo: Halo, out: Box, groups: int) -> Tensor:
         """Return the result, of which the interior is computed while the halo travels.
 
-        With zeros in place of the halo all outputs are computed in one call. Those at the ends then get what the halo
-        contributes to them, through the rows of the kernel that reach it.
+        With zeros in place of the halo all outputs are computed in one call. Then the halo's contribution is added to
+        those at the ends: its product with the taps of the kernel that reach it.
         """
         exchange = Exchange(x, halo)
         here, box = halo.source.mine, halo.boxes[self.grid.world.rank]
@@ -246,23 +247,30 @@ class Convolution:
         if len(changed) != 1:
             return self._apply(exchange.box(box), w, out, groups)
         [i] = changed
-        dim, (first, last) = 2 + i, out[2 + i]
+        dim, n, window = 2 + i, self.x.shape[2 + i], self.window
+        (first, last), (top, bottom) = out[dim], here[dim]
         lo, hi = self._interior(i, out[dim], here[dim])
         if lo >= hi:
             return self._apply(exchange.box(box), w, out, groups)
         y = self._apply(x, w, out, groups, here)
         exchange.wait()
-        before = first, lo, 0, self.window.taps_before(i, first, here[dim][0]), box[dim][0], here[dim][0]
-        taps = self.window.kernel[i]
-        after = hi, last, self.window.taps_before(i, last - 1, here[dim][1]), taps, here[dim][1], box[dim][1]
-        for begin, end, tap, stop, *rows in (before, after):
-            if end > begin:
-                part = (*out[:dim], (begin, end), *out[dim + 1 :])
-                beyond = (*box[:dim], (rows[0], rows[1]), *box[dim + 1 :])
-                cut, window = w.narrow(dim, tap, stop - tap), self.window.of_taps(i, tap, stop)
-                y.narrow(dim, begin - first, end - begin).add_(
-                    self._apply(exchange.box(beyond), cut, part, groups, beyond, window)
+
+        def cut(of: Box, begin: int, end: int) -> Box:
+            return (*of[:dim], (begin, end), *of[dim + 1 :])
+
+        above = (first, lo), (0, window.taps_before(i, first, top)), (box[dim][0], top)
+        below = (hi, last), (window.taps_before(i, last - 1, bottom), window.kernel[i]), (bottom, box[dim][1])
+        for outputs, taps, rows in (above, below):
+            if outputs[0] < outputs[1]:
+                part, beyond = cut(out, *outputs), cut(box, *rows)
+                some = w.narrow(dim, taps[0], taps[1] - taps[0])
+                border = y.narrow(dim, outputs[0] - first, outputs[1] - outputs[0])
+                border += self._apply(
+                    exchange.box(beyond), some, part, groups, beyond, window.of_taps(i, *taps)
                 )
+                if not border.isfinite().all():  # perhaps only as a zero met an infinite weight
+                    needed = cut(box, *window.needed(i, *outputs, n)[0])
+                    border.copy_(self._apply(exchange.box(needed), w, part, groups))
         return y
 
     def _interior(self, i: int, out: tuple[int, int], here: tuple[int, int]) -> tuple[int, int]:

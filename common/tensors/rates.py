@@ -49,7 +49,7 @@ class Term:
     hidden: bool = False
     """True if it travels while the way's arithmetic goes on."""
     library: Library = "torch"
-    """Whose transform it is."""
+    """Library that computes the transform; used by transforms only."""
 
 
 def product_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
@@ -127,8 +127,10 @@ class Rates:
             one = sum(f * c for f, c in zip(features, self.products.get(kind, default), strict=True))
         elif term.kind == "transform":
             rows, length, apart = term.sizes
-            name = transform_curve(term.dtype, term.library)
-            rate = self._curve(name, length, wide / (4e9 if term.library == "torch" else 3e9))
+            name, slower = transform_curve(term.dtype, term.library), 1.0
+            if name not in self.curves:  # not measured: a little slower than torch's
+                name, slower = transform_curve(term.dtype), 1.0 if term.library == "torch" else 4 / 3
+            rate = slower * self._curve(name, length, wide / 4e9)
             rate *= self._curve(f"{name} primes", largest_prime(length), 1.0)
             if apart > 1:
                 rate *= self._curve(f"{name} {'apart' if apart % LINES else 'aligned'}", length, 1.0)

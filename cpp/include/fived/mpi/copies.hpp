@@ -25,7 +25,7 @@ inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t
 /// Copies whole lines of the cache past it, a line of each run in turn, to places that begin with a line.
 using CopyLines = void(std::byte* const* to, const std::byte* const* from, std::size_t bytes);
 
-/// A line by four stores.
+/// Copies each line by four stores of 16 bytes.
 template <int runs>
 void copy_lines(std::byte* const* to, const std::byte* const* from, std::size_t bytes) {
     for (std::size_t i = 0; i < bytes; i += 64)
@@ -34,7 +34,7 @@ void copy_lines(std::byte* const* to, const std::byte* const* from, std::size_t 
                 _mm_stream_si128(reinterpret_cast<__m128i*>(to[r] + j),
                                  _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[r] + j)));
 }
-/// A line by two stores.
+/// Copies each line by two stores of 32 bytes.
 template <int runs>
 __attribute__((target("avx2"))) void copy_lines_by_halves(std::byte* const* to, const std::byte* const* from,
                                                           std::size_t bytes) {
@@ -48,7 +48,7 @@ __attribute__((target("avx2"))) void copy_lines_by_halves(std::byte* const* to, 
                 _mm256_stream_si256(reinterpret_cast<__m256i*>(places[r] + j),
                                     _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sources[r] + j)));
 }
-/// A line by one store.
+/// Copies each line by one store.
 template <int runs>
 __attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to, const std::byte* const* from,
                                                            std::size_t bytes) {
@@ -66,8 +66,8 @@ __attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to,
 inline void copy_lines_of_runs(std::byte* const* to, const std::byte* const* from, int runs,
                                std::size_t bytes) {
     static const bool at_once = __builtin_cpu_supports("avx512f"), by_halves = __builtin_cpu_supports("avx2");
-    // Eight at a time. Where a line takes several stores two: on an AMD EPYC eight take six times as long as two when the
-    // addresses of loads and stores agree in their last 12 bits.
+    // Eight runs at a time by stores of a whole line, two by shorter ones: on an AMD EPYC (Zen 3) eight take six times as
+    // long as two if the addresses of loads and stores agree in their last 12 bits (4K aliasing).
     const int together = at_once ? 8 : 2;
     CopyLines* const copy = at_once     ? copy_lines_at_once<8>
                             : by_halves ? copy_lines_by_halves<2>
@@ -81,8 +81,8 @@ inline void copy_lines_of_runs(std::byte* const* to, const std::byte* const* fro
 }
 #endif
 
-/// Copies past the cache, some runs of equal length in turn: a core fetches ahead in each, so more lines are under way than
-/// of one.
+/// Copies past the cache, two or eight runs of equal length in turn: a core fetches ahead in each, so more lines are under
+/// way than of one.
 class RunsPastCache {
   public:
     ~RunsPastCache() { copy(); }
