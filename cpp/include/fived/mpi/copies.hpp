@@ -22,62 +22,68 @@ inline void copy_through_cache(std::byte* to, const std::byte* from, std::size_t
 }
 
 #ifdef __SSE2__
+/// Places of some runs. Local to a kernel, so that none of its stores can change them.
+template <int count>
+struct Runs {
+    Runs(std::byte* const* places, const std::byte* const* sources) {
+        std::copy_n(places, count, to);
+        std::copy_n(sources, count, from);
+    }
+    std::byte* to[count];
+    const std::byte* from[count];
+};
+
 /// Copies whole lines of the cache past it, a line of each run in turn, to places that begin with a line.
 using CopyLines = void(std::byte* const* to, const std::byte* const* from, std::size_t bytes);
 
-/// Copies each line by four stores of 16 bytes.
-template <int runs>
+/// Copies each line by four stores.
+template <int count>
 void copy_lines(std::byte* const* to, const std::byte* const* from, std::size_t bytes) {
+    const Runs<count> runs(to, from);
     for (std::size_t i = 0; i < bytes; i += 64)
-        for (int r = 0; r < runs; ++r)
+        for (int r = 0; r < count; ++r)
             for (std::size_t j = i; j < i + 64; j += 16)
-                _mm_stream_si128(reinterpret_cast<__m128i*>(to[r] + j),
-                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[r] + j)));
+                _mm_stream_si128(reinterpret_cast<__m128i*>(runs.to[r] + j),
+                                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(runs.from[r] + j)));
 }
-/// Copies each line by two stores of 32 bytes.
-template <int runs>
+/// Copies each line by two stores.
+template <int count>
 __attribute__((target("avx2"))) void copy_lines_by_halves(std::byte* const* to, const std::byte* const* from,
                                                           std::size_t bytes) {
-    std::byte* places[runs];
-    const std::byte* sources[runs];
-    std::copy_n(to, runs, places);
-    std::copy_n(from, runs, sources);
+    const Runs<count> runs(to, from);
     for (std::size_t i = 0; i < bytes; i += 64)
-        for (int r = 0; r < runs; ++r)
+        for (int r = 0; r < count; ++r)
             for (std::size_t j = i; j < i + 64; j += 32)
-                _mm256_stream_si256(reinterpret_cast<__m256i*>(places[r] + j),
-                                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sources[r] + j)));
+                _mm256_stream_si256(reinterpret_cast<__m256i*>(runs.to[r] + j),
+                                    _mm256_loadu_si256(reinterpret_cast<const __m256i*>(runs.from[r] + j)));
 }
 /// Copies each line by one store.
-template <int runs>
+template <int count>
 __attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to, const std::byte* const* from,
                                                            std::size_t bytes) {
-    std::byte* places[runs];
-    const std::byte* sources[runs];
-    std::copy_n(to, runs, places);
-    std::copy_n(from, runs, sources);
+    const Runs<count> runs(to, from);
     for (std::size_t i = 0; i < bytes; i += 64)
-        for (int r = 0; r < runs; ++r)
-            _mm512_stream_si512(reinterpret_cast<__m512i*>(places[r] + i),
-                                _mm512_loadu_si512(sources[r] + i));
+        for (int r = 0; r < count; ++r)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(runs.to[r] + i),
+                                _mm512_loadu_si512(runs.from[r] + i));
 }
 
 /// Copies whole lines of the runs by the widest stores of the processor.
-inline void copy_lines_of_runs(std::byte* const* to, const std::byte* const* from, int runs,
+inline void copy_lines_of_runs(std::byte* const* to, const std::byte* const* from, int count,
                                std::size_t bytes) {
-    static const bool at_once = __builtin_cpu_supports("avx512f"), by_halves = __builtin_cpu_supports("avx2");
+    struct Kernel {
+        int together;
+        CopyLines *copy, *copy_one;
+    };
     // Eight runs at a time by stores of a whole line, two by shorter ones: on an AMD EPYC (Zen 3) eight take six times as
     // long as two if the addresses of loads and stores agree in their last 12 bits (4K aliasing).
-    const int together = at_once ? 8 : 2;
-    CopyLines* const copy = at_once     ? copy_lines_at_once<8>
-                            : by_halves ? copy_lines_by_halves<2>
-                                        : copy_lines<2>;
-    CopyLines* const copy_one = at_once     ? copy_lines_at_once<1>
-                                : by_halves ? copy_lines_by_halves<1>
-                                            : copy_lines<1>;
+    static const Kernel best =
+        __builtin_cpu_supports("avx512f") ? Kernel{8, copy_lines_at_once<8>, copy_lines_at_once<1>}
+        : __builtin_cpu_supports("avx2")  ? Kernel{2, copy_lines_by_halves<2>, copy_lines_by_halves<1>}
+                                          : Kernel{2, copy_lines<2>, copy_lines<1>};
     int r = 0;
-    for (; r + together <= runs; r += together) copy(to + r, from + r, bytes);
-    for (; r < runs; ++r) copy_one(to + r, from + r, bytes);
+    for (; r + best.together <= count; r += best.together) best.copy(to + r, from + r, bytes);
+    for (; r < count; ++r) best.copy_one(to + r, from + r, bytes);
 }
 #endif
 
