@@ -243,27 +243,30 @@ void test_arena(const Communicator& world) {
     CHECK(last.get()[2 * large - 1] == std::byte(world.rank()));
 }
 
-/// The kernels that another processor would use.
+/// The kernels that another processor would use, up and down: sources are at any distance from their places, modulo a page.
 void test_lines() {
 #ifdef __SSE2__
-    const Numbers from = numbers(8 * 64, 1);
-    std::vector<std::byte> room(sizeof(std::int32_t) * from.size() + 64);
+    const Numbers from = numbers(3 * 1024, 1);
+    std::vector<std::byte> room(8 * 256 + 64);
     std::byte* const first = room.data() + (-reinterpret_cast<std::uintptr_t>(room.data()) & 63);
     std::byte* to[8];
     const std::byte* sources[8];
-    for (int r = 0; r < 8; ++r) {
-        to[r] = first + 256 * r;
-        sources[r] = reinterpret_cast<const std::byte*>(from.data()) + 256 * (7 - r);
-    }
+    for (int r = 0; r < 8; ++r) to[r] = first + 256 * r;
     const auto check = [&](CopyLines* copy, int runs) {
         std::fill(room.begin(), room.end(), std::byte(0));
         for (int r = 0; r < 8; r += runs) copy(to + r, sources + r, 256);
         arrive();
         for (int r = 0; r < 8; ++r) CHECK(std::equal(to[r], to[r] + 256, sources[r]));
     };
-    check(copy_lines<1>, 1), check(copy_lines<2>, 2);
-    if (__builtin_cpu_supports("avx2")) check(copy_lines_by_halves<1>, 1), check(copy_lines_by_halves<2>, 2);
-    if (__builtin_cpu_supports("avx512f")) check(copy_lines_at_once<1>, 1), check(copy_lines_at_once<8>, 8);
+    for (const std::size_t ahead : {0, 4, 1024, 2048, 3072}) {
+        for (int r = 0; r < 8; ++r)
+            sources[r] = reinterpret_cast<const std::byte*>(from.data()) + ahead + 256 * (7 - r);
+        check(copy_lines<1>, 1), check(copy_lines<2>, 2);
+        if (__builtin_cpu_supports("avx2"))
+            check(copy_lines_by_halves<1>, 1), check(copy_lines_by_halves<2>, 2);
+        if (__builtin_cpu_supports("avx512f"))
+            check(copy_lines_at_once<1>, 1), check(copy_lines_at_once<8>, 8);
+    }
 #endif
 }
 
