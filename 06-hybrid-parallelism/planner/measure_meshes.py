@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ from typing import Annotated, Any
 from rich.table import Table
 
 from common.errors import UsageError
+from common.launch import forked, spawn
 from common.launch.command_line import Checked, Count, Within, parse
 from common.launch.program import run_program
 from common.launch.terminal import make_table, terminal
@@ -68,8 +70,8 @@ class MeshesOptions(Checked):
     """File to write a record per mesh to."""
 
 
-def measure(o: MeshesOptions, model: str, mesh: str) -> dict[str, Any]:
-    """Return measure_step.py's record of a mesh. Raises UsageError if it fails."""
+def measure(o: MeshesOptions, model: str, mesh: str, python: Path) -> dict[str, Any]:
+    """Return measure_step.py's record of a mesh; `python` runs it. Raises UsageError if it fails."""
     ranks = math.prod(int(n) for n in re.findall(r"--(?:pp|dp|ep|sp|tp) (\d+)", mesh))
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "row.json")
@@ -84,14 +86,28 @@ def measure(o: MeshesOptions, model: str, mesh: str) -> dict[str, Any]:
         }
         words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
         words += ["--memory-only"] * o.memory_only
-        command = [sys.executable, str(Path(__file__).with_name("measure_step.py")), *words, *mesh.split()]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        command = [str(python), str(Path(__file__).with_name("measure_step.py")), *words, *mesh.split()]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
         if done.returncode:
             lines_said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise UsageError(f"{model} {mesh}: {lines_said[-1].removeprefix('error: ')}")
         row: dict[str, Any] = json.loads(record.read_text())
         return row
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of ranks that have one thread each."""
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def interpreter() -> Iterator[Path]:
+    """Yield a Python that forks scripts from a process with torch imported, where the system can."""
+    if not forked.possible():
+        yield Path(sys.executable)
+        return
+    with forked.interpreter(spawn.PRELOAD, environment()) as folder:
+        yield folder / "python"
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -144,11 +160,12 @@ def main() -> int:
         config(model)
     write_records(o.json, [])  # fails now if the file cannot be written
     out = terminal()
-    for model, mesh in itertools.product(o.models, MESHES[:: o.every]):
-        rows.append(measure(o, model, mesh))
-        write_records(o.json, rows[-1:])
-        if out.is_terminal:
-            out.print(f"{model} {rows[-1]['plan']}", style="dim")
+    with interpreter() as python:
+        for model, mesh in itertools.product(o.models, MESHES[:: o.every]):
+            rows.append(measure(o, model, mesh, python))
+            write_records(o.json, rows[-1:])
+            if out.is_terminal:
+                out.print(f"{model} {rows[-1]['plan']}", style="dim")
     out.print(table(o, rows))
     if not o.memory_only:
         out.print(sentence(rows), soft_wrap=True)
