@@ -20,9 +20,10 @@ from common.comm.ledger import Ledger
 from common.errors import UsageError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
-from common.tensors import DistributedTensor, Grid, Replicate, Shard, window
+from common.tensors import DistributedTensor, Grid, Rates, Replicate, Shard, window
 from common.tensors import convolution as conv
 from common.tensors.cost import ways_of
+from common.tensors.layout import Layout
 
 WORLDS = (1, 2, 3, 4, 5)
 
@@ -109,6 +110,31 @@ def meanwhile(rt: Runtime) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_meanwhile(n: int) -> None:
     spawn(meanwhile, n)
+
+
+def choices(rt: Runtime) -> None:
+    """Columns lie in more cache lines than rows: what is added to them counts as much; new rates, new choice."""
+    grid = Grid(rt.world)
+    of_weight = Layout.of(grid, (16, 16, 3, 3), Replicate())
+    w = DistributedTensor(torch.zeros(of_weight.local_shape), of_weight)
+    for name, dim, lines in ("height", 2, 3 * 64), ("width", 3, 34 * 64):
+        x = dt.uniform((2, 16, 34, 34), grid, Shard(dim), 1)
+        convolution = conv.Convolution(2, x, w, padding=1)
+        split = convolution.split((name,))
+        _, (_, _, border, added) = window.plans_of(split, x.dtype)
+        assert (border.sizes, border.times) == ((2, 16, 16, 34, 9), 1)
+        assert added.sizes == (4 * 2 * 16 * lines,)
+        copies = {"copy": [(1.0, 1e-3), (1e9, 1e6)]}
+        grid.rates = Rates(curves=copies, corrections={"hidden": 1.0})
+        assert convolution._saves_time(split) == (name == "height")
+        for start, saves in (0.3, False), (0.01, True):  # the border's convolution starts once more
+            moves = {"exchange": [(1.0, 0.1), (1e9, 0.1)]}
+            grid.rates = Rates(curves=moves, convolutions={"float32": (start, 0, 0, 0)})
+            assert convolution._saves_time(split) == saves
+
+
+def test_what_is_overlapped() -> None:
+    spawn(choices, 2)
 
 
 def by_height(rt: Runtime) -> None:

@@ -197,14 +197,20 @@ class Convolution:
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
         needed = halo.boxes[self.grid.world.rank]
         graded = torch.is_grad_enabled() and x.requires_grad
-        plans = plans_of(split, x.dtype)
-        if not graded and len(plans) > 1 and size_of(out) * size_of(needed) * w.numel():
-            first, meanwhile = map(self.grid.rates.predict, plans)
-            if meanwhile < first if overlapped is None else overlapped:
-                return self._overlapped(x, w, halo, out, groups)
+        able = not graded and len(plans_of(split, x.dtype)) > 1 and size_of(out) * size_of(needed) * w.numel()
+        if able and (self._saves_time(split) if overlapped is None else overlapped):
+            return self._overlapped(x, w, halo, out, groups)
         if halo.moves or needed != split.x.mine:
             x = linear_map(x, lambda x: Exchange(x, halo).box(needed), lambda dy: sent_back(dy, halo))
         return self._apply(x, w, out, groups)
+
+    def _saves_time(self, split: Split) -> bool:
+        """Return True if overlap is predicted to be faster; by the grid's rates, predicted once for each split."""
+        known, order = (split, self.x.dtype), ("halo first", "overlapped")
+        if known not in self.grid.chosen:
+            first, meanwhile = map(self.grid.rates.predict, plans_of(*known))
+            self.grid.chosen[known] = order[meanwhile < first]
+        return self.grid.chosen[known] == "overlapped"
 
     def _kernel(self, x: Tensor, w: Tensor, padding: list[int], groups: int) -> Tensor:
         function: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[self.d - 1]

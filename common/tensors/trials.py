@@ -88,14 +88,15 @@ def _drawn(grid: Grid, numbers: random.Random, device: str) -> Trial:
 def times_of(trials: Sequence[Trial], rounds: int) -> list[Times]:
     """Return, for each trial, the median seconds of its ways by name. All ranks call it.
 
-    A round runs every trial; of each it runs every way that fits into memory twice, and counts the second time.
+    A round runs every trial, in an order of its own: a time when the machine is slow hits trials of all kinds. Of each
+    trial it runs every way that fits into memory twice, and counts the second time.
     """
     seconds: list[dict[str, list[float]]] = [{} for _ in trials]
-    for _ in range(rounds):
-        for trial, of_trial in zip(trials, seconds, strict=True):
-            for c in trial.explained(measure=1).candidates:
+    for number in range(rounds):
+        for i in random.Random(number).sample(range(len(trials)), len(trials)):
+            for c in trials[i].explained(measure=1).candidates:
                 if c.measured is not None:
-                    of_trial.setdefault(c.way.name, []).append(c.measured)
+                    seconds[i].setdefault(c.way.name, []).append(c.measured)
     return [{name: statistics.median(found) for name, found in of.items()} for of in seconds]
 
 

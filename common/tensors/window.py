@@ -109,13 +109,28 @@ def plans_of(split: Split, dtype: torch.dtype) -> list[list[Term]]:
     convolution = Term("convolution", most, dtype)
     if not split.halo.moves:
         return [[convolution]]
+    came = [[part for owner, part in split.halo.owners[r] if owner != r] for r in world]
     exchange = max(int(split.halo.bytes_sent(dtype.itemsize, r)) for r in world), 2
     boxed = max(map(size_of, split.halo.boxes)) * dtype.itemsize
-    ends = Term("convolution", (*most[:3], 1, kernel), dtype, 2)  # their start is what they cost
     before = [Term("exchange", exchange), Term("copy", (2 * boxed,)), convolution]
     if dtype.itemsize < 4:  # of these the sum of two parts would be rounded once more
         return [before]
-    return [before, [Term("exchange", exchange, hidden=True), convolution, ends]]
+    images, given, made, *_ = most
+    ends, beyond = max(map(len, came)), max(sum(map(size_of, parts)) for parts in came)
+    border = images, given, made, -(-beyond // max(1, images * given * ends)), kernel
+    added = max(sum(_in_lines(part, dtype.itemsize) for part in parts) for parts in came)
+    added = 4 * added * made // max(1, given)  # read, written, and both again to see that all are finite
+    meanwhile = Term("exchange", exchange, hidden=True)
+    return [
+        before,
+        [meanwhile, convolution, Term("convolution", border, dtype, ends), Term("copy", (added,))],
+    ]
+
+
+def _in_lines(box: Box, item: int) -> int:
+    """Return the bytes of the cache lines that a box lies in."""
+    run = max(1, box[-1][1] - box[-1][0])
+    return size_of(box) // run * -(-run * item // 64) * 64
 
 
 def _placements(
