@@ -165,7 +165,7 @@ def test_bad_input() -> None:
         (lambda: fourier.fftn(x, (4,), (0, 1)), "each dimension once, with one length"),
         (lambda: fourier.rfft(x.to(torch.complex64)), "give real numbers"),
         (lambda: fourier.fft(x, n=0), "give at least 1"),
-        (lambda: fourier.fft2(x.to(torch.float16)), r"fft of torch.float16: torch has none on CPUs"),
+        (lambda: fourier.fft2(x.to(torch.float16)), r"fft2 of torch.float16: torch has none on CPUs"),
     ):
         with pytest.raises(UsageError, match=words):
             call()

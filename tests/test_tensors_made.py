@@ -109,6 +109,7 @@ def views_and_scalars(rt: Runtime) -> None:
         cases.assert_close((1 / (abs(x) + 1)).full(), 1 / (whole.abs() + 1))
         cases.assert_close((3 * x + 1 - x / 4).full(), 3 * whole + 1 - whole / 4)
         cases.assert_close(((-x) ** 2).full(), whole**2)
+        cases.assert_close((2**x).full(), 2**whole)
         for name in ("eq", "ne", "lt", "le", "gt", "ge"):
             compare: Callable[[Any, Any], Any] = getattr(operator, name)
             assert torch.equal(compare(x, whole[0, 0, 0].item()).full(), compare(whole, whole[0, 0, 0]))
@@ -231,8 +232,13 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "a word": (lambda g: dt.uniform((4, 6), g.grid, "rows"), "'rows' is not a placement"),  # type: ignore[arg-type]
     "no call": (lambda g: dt.uniform((4, 6), g.grid, Shard), "is not a placement"),  # type: ignore[arg-type]
     "no shape": (lambda g: dt.uniform(4, g.grid, Shard(0)), "4 is not a shape"),  # type: ignore[arg-type]
+    "below zero": (lambda g: dt.uniform((-1, 3), g.grid, Shard(0)), "a length is 0 or more"),
+    "indices": (
+        lambda g: dt.from_function(lambda i, j: torch.ones(3, 3), (4, 4), g.grid, Shard(0)),
+        r"returns \[3, 3\] for a piece of \[2, 4\]",
+    ),
     "no grid": (lambda g: dt.uniform((4, 6), g.world, Shard(0)), r"give Grid\(rt.world\)"),  # type: ignore[arg-type]
-    "grids": (lambda g: g.x + dt.uniform((4, 6), Grid(g.world), Shard(0)), "different grids"),
+    "grids": (lambda g: g.x + dt.uniform((4, 6), Grid(g.world), Shard(0)), "different Grid objects"),
     "grid": (lambda g: Grid(g.world, 3), "whose product is 2"),
     "grid of a tuple": (lambda g: Grid(g.world, (2, 1)), "one by one, as in Grid"),
     "operations": (lambda g: (g.x * 2 if g.rank else g.x + 1).full(), DIFFER),
@@ -259,6 +265,13 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "number": (lambda g: float(g.x), NO_ARRAY),
     "element": (lambda g: g.x[0], NO_ARRAY),
     "no function": (lambda g: dt.pointwise("exp", g.x), "give a name, a function and operands"),
+    "no elementwise function": (
+        lambda g: dt.pointwise("total", torch.sum, g.x),
+        r"total: the function returns \[\] for a piece of \[2, 6\]",
+    ),
+    "way": (lambda g: dt.fft2(g.x, way="fast"), "fft2: no way 'fast'"),
+    "explained way": (lambda g: dt.explain(dt.fft2, g.x, way="fast"), "fft2: no way 'fast'"),
+    "transform of real numbers": (lambda g: dt.rfft2(g.x.to(torch.complex64)), "rfft2 of .* or call fft2"),
     "no operation": (lambda g: dt.explain(g.x @ g.x.T), "give an operation and then its operands"),  # type: ignore[arg-type]
     "bool terms": (lambda g: (g.x > 0).redistribute(Partial()), "terms are numbers"),
     "bool product": (lambda g: (g.x > 0) @ (g.x > 0).T, "tensors of bool"),
@@ -285,7 +298,7 @@ def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
 
 
 def test_what_an_array_has_and_a_distributed_tensor_has_not() -> None:
-    with pytest.raises(AttributeError, match=r"pointwise\('exp', torch.exp, x\)"):
+    with pytest.raises(AttributeError, match=r'pointwise\("exp", torch.exp, x\)'):
         dt.uniform((4,), Grid(Group.alone()), Shard(0)).exp()
 
 

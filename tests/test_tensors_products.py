@@ -181,7 +181,7 @@ def test_bad_input() -> None:
     for wrong in (lambda: a @ torch.ones(3, 2), lambda: a + torch.ones(2, 3), lambda: np.ones(3) * a):
         with pytest.raises(UsageError, match="makes a distributed tensor of it"):
             wrong()
-    with pytest.raises(UsageError, match="different grids"):
+    with pytest.raises(UsageError, match="different Grid objects"):
         matmul(a, dt.full((3, 2), 1.0, Grid(Group.alone()), Replicate()))
     grid.rates = dt.Rates(memory=10)
     with pytest.raises(UsageError, match="needs least, 16"):

@@ -87,11 +87,11 @@ def explain(
     Of an einsum of several tensors: of the first pair of its path.
 
     measure: how often to run each way that fits into memory, in turn, without gradients; 0 runs none. All ranks
-    call it.
+    call it. Raises UsageError as the operation does, and for a `way` that does not exist.
     """
     first = first_operand(operation, *args, **kwargs)
     name, ways, grid = operation.__name__, ways_of(operation, *args, **kwargs), first.grid
-    rates, best = grid.rates, choose(grid, name, ways)
+    rates, best = grid.rates, choose(grid, name, ways, kwargs.get("way"))
     times: dict[str, float] = {}
     if measure:
         fits = [w for w in ways if w.cost.memory <= rates.memory]

@@ -101,7 +101,7 @@ def fft2(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the transform along two dimensions; s: their lengths after trimming or padding; see `fft`."""
-    return _transform("fft", x, s, dim, norm, order, way)
+    return _transform("fft2", x, s, dim, norm, order, way)
 
 
 def ifft2(
@@ -113,7 +113,7 @@ def ifft2(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the inverse transform along two dimensions; see `fft`."""
-    return _transform("ifft", x, s, dim, norm, order, way)
+    return _transform("ifft2", x, s, dim, norm, order, way)
 
 
 def fftn(
@@ -125,7 +125,7 @@ def fftn(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the transform along several dimensions, all by default; see `fft`."""
-    return _transform("fft", x, s, dim, norm, order, way)
+    return _transform("fftn", x, s, dim, norm, order, way)
 
 
 def ifftn(
@@ -137,7 +137,7 @@ def ifftn(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the inverse transform along several dimensions; see `fft`."""
-    return _transform("ifft", x, s, dim, norm, order, way)
+    return _transform("ifftn", x, s, dim, norm, order, way)
 
 
 def rfft2(
@@ -149,7 +149,7 @@ def rfft2(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the transform of real numbers along two dimensions, the last one halved; see `rfft`."""
-    return _transform("rfft", x, s, dim, norm, order, way)
+    return _transform("rfft2", x, s, dim, norm, order, way)
 
 
 def rfftn(
@@ -161,7 +161,7 @@ def rfftn(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the transform of real numbers along several dimensions, the last one halved; see `rfft`."""
-    return _transform("rfft", x, s, dim, norm, order, way)
+    return _transform("rfftn", x, s, dim, norm, order, way)
 
 
 def irfft2(
@@ -173,7 +173,7 @@ def irfft2(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the real numbers that `rfft2` transforms to x; the last length is even by default; see `fft`."""
-    return _transform("irfft", x, s, dim, norm, order, way)
+    return _transform("irfft2", x, s, dim, norm, order, way)
 
 
 def irfftn(
@@ -185,7 +185,7 @@ def irfftn(
     way: str | None = None,
 ) -> DistributedTensor:
     """Return the real numbers that `rfftn` transforms to x; see `irfft`."""
-    return _transform("irfft", x, s, dim, norm, order, way)
+    return _transform("irfftn", x, s, dim, norm, order, way)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Step:
 
 
 def _transform(
-    kind: str,
+    name: str,
     x: DistributedTensor,
     s: Sequence[int] | None,
     dim: Sequence[int] | None,
@@ -208,16 +208,16 @@ def _transform(
     order: Order,
     way: str | None,
 ) -> DistributedTensor:
-    grid = common_grid([x], kind)
-    with grid.operation(f"{kind}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
+    grid = common_grid([x], name)
+    with grid.operation(f"{name}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             x = x.to(torch.get_default_dtype())  # as torch.fft does
         key = (x.layout, x.dtype, tuple(s or ()), tuple(dim or ()), norm, order)
-        return choose(grid, kind, _ways(kind, x, s, dim, norm, order), way, key).run()
+        return choose(grid, name, _ways(name, x, s, dim, norm, order), way, key).run()
 
 
 def _ways(
-    kind: str,
+    name: str,
     x: DistributedTensor,
     s: Sequence[int] | None,
     dim: Sequence[int] | None,
@@ -225,8 +225,8 @@ def _ways(
     order: Order,
 ) -> list[Way]:
     """Return the ways of a transform: through each dimension that can be split meanwhile, and on every rank."""
-    dims, lengths = _checked(kind, x, s, dim, norm, order)
-    start = settled(x.layout)
+    dims, lengths = _checked(name, x, s, dim, norm, order)
+    kind, start = name.rstrip("2n"), settled(x.layout)
     ways, seen = [], set[tuple[Step, ...]]()
     throughs: list[int | None] = [*range(x.ndim)]
     if order == "natural" or x.ndim == 1:
@@ -236,14 +236,14 @@ def _ways(
         if steps not in seen:
             seen.add(steps)
             moves = any(not step.kernel for step in steps)
-            name = (
+            called = (
                 "in place"
                 if not moves
                 else "on every rank"
                 if through is None
                 else f"through dimension {through}"
             )
-            ways.append(_way(name, x, start, steps, norm))
+            ways.append(_way(called, x, start, steps, norm))
     last = kind != "rfft" or dims[-1:] == [1]
     if sorted(dims) == [0, 1] and last and lengths == [x.shape[d] for d in dims] and fits(x, kind):
         ways += [_transposing(x, kind, norm, order, library) for library in LIBRARIES]
@@ -279,31 +279,31 @@ def _transposing(x: DistributedTensor, kind: str, norm: Norm, order: Order, libr
 
 
 def _checked(
-    kind: str, x: DistributedTensor, s: Sequence[int] | None, dim: Sequence[int] | None, norm: str, order: str
+    name: str, x: DistributedTensor, s: Sequence[int] | None, dim: Sequence[int] | None, norm: str, order: str
 ) -> tuple[list[int], list[int]]:
     """Return the dimensions and their lengths after the transform's trimming. Raises UsageError."""
     if x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16, torch.complex32):
         wide = torch.complex64 if x.dtype.is_complex else torch.float32
-        raise UsageError(f"{kind} of {x.dtype}: torch has none on CPUs; convert it with x.to({wide})")
+        raise UsageError(f"{name} of {x.dtype}: torch has none on CPUs; convert it with x.to({wide})")
     if norm not in ("backward", "ortho", "forward"):
-        raise UsageError(f"{kind}: norm={norm!r}; choose one of backward, ortho, forward")
+        raise UsageError(f"{name}: norm={norm!r}; choose one of backward, ortho, forward")
     if order not in ("natural", "transposed"):
-        raise UsageError(f"{kind}: order={order!r}; choose one of natural, transposed")
-    if x.dtype.is_complex and kind == "rfft":
-        raise UsageError(f"rfft of {x.dtype}: give real numbers, or call fft")
+        raise UsageError(f"{name}: order={order!r}; choose one of natural, transposed")
+    if x.dtype.is_complex and name.startswith("rfft"):
+        raise UsageError(f"{name} of {x.dtype}: give real numbers, or call {name[1:]}")
     given = list(dim) if dim is not None else list(range(x.ndim - len(s), x.ndim) if s else range(x.ndim))
     if not given or any(not -x.ndim <= d < x.ndim for d in given):
-        raise UsageError(f"{kind}: dimensions {given} of a tensor with {x.ndim}")
+        raise UsageError(f"{name}: dimensions {given} of a tensor with {x.ndim}")
     dims = [d % x.ndim for d in given]
     if len(set(dims)) < len(dims) or (s is not None and len(s) != len(dims)):
         raise UsageError(
-            f"{kind}: dimensions {given} and lengths {s}: give each dimension once, with one length"
+            f"{name}: dimensions {given} and lengths {s}: give each dimension once, with one length"
         )
     lengths = list(s) if s is not None else [x.shape[d] for d in dims]
-    if s is None and kind == "irfft":
+    if s is None and name.startswith("irfft"):
         lengths[-1] = 2 * (x.shape[dims[-1]] - 1)
     if min(lengths) < 1 or min(x.shape[d] for d in dims) < 1:
-        raise UsageError(f"{kind}: lengths {lengths} of {list(x.shape)}: give at least 1")
+        raise UsageError(f"{name}: lengths {lengths} of {list(x.shape)}: give at least 1")
     return dims, lengths
 
 

@@ -155,6 +155,6 @@ def same_grid(grids: Sequence[Grid], operation: str) -> Grid:
     if any(other is not first for other in others):
         shown = ", ".join(map(repr, grids))
         raise UsageError(
-            f"{operation}: the operands lie on different grids, {shown}; make one Grid, and all tensors on it"
+            f"{operation}: the operands lie on different Grid objects, {shown}; make one, and all tensors on it"
         )
     return first

@@ -88,6 +88,8 @@ class Layout:
             )
         if not isinstance(shape, (list, tuple)):
             raise UsageError(f"{shape!r} is not a shape: give a length for each dimension, as in (5, 4)")
+        if any(n < 0 for n in shape):
+            raise UsageError(f"{list(shape)} is not a shape: a length is 0 or more")
         dims, checked, cut = len(shape), list[Placement](), set[int]()
         for axis, p in enumerate(given):
             if isinstance(p, Shard):

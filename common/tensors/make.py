@@ -47,6 +47,8 @@ def from_function(
     """Return the tensor whose number at [i, j, ...] is function(i, j, ...). Sends nothing.
 
     function: of one index tensor per dimension, which broadcast against one another, as in `numpy.fromfunction`.
+
+    Raises UsageError if what it returns does not broadcast to the indices.
     """
     layout = _laid_out(grid, shape, placements)
     index = [
@@ -54,7 +56,12 @@ def from_function(
         for k, (lo, hi) in enumerate(layout.mine)
     ]
     made = torch.as_tensor(function(*index), device=device).to(dtype)
-    return DistributedTensor(made.expand(layout.local_shape).contiguous(), layout)
+    try:
+        piece = made.expand(layout.local_shape)
+    except RuntimeError:
+        shapes = f"{list(made.shape)} for a piece of {list(layout.local_shape)}"
+        raise UsageError(f"from_function: the function returns {shapes}") from None
+    return DistributedTensor(piece.contiguous(), layout)
 
 
 def full(

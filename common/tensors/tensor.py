@@ -187,6 +187,9 @@ class DistributedTensor:
     def __pow__(self, other: Operand) -> DistributedTensor:
         return pointwise("pow", torch.pow, self, other)
 
+    def __rpow__(self, other: Number) -> DistributedTensor:
+        return pointwise("pow", torch.pow, other, self)
+
     def __radd__(self, other: Number) -> DistributedTensor:
         return pointwise("add", torch.add, other, self)
 
@@ -234,8 +237,8 @@ class DistributedTensor:
         if name.startswith("_") or name in ("local", "layout"):
             raise AttributeError(name)
         raise AttributeError(
-            f"a distributed tensor has no {name!r}: x.full().{name} is that of a plain tensor, and "
-            f"pointwise({name!r}, torch.{name}, x) applies a function to each number"
+            f"a distributed tensor has no {name!r}: x.full().{name} is that of a plain tensor, and pointwise applies "
+            f'functions of torch to each number, as in pointwise("exp", torch.exp, x)'
         )
 
     def __matmul__(self, other: DistributedTensor) -> DistributedTensor:
@@ -371,7 +374,7 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     """Apply a function of torch to each number of broadcast operands. Differentiable.
 
     The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
-    Raises UsageError for shapes that do not broadcast.
+    Raises UsageError for shapes that do not broadcast, and for a function that returns another shape.
     """
     if not callable(function) or not operands:
         raise UsageError(
@@ -389,7 +392,13 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
         )
         result = _lifted(settled(leading.layout), shape)
         found = [aligned(x, result) if isinstance(x, DistributedTensor) else x for x in operands]
-        return DistributedTensor(function(*found), result)
+        made = function(*found)
+        if tuple(made.shape) != result.local_shape:
+            raise UsageError(
+                f"{name}: the function returns {list(made.shape)} for a piece of {list(result.local_shape)}; "
+                "give one that returns a number for each"
+            )
+        return DistributedTensor(made, result)
 
 
 def common_grid(operands: Sequence[object], name: str) -> Grid:
