@@ -87,6 +87,7 @@ __attribute__((target("avx512f"))) void copy_lines_at_once(std::byte* const* to,
         for (int r = 0; r < count; ++r) _mm512_stream_si512(reinterpret_cast<__m512i*>(runs.to[r] + i), x[r]);
     }
 }
+
 /// Copies whole lines of the runs by the widest stores of the processor.
 inline void copy_lines_of_runs(std::byte* const* to, const std::byte* const* from, int count,
                                std::size_t bytes) {
