@@ -203,6 +203,22 @@ def test_an_end_while_the_watchdog_is_inside_a_slow_store() -> None:
         assert (end.returncode, out, err) == (3, "proved\n", "")
 
 
+def timed_out_alone(rt: Runtime) -> None:
+    """Time out on rank 0, whose watchdog looks no more, while rank 1 is silent."""
+    watchdog.LOOK_EVERY = 60
+    time.sleep(1)  # the watchdog's last look
+    if rt.rank == 1:
+        time.sleep(60)
+    comm.all_reduce(torch.zeros(1), rt.world)
+
+
+def test_a_rank_whose_wait_ends_before_the_watchdog_looks_has_a_place() -> None:
+    with pytest.raises(
+        RankError, match=r"rank 0 stands in all_reduce over 'world'(.*\n)+ *rank 1 does not answer"
+    ):
+        spawn(timed_out_alone, 2, timeout=1, limit=5)
+
+
 def blames_the_peer(rt: Runtime) -> None:
     if rt.rank == 0:
         blocked_in.update(op="send to 1", axis="world", since=time.perf_counter() - rt.timeout)

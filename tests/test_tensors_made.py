@@ -314,4 +314,4 @@ def test_a_rank_that_does_not_call_is_named() -> None:
         RankError,
         match=r"rank 0 stands in all_reduce of redistribute\(\[4, 6\] float32 Shard\(0\) to Replicate",
     ):
-        spawn(absent, 2, timeout=10)
+        spawn(absent, 2, limit=10)

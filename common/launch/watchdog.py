@@ -143,9 +143,9 @@ class Watchdog(threading.Thread):
         if self.world_size > 1 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ended, report = RankFailed(exit_code(error)), describe(error, self.rank)
+        self._answer(_where_raised(error))
         try:
             if self.store.add("failures", 1) > 1:
-                self._answer(_where_raised(error))
                 with suppress(RuntimeError):
                     self.store.wait(["shown"], timedelta(seconds=GRACE))
                 time.sleep(3 * LOOK_EVERY)  # the first to fail ends first: launchers blame the first to end
