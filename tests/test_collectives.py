@@ -7,7 +7,8 @@ one rank, each side is one dot product.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common import comm
-from common.comm import collectives, sizes_of, travel
+from common.comm import Group, collectives, sizes_of, travel
 from common.comm.ledger import Ledger, record, uncounted
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
@@ -260,7 +261,7 @@ def every_call(rt: Runtime) -> list[Tensor]:
 def by_way_of_the_host(rt: Runtime) -> bool:
     """Return True if copies over the host give the same results: gloo needs them if ranks share a GPU."""
     straight = every_call(rt)
-    with patch.object(travel, "over_host", lambda x, group: group.size > 1):
+    with patch.object(travel, "staged_on", lambda x, group: x.device if group.size > 1 else None):
         copied = every_call(rt)
     return all(
         torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(straight, copied, strict=True)
@@ -269,6 +270,24 @@ def by_way_of_the_host(rt: Runtime) -> bool:
 
 def test_what_travels_by_way_of_the_host() -> None:
     assert all(spawn(by_way_of_the_host, 3))
+
+
+@pytest.mark.parametrize(
+    ("backend", "on_gpu", "device"),
+    [
+        ("nccl", True, None),
+        ("nccl", False, "cuda"),
+        ("gloo", True, "cpu"),
+        ("fived", True, "cpu"),
+        ("gloo", False, None),
+    ],
+)
+def test_nccl_carries_the_memory_of_gpus_only(backend: str, on_gpu: bool, device: str | None) -> None:
+    x, pair = cast(Tensor, SimpleNamespace(is_cuda=on_gpu)), cast(Any, object())
+    with patch.object(torch.distributed, "get_backend", lambda pg: backend):
+        found = travel.staged_on(x, Group("world", 0, 2, (0, 1), pair))
+        assert (found.type if found else None) == device
+        assert travel.staged_on(x, Group.alone()) is None
 
 
 def gathering(rt: Runtime) -> dict[str, object]:

@@ -249,7 +249,14 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     ),
     "seeds": (lambda g: dt.uniform((4, 6), g.grid, Shard(0), seed=g.rank).full(), BEFORE),
     "rates": (other_rates, BEFORE),
-    "root": (lambda g: dt.from_root(None, g.grid, Shard(0)), "must give a tensor"),
+    "root": (
+        lambda g: dt.from_root(None, g.grid, Shard(0)),
+        r"rank\(s\) 0: .* must give a tensor or a NumPy",
+    ),
+    "every root": (
+        lambda g: dt.from_root(torch.ones(4), g.grid, Shard(0)),
+        r"rank\(s\) 1: .* only rank 0 gives",
+    ),
     "no rank": (lambda g: g.x.on_root(9), "give one from 0 to 1"),
     "file": (
         lambda g: dt.load(g.folder / ("absent.npy" if g.rank else "there.npy"), g.grid, Shard(0)),
@@ -272,6 +279,10 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "way": (lambda g: dt.fft2(g.x, way="fast"), "fft2: no way 'fast'"),
     "explained way": (lambda g: dt.explain(dt.fft2, g.x, way="fast"), "fft2: no way 'fast'"),
     "transform of real numbers": (lambda g: dt.rfft2(g.x.to(torch.complex64)), "rfft2 of .* or call fft2"),
+    "explained alone": (
+        lambda g: dt.explain(dt.matmul, g.x, g.x.T, measure=2) if g.rank else g.x.full(),
+        r"on rank\(s\) 0; test_tensors_made.py:\d+: explain\(matmul, .* measure=2\) on rank\(s\) 1",
+    ),
     "no operation": (lambda g: dt.explain(g.x @ g.x.T), "give an operation and then its operands"),  # type: ignore[arg-type]
     "bool terms": (lambda g: (g.x > 0).redistribute(Partial()), "terms are numbers"),
     "bool product": (lambda g: (g.x > 0) @ (g.x > 0).T, "tensors of bool"),

@@ -99,18 +99,24 @@ def _share(nbytes: int, times: int, n: int) -> Fraction:
     return Fraction(times * (n - 1) * nbytes, n)
 
 
-def over_host(x: Tensor, group: Group) -> bool:
-    """Return True if x must be sent from host memory: only NCCL carries GPU memory in every call."""
-    return x.is_cuda and group.pg is not None and dist.get_backend(group.pg) != "nccl"
+def staged_on(x: Tensor, group: Group) -> torch.device | None:
+    """Return the device that x must be copied to in order to be sent, None if it need not be.
+
+    NCCL carries the memory of GPUs only; no other backend carries it in every call.
+    """
+    if group.pg is None or x.is_cuda == (dist.get_backend(group.pg) == "nccl"):
+        return None
+    return torch.device("cpu" if x.is_cuda else "cuda")
 
 
 def carried(x: Tensor, group: Group) -> Tensor:
-    """Return the send buffer of x: contiguous, because libraries ignore strides; in host memory if needed."""
-    if is_plain(x) and not over_host(x, group):
+    """Return the send buffer of x: contiguous, because libraries ignore strides; on the device that sends it."""
+    device = staged_on(x, group)
+    if is_plain(x) and not device:
         return x
     with torch.no_grad():
         x = x.resolve_conj().resolve_neg()
-        return x.to("cpu", copy=True).contiguous() if over_host(x, group) else x.contiguous()
+        return x.to(device, copy=True).contiguous() if device else x.contiguous()
 
 
 def is_plain(x: Tensor) -> bool:
@@ -155,9 +161,9 @@ def in_place(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
 
 def room_for(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
     """Return a receive buffer for x, and a callback that copies it into x."""
-    y, host = x, over_host(x, group)
-    if host or not is_plain(x):
-        y = torch.empty(x.shape, dtype=x.dtype, device="cpu" if host else x.device)
+    y, device = x, staged_on(x, group)
+    if device or not is_plain(x):
+        y = torch.empty(x.shape, dtype=x.dtype, device=device or x.device)
     return y, into(x, y)
 
 

@@ -279,8 +279,6 @@ def worst_of_world(found: dict[str, Difference], mesh: Mesh) -> dict[str, Differ
     """Return the largest values over all ranks; the names are this rank's own."""
     values = torch.tensor([d.value for d in found.values()], dtype=torch.float64)
     group = mesh.group(*AXES)
-    if group.pg is not None and torch.distributed.get_backend(group.pg) == "nccl":
-        values = values.cuda()
     comm.all_reduce(values, group, "max")
     return {k: Difference(v, found[k].where) for k, v in zip(found, values.tolist(), strict=True)}
 

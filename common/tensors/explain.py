@@ -19,7 +19,7 @@ from common.launch.terminal import WIDE, make_table
 from common.lesson.measure import in_turn
 from common.tensors.cost import Way, choose, first_operand, ways_of
 from common.tensors.rates import ARITHMETIC
-from common.tensors.tensor import DistributedTensor
+from common.tensors.tensor import DistributedTensor, describe
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,21 @@ def explain(
     Of an einsum of several tensors: of the first pair of its path.
 
     measure: how often to run each way that fits into memory, in turn, without gradients; 0 runs none. All ranks
-    call it. Raises UsageError as the operation does, and for a `way` that does not exist.
+    call it, with the same arguments. Raises UsageError as the operation does, and for a `way` that does not exist.
     """
     first = first_operand(operation, *args, **kwargs)
-    name, ways, grid = operation.__name__, ways_of(operation, *args, **kwargs), first.grid
-    rates, best = grid.rates, choose(grid, name, ways, kwargs.get("way"))
+    name, grid = operation.__name__, first.grid
+    given = describe(*(x for x in (*args, *kwargs.values()) if not callable(x)))
     times: dict[str, float] = {}
-    if measure:
-        fits = [w for w in ways if w.cost.memory <= rates.memory]
-        with torch.no_grad(), grid.operation(f"explain({name})"):
+    with torch.no_grad(), grid.operation(f"explain({name}, {given}, measure={measure})"):
+        ways = ways_of(operation, *args, **kwargs)
+        rates, best = grid.rates, choose(grid, name, ways, kwargs.get("way"))
+        grid.meet()
+        if measure:
+            fits = [w for w in ways if w.cost.memory <= rates.memory]
             cases: dict[str, Callable[[], object]] = {w.name: w.run for w in fits}
             found = in_turn(cases, measure, grid.world, device=first.device.type)
-        times = {n: m.median for n, m in found.items()}
+            times = {n: m.median for n, m in found.items()}
     candidates = [
         Candidate(
             w,

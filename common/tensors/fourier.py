@@ -230,7 +230,7 @@ def _ways(
     ways, seen = [], set[tuple[Step, ...]]()
     throughs: list[int | None] = [*range(x.ndim)]
     if order == "natural" or x.ndim == 1:
-        throughs.append(None)  # gathered, the result would lie as x does, not transposed
+        throughs = [None, *throughs]  # gathered, the result would lie as x does, not transposed
     for through in throughs:
         steps = tuple(_steps(kind, start, dims, lengths, order, through))
         if steps not in seen:

@@ -143,15 +143,20 @@ def from_root(
 ) -> DistributedTensor:
     """Return the tensor, or array, that rank `root` holds, spread over all ranks; the others give None.
 
-    Not differentiable. Rank `root` sends each rank its piece. Raises UsageError on every rank if `root` gives none.
+    Not differentiable. Rank `root` sends each rank its piece. Raises UsageError on every rank if `root` gives none, or
+    another rank gives one.
     """
     n = grid.world.size
     whole = torch.from_numpy(whole) if isinstance(whole, np.ndarray) else whole
     if not 0 <= root < n:
         raise UsageError(f"from_root: rank {root} of {n}; give one from 0 to {n - 1}")
     with grid.operation(f"from_root({placements!r}, root {root})"):
-        given = isinstance(whole, Tensor)
-        grid.meet("from_root: this rank must give a tensor" if grid.world.rank == root and not given else "")
+        problem = ""
+        if grid.world.rank == root and not isinstance(whole, Tensor):
+            problem = "from_root: this rank must give a tensor or a NumPy array"
+        elif grid.world.rank != root and whole is not None:
+            problem = f"from_root: only rank {root} gives a tensor, the others None; from_full takes it on every rank"
+        grid.meet(problem)
         with ledger.uncounted():
             shape, dtype, device = comm.everyones(
                 (tuple(whole.shape), whole.dtype, whole.device.type) if isinstance(whole, Tensor) else None,

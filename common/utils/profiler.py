@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as kineto
@@ -134,8 +133,7 @@ def profile(where: Runtime | Group, trace: Path | None = None) -> Iterator[Repor
     shares, events = result()
     if trace:
         timeline.write_part(trace, group.rank, socket.gethostname(), shares, events)
-    device = "cuda" if group.pg and "nccl" in dist.get_backend(group.pg) else "cpu"
-    numbers = comm.all_gather(torch.tensor([astuple(shares)], dtype=torch.float64, device=device), group)
+    numbers = comm.all_gather(torch.tensor([astuple(shares)], dtype=torch.float64), group)
     report.ranks = {rank: Shares(*row) for rank, row in enumerate(numbers.tolist())}
     if trace and group.rank == 0:
         timeline.merge(trace, range(group.size))

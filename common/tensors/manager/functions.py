@@ -51,7 +51,7 @@ def _on_root(
     distributor: TensorDistributor,
 ) -> Tensor | None:
     """Spread the operands of rank 0, apply the operation, and return the result on rank 0."""
-    wholes = [None if x is None else torch.as_tensor(x) for x in operands]
+    wholes = [torch.as_tensor(x) if mpi.is_master_process() and x is not None else None for x in operands]
     shapes = mpi.broadcast([None if x is None else tuple(x.shape) for x in wholes])
     if missing := [i for i, shape in enumerate(shapes) if shape is None]:
         raise UsageError(f"{name}: rank 0 gives no tensor as operand {missing[0]}; it must give all of them")

@@ -91,7 +91,7 @@ class TensorDistributor:
         return x.to(self.compress) if self.compress and x.dtype in (torch.float32, torch.float64) else x
 
     def _spread(self, tensor: Whole, grid: Grid, *placements: Placement) -> Tensor:
-        given = None if tensor is None else torch.as_tensor(tensor)
+        given = torch.as_tensor(tensor) if self.mpi.is_master_process() and tensor is not None else None
         kind = self.mpi.broadcast(None if given is None else given.dtype)
         sent = None if given is None else self._packed(given.to(self.mpi.device))
         return from_root(sent, grid, placements).local.to(kind)
