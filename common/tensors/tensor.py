@@ -371,7 +371,9 @@ def settled(layout: Layout) -> Layout:
 
 
 def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) -> DistributedTensor:
-    """Apply a function of torch to each number of broadcast operands. Differentiable.
+    """Apply an elementwise function of torch to broadcast operands. Differentiable.
+
+    A function that mixes elements, such as a softmax, gives wrong numbers: it sees this rank's piece only.
 
     The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
     Raises UsageError for shapes that do not broadcast, and for a function that returns another shape.
