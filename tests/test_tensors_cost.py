@@ -87,6 +87,36 @@ def test_explain() -> None:
     spawn(explained, 2)
 
 
+def as_called(rt: Runtime) -> None:
+    """Explain calls whose ways depend on a gradient, or on a way that is given by position."""
+    grid = Grid(rt.world)
+    a = dt.uniform((8, 8), grid, Shard(0))
+    assert explain(matmul, a, a, "inner").chosen == "inner"
+    with pytest.raises(UsageError, match="'rows' was not measured"):
+        _ = explain(matmul, a, a, way="rows").regret
+    z = dt.normal((16, 16), grid, Shard(0), dtype=torch.complex64)
+    x, w = dt.uniform((2, 4, 16, 16), grid, Shard(2)), dt.uniform((4, 4, 3, 3), grid, Replicate())
+
+    def offered() -> tuple[bool, bool]:
+        transforms, convolutions = explain(dt.fft2, z, measure=1), explain(dt.conv2d, x, w, way="height")
+        dt.fft2(z, way=transforms.chosen)
+        [height] = [c.way for c in convolutions.candidates if c.way.name == "height"]
+        names = {c.way.name for c in transforms.candidates}
+        return "transposing" in names, any(term.hidden for term in height.cost.terms)
+
+    grid.rates = Rates(curves={"exchange": [(1.0, 1e-3), (1e9, 1e-3)]})  # so slow that overlap pays
+    assert offered() == (True, True)
+    for tensor in (z, x):
+        tensor.requires_grad_()
+    assert offered() == (False, False)
+    with torch.no_grad():
+        assert offered() == (True, True)
+
+
+def test_explain_shows_the_ways_of_the_call() -> None:
+    spawn(as_called, 2)
+
+
 def calibrated(rt: Runtime) -> list[float]:
     """Measure this machine in short."""
     rates = calibrate(Grid(rt.world), seconds=0.0, largest=1 << 20, trials=1)

@@ -29,6 +29,7 @@ from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
 from common.tensors.halo import Exchange, Halo, sent_back
 from common.tensors.layout import Box, Layout, Placement, Replicate, Shard, size_of, together
+from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor, brought, common_grid, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
 from common.tensors.window import NAMES, Split, Window, plans_of, split_of
@@ -96,7 +97,7 @@ def _convolve(
     grid = common_grid(tensors, name)
     with grid.operation(f"{name}({describe(*tensors)}, {rest})"):
         convolution = Convolution(d, input, weight, bias, *numbers)
-        key = (*(x.layout for x in tensors), convolution.window, input.dtype)
+        key = (*(x.layout for x in tensors), convolution.window, input.dtype, convolution.graded)
         y = choose(grid, name, convolution.ways(), way, key).run()
         return y if bias is None else _with_bias(y, bias)
 
@@ -128,6 +129,7 @@ class Convolution:
         groups: int = 1,
     ) -> None:
         self.d, self.x, self.w, self.grid = d, input, weight, input.grid
+        self.graded = torch.is_grad_enabled() and input.requires_grad
         shown = f"conv{d}d: input {list(input.shape)}, weight {list(weight.shape)}, groups {groups}"
         if input.ndim != d + 2 or weight.ndim != d + 2:
             raise UsageError(f"{shown}: give tensors of {d + 2} dimensions")
@@ -167,7 +169,7 @@ class Convolution:
             halo, y = split.halo, split.y
             moves = ((self.x.layout, split.x), (self.w.layout, split.w), (y, settled(y)))
             terms = [term for move in moves for term in moving(*move, self.x.dtype)]
-            plan = min(plans_of(split, self.x.dtype), key=self.grid.rates.predict)
+            plan = min(self._plans(split), key=self.grid.rates.predict)
             terms += plan
             memory = sum(received(*move, self.x.dtype) for move in moves) + y.largest * item
             memory += max(size_of(box) for box in halo.boxes) * item if halo.moves else 0
@@ -196,13 +198,17 @@ class Convolution:
         halo, out = split.halo, split.y.mine
         groups = max(1, x.shape[1] // max(1, w.shape[1])) if self.window.groups > 1 else 1
         needed = halo.boxes[self.grid.world.rank]
-        graded = torch.is_grad_enabled() and x.requires_grad
-        able = not graded and len(plans_of(split, x.dtype)) > 1 and size_of(out) * size_of(needed) * w.numel()
+        able = len(self._plans(split)) > 1 and size_of(out) * size_of(needed) * w.numel()
         if able and (self._saves_time(split) if overlapped is None else overlapped):
             return self._overlapped(x, w, halo, out, groups)
         if halo.moves or needed != split.x.mine:
             x = linear_map(x, lambda x: Exchange(x, halo).box(needed), lambda dy: sent_back(dy, halo))
         return self._apply(x, w, out, groups)
+
+    def _plans(self, split: Split) -> list[list[Term]]:
+        """Return the terms of each order of halo and interior; with a gradient the halo always comes first."""
+        plans = plans_of(split, self.x.dtype)
+        return plans[:1] if self.graded else plans
 
     def _saves_time(self, split: Split) -> bool:
         """Return True if overlap is predicted to be faster; by the grid's rates, predicted once for each split."""

@@ -109,7 +109,7 @@ def choose(
     each. Raises UsageError, the same on every rank, if there is no such way or none fits in `grid.rates.memory`.
     """
     if grid.asked:
-        raise _Asked(ways)
+        raise _Asked(ways, name)
     known = (operation, key, tuple(way.name for way in ways))
     name = name or (grid.chosen.get(known) if key is not None else None)
     if name is not None:
@@ -130,9 +130,9 @@ def choose(
 
 
 class _Asked(Exception):
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, ways: Sequence[Way], name: str | None) -> None:
         super().__init__()
-        self.ways = list(ways)
+        self.ways, self.name = list(ways), name
 
 
 def first_operand(
@@ -157,12 +157,19 @@ def ways_of(operation: Callable[..., DistributedTensor], *args: Any, **kwargs: A
 
     Raises UsageError as the operation does, and for one without ways.
     """
+    return asked_of(operation, *args, **kwargs)[0]
+
+
+def asked_of(
+    operation: Callable[..., DistributedTensor], *args: Any, **kwargs: Any
+) -> tuple[list[Way], str | None]:
+    """Return the ways of the operation and the name of the one that the arguments ask for; see `ways_of`."""
     grid = first_operand(operation, *args, **kwargs).grid
     grid.asked = True
     try:
         operation(*args, **kwargs)
     except _Asked as found:
-        return found.ways
+        return found.ways, found.name
     finally:
         grid.asked = False
     raise UsageError(f"{operation.__name__} has one way only: nothing is to be chosen")

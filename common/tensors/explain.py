@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 
 from common.comm.ledger import show_bytes
+from common.errors import UsageError
 from common.launch.terminal import WIDE, make_table
 from common.lesson.measure import in_turn
-from common.tensors.cost import Way, choose, first_operand, ways_of
+from common.tensors.cost import Way, asked_of, choose, first_operand
 from common.tensors.rates import ARITHMETIC
 from common.tensors.tensor import DistributedTensor, describe
 
@@ -47,8 +48,13 @@ class Explanation:
 
     @property
     def regret(self) -> float:
-        """Measured seconds of the chosen way beyond those of the fastest one, as a share. Needs measured times."""
+        """Measured seconds of the chosen way beyond those of the fastest one, as a share.
+
+        Raises UsageError if the chosen way was not measured.
+        """
         times = {c.way.name: c.measured for c in self.candidates if c.measured is not None}
+        if self.chosen not in times:
+            raise UsageError(f"regret: {self.chosen!r} was not measured; call explain(..., measure=5)")
         return times[self.chosen] / min(times.values()) - 1
 
     def __str__(self) -> str:
@@ -86,21 +92,25 @@ def explain(
 
     Of an einsum of several tensors: of the first pair of its path.
 
-    measure: how often to run each way that fits into memory, in turn, without gradients; 0 runs none. All ranks
-    call it, with the same arguments. Raises UsageError as the operation does, and for a `way` that does not exist.
+    measure: how often to run each way that fits into memory, in turn; 0 runs none. The runs record no gradients, but
+    the ways are those of the call, which are fewer where an operand needs one.
+
+    All ranks call it, with the same arguments. Raises UsageError as the operation does, and for a `way` that does not
+    exist.
     """
     first = first_operand(operation, *args, **kwargs)
     name, grid = operation.__name__, first.grid
     given = describe(*(x for x in (*args, *kwargs.values()) if not callable(x)))
     times: dict[str, float] = {}
-    with torch.no_grad(), grid.operation(f"explain({name}, {given}, measure={measure})"):
-        ways = ways_of(operation, *args, **kwargs)
-        rates, best = grid.rates, choose(grid, name, ways, kwargs.get("way"))
+    with grid.operation(f"explain({name}, {given}, measure={measure})"):
+        ways, way = asked_of(operation, *args, **kwargs)
+        rates, best = grid.rates, choose(grid, name, ways, way)
         grid.meet()
         if measure:
             fits = [w for w in ways if w.cost.memory <= rates.memory]
             cases: dict[str, Callable[[], object]] = {w.name: w.run for w in fits}
-            found = in_turn(cases, measure, grid.world, device=first.device.type)
+            with torch.no_grad():
+                found = in_turn(cases, measure, grid.world, device=first.device.type)
             times = {n: m.median for n, m in found.items()}
     candidates = [
         Candidate(
