@@ -151,6 +151,7 @@ def from_files(rt: Runtime, folder: Path) -> None:
         for name in ("x.npy", "big-endian.npy"):
             assert torch.equal(dt.load(folder / name, grid, placed).full(), whole)
         assert torch.equal(dt.load(folder / "x.safetensors", grid, placed, "x").full(), whole)
+        assert dt.load(folder / "x.npy", grid, placed, device="meta").device.type == "meta"
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -215,6 +216,12 @@ def not_called_by_all(given: Given) -> None:
     given.x.full()
 
 
+def made_by_one(given: Given) -> None:
+    if given.rank == 0:
+        dt.from_function(lambda i: i, (4,), given.grid, Replicate())
+    given.x.full()
+
+
 def other_rates(given: Given) -> None:
     given.grid.rates = dt.Rates(memory=1e9 + given.rank)
     given.x.full()
@@ -248,6 +255,8 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
         r"test_tensors_made.py:\d+: redistribute\(.* to Shard\(1\)\) on rank\(s\) 0; test_tensors_made.py:",
     ),
     "seeds": (lambda g: dt.uniform((4, 6), g.grid, Shard(0), seed=g.rank).full(), BEFORE),
+    "values": (lambda g: dt.full((4, 6), g.rank, g.grid, Shard(0)).full(), BEFORE),
+    "made by one rank": (made_by_one, BEFORE),
     "rates": (other_rates, BEFORE),
     "root": (
         lambda g: dt.from_root(None, g.grid, Shard(0)),

@@ -36,6 +36,12 @@ def _laid_out(grid: Grid, shape: Sequence[int], placements: Placements) -> Layou
     return layout
 
 
+def _noted(grid: Grid, call: str) -> None:
+    """Note a call that sends nothing: ranks whose calls differ get an error where they next communicate."""
+    with grid.operation(call):
+        pass
+
+
 def from_function(
     function: Callable[..., Tensor],
     shape: Sequence[int],
@@ -51,6 +57,7 @@ def from_function(
     Raises UsageError if what it returns does not broadcast to the indices.
     """
     layout = _laid_out(grid, shape, placements)
+    _noted(grid, f"from_function({list(shape)} as {placements!r})")
     index = [
         torch.arange(lo, hi, device=device).view([-1 if d == k else 1 for d in range(len(shape))])
         for k, (lo, hi) in enumerate(layout.mine)
@@ -74,6 +81,7 @@ def full(
 ) -> DistributedTensor:
     """Return a tensor of one value. Sends nothing."""
     layout = _laid_out(grid, shape, placements)
+    _noted(grid, f"full({list(shape)}, {value}, {placements!r})")
     return DistributedTensor(torch.full(layout.local_shape, value, dtype=dtype, device=device), layout)
 
 
@@ -87,8 +95,7 @@ def _random(
     device: torch.device | str,
 ) -> DistributedTensor:
     layout = _laid_out(grid, shape, placements)
-    with grid.operation(f"random numbers of {list(shape)}, seed {seed}"):
-        pass  # ranks with different seeds get an error where they next communicate
+    _noted(grid, f"random numbers of {list(shape)}, seed {seed}")
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     made = torch.empty(layout.local_shape, dtype=dtype)
     rows = layout.mine[0] if shape else (0, 1)
@@ -197,7 +204,13 @@ def from_pieces(piece: Tensor, shape: Sequence[int], grid: Grid, placements: Pla
     return DistributedTensor(piece, layout)
 
 
-def load(path: str | Path, grid: Grid, placements: Placements, name: str | None = None) -> DistributedTensor:
+def load(
+    path: str | Path,
+    grid: Grid,
+    placements: Placements,
+    name: str | None = None,
+    device: torch.device | str = "cpu",
+) -> DistributedTensor:
     """Return a tensor of a .npy or .safetensors file; every rank reads its own piece.
 
     The type is the file's. name: of the tensor in a .safetensors file. Raises UsageError on every rank if a rank cannot
@@ -216,7 +229,8 @@ def load(path: str | Path, grid: Grid, placements: Placements, name: str | None 
         grid.meet(problem)
         assert read is not None
         layout = _laid_out(grid, shape, placements)
-        return DistributedTensor(read(tuple(slice(lo, hi) for lo, hi in layout.mine)), layout)
+        piece = read(tuple(slice(lo, hi) for lo, hi in layout.mine))
+        return DistributedTensor(piece.to(device), layout)
 
 
 def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tuple[slice, ...]], Tensor]]:
