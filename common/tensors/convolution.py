@@ -280,7 +280,7 @@ class Convolution:
                 border += self._apply(
                     exchange.box(beyond), some, part, groups, beyond, window.of_taps(i, *taps)
                 )
-                if not border.isfinite().all():  # perhaps only as a zero met an infinite weight
+                if not border.sum().isfinite():  # perhaps only as a zero met an infinite weight
                     needed = cut(box, *window.needed(i, *outputs, n)[0])
                     border.copy_(self._apply(exchange.box(needed), w, part, groups))
         return y
