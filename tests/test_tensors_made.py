@@ -254,6 +254,10 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
         lambda g: g.x.redistribute(Replicate() if g.rank else Shard(1)),
         r"test_tensors_made.py:\d+: redistribute\(.* to Shard\(1\)\) on rank\(s\) 0; test_tensors_made.py:",
     ),
+    "distributions": (
+        lambda g: (dt.normal if g.rank else dt.uniform)((4, 6), g.grid, Shard(0)).full(),
+        BEFORE,
+    ),
     "seeds": (lambda g: dt.uniform((4, 6), g.grid, Shard(0), seed=g.rank).full(), BEFORE),
     "values": (lambda g: dt.full((4, 6), g.rank, g.grid, Shard(0)).full(), BEFORE),
     "made by one rank": (made_by_one, BEFORE),

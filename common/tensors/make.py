@@ -95,7 +95,7 @@ def _random(
     device: torch.device | str,
 ) -> DistributedTensor:
     layout = _laid_out(grid, shape, placements)
-    _noted(grid, f"random numbers of {list(shape)}, seed {seed}")
+    _noted(grid, f"{numbers.__name__}({list(shape)}, seed={seed})")
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     made = torch.empty(layout.local_shape, dtype=dtype)
     rows = layout.mine[0] if shape else (0, 1)
