@@ -22,6 +22,7 @@ from common.lesson.runner import LessonOptions
 
 LESSON = ROOT / "tests" / "scripts" / "debugged_lesson.py"
 SESSION = "python 01-data-parallelism/pytorch/dp_by_hand.py --nproc 2 --debug 1"
+PROMPT = "(rank 2)"  # before its space another rank may print a line
 WAIT = "import time; time.sleep(1.5)"  # longer than the grace of the lesson's ranks
 
 
@@ -63,13 +64,13 @@ def terminal() -> Iterator[pexpect.spawn]:
 def ask(child: pexpect.spawn, command: str) -> str:
     """Give a command at the prompt; return what is printed until the next prompt."""
     child.sendline(command)
-    child.expect_exact("(rank 2) ")
+    child.expect_exact(PROMPT)
     return str(child.before)
 
 
 def test_a_breakpoint_and_a_failure_on_a_terminal(terminal: pexpect.spawn) -> None:
     """Ranks wait longer than their timeout; where all raise, the prompt stays open; Ctrl-D ends all."""
-    terminal.expect_exact("(rank 2) ")
+    terminal.expect_exact(PROMPT)
     assert "main()" in terminal.before  # of the lesson, at its breakpoint: no other stop comes before
     assert "tensor([4])" in ask(terminal, "p x")
     time.sleep(3)  # more than --timeout
@@ -85,7 +86,7 @@ def test_a_breakpoint_and_a_failure_on_a_terminal(terminal: pexpect.spawn) -> No
 
 def test_ctrl_c_ends_all_ranks_and_restores_the_terminal(terminal: pexpect.spawn) -> None:
     before = termios.tcgetattr(terminal.child_fd)
-    terminal.expect_exact("(rank 2) ")
+    terminal.expect_exact(PROMPT)
     assert "tensor([4])" in ask(terminal, "p x")
     assert termios.tcgetattr(terminal.child_fd) != before  # line editing
     terminal.sendintr()
