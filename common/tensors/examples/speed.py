@@ -9,6 +9,8 @@ The cases that begin with `large` are a product of 10000 rows, a convolution of 
 64 of 1024 x 1024, with shorter lengths where the ranks of a machine would need more than half of its free memory.
 --scale 0.5 halves all lengths.
 All cases of an operation run in turn; `x` is the time as a share of torch's on one rank, the median over the rounds.
+`no communication` is what each rank computes without a message, the ceiling; it runs again before each operation that
+is compared with it, and `of ceiling` is the operation's time as a share of it, again the median over the rounds.
 The last two columns are the lower quartile and its share of torch's; other programs change it less than the median.
 Each rank has one thread, and so has torch. Libraries: DTensor of torch; Heat and mpi4py-fft if they can be imported.
 """
@@ -19,7 +21,7 @@ import importlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -31,6 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from common import comm
+from common.comm import Group
 from common.launch.command_line import Within
 from common.launch.runtime import Runtime
 from common.launch.terminal import make_table
@@ -72,8 +75,8 @@ Name = Literal[
     "large_conv2d",
     "large_fft2",
 ]
-ALONE = "torch, one rank"
-HEAD = "", ">ms", ">spread", ">x", ">of all rounds", ">lower quartile, ms", ">its x"
+ALONE, CEILING = "torch, one rank", "no communication"
+HEAD = "", ">ms", ">spread", ">x", ">of all rounds", ">of ceiling", ">lower quartile, ms", ">its x"
 
 
 @dataclass
@@ -128,7 +131,7 @@ class Bench:
         x, y = a.redistribute(Shard(1)), b.redistribute(Shard(1))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.mm(A, B)),
-            "no communication": lambda: torch.mm(half, B),
+            CEILING: lambda: torch.mm(half, B),
             "resident": lambda: matmul(a, b),
             "and redistributed": lambda: matmul(x.redistribute(Shard(0)), y).redistribute(Shard(1)),
             "from rank 0": self.from_rank_0(matmul, A, B),
@@ -161,7 +164,7 @@ class Bench:
         tensors = {name: normal((n, n), grid, p) for name, p in kinds.items()}
         whole, half = torch.rand(n, n), torch.rand(-(-n // grid.world.size), n)
         calls: dict[str, Call] = {ALONE: self.alone(lambda: torch.mm(whole, whole))}
-        calls["no communication"] = lambda: torch.mm(half, whole)
+        calls[CEILING] = lambda: torch.mm(half, whole)
         for p, q in itertools.product(kinds, kinds):
             calls[f"{p} x {q}"] = lambda p=p, q=q: matmul(tensors[p], tensors[q])  # type: ignore[misc]
         return calls, 2.0 * n**3
@@ -178,7 +181,7 @@ class Bench:
         batch = x.redistribute(Shard(0))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.conv2d(X, W, padding=1)),
-            "no communication": lambda: torch.conv2d(x.local, W, padding=1),
+            CEILING: lambda: torch.conv2d(x.local, W, padding=1),
             "resident": lambda: conv2d(x, w, padding=1, way="height"),
             "and redistributed": lambda: conv2d(batch.redistribute(Shard(2)), w, padding=1).redistribute(
                 Shard(0)
@@ -326,9 +329,28 @@ def mpi4py_fft(n: int, local: Tensor) -> Call | None:
         return None
 
 
-def share(of: Measured, alone: Measured) -> list[float]:
-    """Return the time as a share of one rank's, in each round."""
-    return [a / b for a, b in zip(of.seconds, alone.seconds, strict=True)]
+def timed(calls: dict[str, Call], rounds: int, group: Group) -> tuple[dict[str, Measured], dict[str, float]]:
+    """Time the calls in turn; return the results and, where there is a ceiling, their shares of it.
+
+    A machine's speed changes within seconds, so the ceiling runs once more right before each call.
+    """
+    turns = {}
+    for who, call in calls.items():
+        if CEILING in calls and who not in (ALONE, CEILING):
+            turns[f"{CEILING} before {who}"] = calls[CEILING]
+        turns[who] = call
+    with torch.no_grad():
+        found = in_turn(turns, rounds, group)
+    return {who: found[who] for who in calls}, {
+        who: statistics.median(share(found[who], before))
+        for who in calls
+        if (before := found.get(f"{CEILING} before {who}"))
+    }
+
+
+def share(of: Measured, other: Measured) -> list[float]:
+    """Return the time as a share of another's, in each round."""
+    return [a / b for a, b in zip(of.seconds, other.seconds, strict=True)]
 
 
 def main(rt: Runtime, o: SpeedOptions) -> bool:
@@ -338,14 +360,16 @@ def main(rt: Runtime, o: SpeedOptions) -> bool:
     bench.grid.rates = Rates.load(o.rates) if o.rates else calibrate(bench.grid, seconds=0.05)
     for name in o.cases:
         calls, flops = getattr(bench, name)()
-        with torch.no_grad():
-            found: Mapping[str, Measured] = in_turn(calls, o.rounds, rt.world)
+        found, of_ceiling = timed(calls, o.rounds, rt.world)
         rows = []
         for who, m in found.items():
             x = share(m, found[ALONE])
             numbers = f"{m.median * 1e3:.1f}", f"{m.spread:.0%}", f"{statistics.median(x):.3f}"
             early, early_x = quartile(m), quartile(m) / quartile(found[ALONE])
-            rows.append((who, *numbers, f"{min(x):.3f}-{max(x):.3f}", f"{early * 1e3:.1f}", f"{early_x:.3f}"))
+            of = f"{of_ceiling[who]:.3f}" if who in of_ceiling else ""
+            rows.append(
+                (who, *numbers, f"{min(x):.3f}-{max(x):.3f}", of, f"{early * 1e3:.1f}", f"{early_x:.3f}")
+            )
             one = who.startswith("torch")
             records.append(
                 record(f"{name}, {who}", 1 if one else rt.world_size, rt, m, flops, name).as_json()
