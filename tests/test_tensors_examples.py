@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from mpi.launch import ROOT, mpirun, python, torchrun
 
+from common.comm import Group
 from common.tensors import Rates
+from common.tensors.examples import speed
 
 EXAMPLES = ROOT / "common" / "tensors" / "examples"
 
@@ -17,7 +21,6 @@ EXAMPLES = ROOT / "common" / "tensors" / "examples"
 @pytest.mark.parametrize(
     ("program", "options", "shown"),
     [
-        ("speed.py", ["--scale", "0.02", "--rounds", "5"], ["resident", "from rank 0"]),
         (
             "speed.py",
             ["--cases", "large_matmul", "large_conv2d", "large_fft2", "--scale", "0.02"],
@@ -35,6 +38,34 @@ def test_example(program: str, options: list[str], shown: list[str], tmp_path: P
     run = mpirun(2, python(), EXAMPLES / program, *options)
     assert run.returncode == 0, run.stderr
     assert all(text in run.stdout for text in shown), run.stdout
+
+
+def test_each_operation_sends_the_bytes_of_its_formula(tmp_path: Path) -> None:
+    rates, records = tmp_path / "machine.json", tmp_path / "records.jsonl"
+    Rates().save(rates)
+    run = mpirun(2, python(), EXAMPLES / "speed.py", "--scale", "0.02", "--rates", rates, "--json", records)
+    assert run.returncode == 0, run.stderr
+    assert all(text in run.stdout for text in ("resident", "from rank 0", "of ceiling")), run.stdout
+    lines = map(json.loads, records.read_text().splitlines())
+    sent = {r["implementation"]: (r["bytes_counted"], r["bytes_formula"]) for r in lines}
+    known = {who: pair for who, pair in sent.items() if pair[1] is not None}
+    assert {"matmul, resident", "placements, columns x rows", "conv2d, resident", "fft2, transposed"} < set(
+        known
+    )
+    assert all(counted == formula for counted, formula in known.values()), known
+    assert known["conv2d, resident"][0] == 8 * 64 * 16 * 4, "a row of each image and channel"
+    assert sent["matmul, DTensor"] == (None, None)
+    assert sent["matmul, from rank 0"][1] is None
+
+
+def test_the_ceiling_runs_before_each_operation() -> None:
+    ran: list[str] = []
+    names = speed.ALONE, speed.CEILING, "resident", "from rank 0"
+    found, of_ceiling = speed.timed({n: partial(ran.append, n) for n in names}, 5, Group.alone())
+    turn = [speed.ALONE, speed.CEILING, speed.CEILING, "resident", speed.CEILING, "from rank 0"]
+    assert ran == turn * 6, "once to warm up"
+    assert list(found) == list(names)
+    assert list(of_ceiling) == ["resident", "from rank 0"]
 
 
 def test_the_smallest_program() -> None:

@@ -111,7 +111,7 @@ class BenchmarkRecord:
     step_seconds: list[float]
     communication_seconds: float | None
     bytes_counted: float | None
-    bytes_formula: float
+    bytes_formula: float | None
     peak_memory_bytes: int
     scaling: str
     seconds_by_axis: dict[str, float] | None = None

@@ -23,6 +23,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import opt_einsum
@@ -48,6 +49,7 @@ from common.tensors import (
     Shard,
     conv2d,
     einsum,
+    explain,
     expression,
     fft2,
     from_root,
@@ -76,6 +78,8 @@ Name = Literal[
     "large_fft2",
 ]
 ALONE, CEILING = "torch, one rank", "no communication"
+UNCOUNTED = "DTensor", "Heat", "mpi4py-fft, transposed"
+"""Libraries that send by themselves: their bytes are not seen."""
 HEAD = "", ">ms", ">spread", ">x", ">of all rounds", ">of ceiling", ">lower quartile, ms", ">its x"
 
 
@@ -132,7 +136,7 @@ class Bench:
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.mm(A, B)),
             CEILING: lambda: torch.mm(half, B),
-            "resident": lambda: matmul(a, b),
+            "resident": partial(matmul, a, b),
             "and redistributed": lambda: matmul(x.redistribute(Shard(0)), y).redistribute(Shard(1)),
             "from rank 0": self.from_rank_0(matmul, A, B),
         }
@@ -151,7 +155,7 @@ class Bench:
         A, B, x = torch.rand(n, n), torch.rand(n, n), a.redistribute(Shard(1))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.mm(A, B)),
-            "resident": lambda: matmul(a, b),
+            "resident": partial(matmul, a, b),
             "and redistributed": lambda: matmul(x.redistribute(Shard(0)), b).redistribute(Shard(1)),
             "from rank 0": self.from_rank_0(matmul, A, B),
         }
@@ -166,7 +170,7 @@ class Bench:
         calls: dict[str, Call] = {ALONE: self.alone(lambda: torch.mm(whole, whole))}
         calls[CEILING] = lambda: torch.mm(half, whole)
         for p, q in itertools.product(kinds, kinds):
-            calls[f"{p} x {q}"] = lambda p=p, q=q: matmul(tensors[p], tensors[q])  # type: ignore[misc]
+            calls[f"{p} x {q}"] = partial(matmul, tensors[p], tensors[q])
         return calls, 2.0 * n**3
 
     def large_conv2d(self) -> tuple[dict[str, Call], float]:
@@ -182,7 +186,7 @@ class Bench:
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.conv2d(X, W, padding=1)),
             CEILING: lambda: torch.conv2d(x.local, W, padding=1),
-            "resident": lambda: conv2d(x, w, padding=1, way="height"),
+            "resident": partial(conv2d, x, w, padding=1, way="height"),
             "and redistributed": lambda: conv2d(batch.redistribute(Shard(2)), w, padding=1).redistribute(
                 Shard(0)
             ),
@@ -197,8 +201,8 @@ class Bench:
         X, y = torch.rand(n, n, dtype=torch.complex64), x.redistribute(Shard(1))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.fft.fft2(X)),
-            "transposed": lambda: fft2(x, order="transposed"),
-            "resident": lambda: fft2(x),
+            "transposed": partial(fft2, x, order="transposed"),
+            "resident": partial(fft2, x),
             "and redistributed": lambda: fft2(y.redistribute(Shard(0)), order="transposed"),
             "from rank 0": self.from_rank_0(fft2, X),
         }
@@ -214,8 +218,8 @@ class Bench:
         n, x, X = self.n, normal((self.n, self.n), self.grid, Shard(0)), torch.rand(self.n, self.n)
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.fft.rfft2(X)),
-            "transposed": lambda: rfft2(x, order="transposed"),
-            "resident": lambda: rfft2(x),
+            "transposed": partial(rfft2, x, order="transposed"),
+            "resident": partial(rfft2, x),
         }
         return calls, 2.5 * n * n * 2 * math.log2(n)
 
@@ -229,8 +233,8 @@ class Bench:
         y = x.redistribute(Shard(0))
         calls: dict[str, Call] = {
             ALONE: self.alone(lambda: torch.fft.fft2(X)),
-            "each rank some of them": lambda: fft2(y),
-            "resident": lambda: fft2(x),
+            "each rank some of them": partial(fft2, y),
+            "resident": partial(fft2, x),
             "and redistributed": lambda: fft2(y.redistribute(Shard(1))).redistribute(Shard(0)),
             "from rank 0": self.from_rank_0(fft2, X),
         }
@@ -372,7 +376,7 @@ def main(rt: Runtime, o: SpeedOptions) -> bool:
             )
             one = who.startswith("torch")
             records.append(
-                record(f"{name}, {who}", 1 if one else rt.world_size, rt, m, flops, name).as_json()
+                record(name, who, 1 if one else rt.world_size, rt, m, flops, formula(calls[who])).as_json()
             )
         title = f"{name}, {flops / 1e9:,.3g} GFLOP" if flops else name
         console(rt).print(make_table(title, HEAD, rows))
@@ -386,11 +390,21 @@ def quartile(m: Measured) -> float:
     return statistics.quantiles(m.seconds, n=4, method="inclusive")[0]
 
 
-def record(who: str, ranks: int, rt: Runtime, m: Measured, flops: float, name: str) -> BenchmarkRecord:
+def formula(call: Call) -> float | None:
+    """Return the bytes that this rank sends by the cost of the chosen way; None if the call is not one operation."""
+    if not isinstance(call, partial):
+        return None
+    found = explain(call.func, *call.args, **call.keywords)
+    return next(float(c.way.cost.sent) for c in found.candidates if c.way.name == found.chosen)
+
+
+def record(
+    name: str, who: str, ranks: int, rt: Runtime, m: Measured, flops: float, formula: float | None
+) -> BenchmarkRecord:
     """Return a line of --json."""
     return BenchmarkRecord(
         strategy="tensors",
-        implementation=who,
+        implementation=f"{name}, {who}",
         language="pytorch",
         ranks=ranks,
         backend=rt.backend,
@@ -401,8 +415,8 @@ def record(who: str, ranks: int, rt: Runtime, m: Measured, flops: float, name: s
         flop_per_step=int(flops),
         step_seconds=m.seconds,
         communication_seconds=None,
-        bytes_counted=statistics.median(m.sent),
-        bytes_formula=statistics.median(m.sent),
+        bytes_counted=None if who in UNCOUNTED else statistics.median(m.sent),
+        bytes_formula=formula,
         peak_memory_bytes=peak_memory(rt.world),
         scaling="strong",
     )
