@@ -12,6 +12,7 @@ import torch
 from mpi.launch import ROOT, mpirun, python, torchrun
 
 from common.comm import Group
+from common.lesson.measure import Measured
 from common.tensors import Rates
 from common.tensors.examples import speed
 
@@ -66,6 +67,18 @@ def test_the_ceiling_runs_before_each_operation() -> None:
     assert ran == turn * 6, "once to warm up"
     assert list(found) == list(names)
     assert list(of_ceiling) == ["resident", "from rank 0"]
+
+
+def test_the_share_of_the_ceiling_is_that_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {speed.ALONE: 9.0, speed.CEILING: 7.0, f"{speed.CEILING} before resident": 2.0, "resident": 3.0}
+
+    def in_turn(turns: dict[str, object], rounds: int, group: Group) -> dict[str, Measured]:
+        return {who: Measured([seconds[who] * (1 + round) for round in range(rounds)]) for who in turns}
+
+    monkeypatch.setattr(speed, "in_turn", in_turn)
+    names = speed.ALONE, speed.CEILING, "resident"
+    _, of_ceiling = speed.timed({who: lambda: None for who in names}, 5, Group.alone())
+    assert of_ceiling == {"resident": 1.5}
 
 
 def test_the_smallest_program() -> None:

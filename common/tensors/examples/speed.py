@@ -399,7 +399,7 @@ def formula(call: Call) -> float | None:
 
 
 def record(
-    name: str, who: str, ranks: int, rt: Runtime, m: Measured, flops: float, formula: float | None
+    name: str, who: str, ranks: int, rt: Runtime, m: Measured, flops: float, by_formula: float | None
 ) -> BenchmarkRecord:
     """Return a line of --json."""
     return BenchmarkRecord(
@@ -416,7 +416,7 @@ def record(
         step_seconds=m.seconds,
         communication_seconds=None,
         bytes_counted=None if who in UNCOUNTED else statistics.median(m.sent),
-        bytes_formula=formula,
+        bytes_formula=by_formula,
         peak_memory_bytes=peak_memory(rt.world),
         scaling="strong",
     )
