@@ -86,7 +86,7 @@ def assert_equal(
 
     Cases and references come from the parent process, so that ranks share them and --seed holds for both.
     """
-    for of_rank in spawn(_differences, world, train, cases, references, timeout=120, limit=240):
+    for of_rank in spawn(_differences, world, train, cases, references):
         for key, found in of_rank.items():
             assert max(d.value for d in found.values()) <= 1e-12, (world, key, found)
 

@@ -20,6 +20,7 @@ if (here := str(Path(__file__).parent)) not in FOLDERS:  # the server has anothe
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *FOLDERS]))
 spawn.PRELOAD += ["preloaded"]
 spawn.START = "forkserver"  # also where pytest itself has one thread
+spawn.TIMEOUT = 240.0  # a shared host can stand still for minutes
 
 # about a minute to half a minute each on two cores; handed out first, so that none is waited for at the end
 LONGEST = (

@@ -56,7 +56,7 @@ def tour(
         found: dict[str, list[Found]] = {}
         for world in sorted({ranks(name) for name in exhibits}):
             names = [name for name in exhibits if ranks(name) == world]
-            of_ranks = spawn(_visit_each, world, visit, names, timeout=120, limit=240)
+            of_ranks = spawn(_visit_each, world, visit, names)
             found |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
         return found
 

@@ -112,7 +112,7 @@ def test_equal_to_one_device(world: int) -> None:
     keys = [(o.model, o.sequence, o.clip, optimizer) for o, optimizer in cases]
     alone = {key: reference(*case) for key, case in dict(zip(keys, cases, strict=True)).items()}
     given = [(*case, alone[key]) for key, case in zip(keys, cases, strict=True)]
-    for rank in spawn(on_mesh, world, given, timeout=120, limit=240):
+    for rank in spawn(on_mesh, world, given):
         for (o, optimizer), (worst, agree, apart) in zip(cases, rank, strict=True):
             assert set(worst) >= {"loss", "gradients", "gradient norm", "weights"}
             assert max(worst.values()) <= 1e-12, (o, optimizer, worst)
@@ -223,7 +223,7 @@ def test_evaluation_is_the_same_on_every_mesh_and_every_time(tmp_path: Path) -> 
     loss, accuracy = by_hand(o, model)
     assert 0 < accuracy < 1
     assert scores(ALONE, [o])[0] == pytest.approx((loss, accuracy), rel=1e-12)
-    for rank in spawn(scores, 4, [replace(o, **mesh) for mesh in meshes], timeout=120):
+    for rank in spawn(scores, 4, [replace(o, **mesh) for mesh in meshes]):
         for found in rank:
             assert found == pytest.approx((loss, accuracy), rel=1e-12)
 
@@ -241,7 +241,7 @@ def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
     alone = go(ALONE, replace(o, checkpoints=None), kind=Pretraining)
     first = replace(o, dp=2, tp=2, zero=1, sequence_parallel=True)
     second = replace(o, pp=2, dp=1, sp=2, attention="ring", asynchronous=True)
-    ranks = spawn(runs, 4, (first, 2), (second, 0), timeout=200)
+    ranks = spawn(runs, 4, (first, 2), (second, 0))
     for rank in ranks:
         assert [list(ran.losses) for ran in rank] == [[1, 2, 3], [4, 5]]
         assert all(ran.finished for ran in rank)

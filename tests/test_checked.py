@@ -123,7 +123,7 @@ def tour(rt: Runtime, museum: str, names: list[str]) -> Found:
 @pytest.mark.parametrize("museum", CAUGHT)
 def test_exhibits_that_misplace_a_tensor_are_caught(museum: str) -> None:
     ranks = 4 if museum.endswith("4 ranks") else 2
-    for found in spawn(tour, ranks, museum, [*CAUGHT[museum]], timeout=120, limit=240):
+    for found in spawn(tour, ranks, museum, [*CAUGHT[museum]]):
         assert found == CAUGHT[museum]
 
 
@@ -245,12 +245,12 @@ MESHES = ("pp=2 dp=2 zero=1", "dp=2 sp=2 zero=3", "ep=2 tp=2", "pp=4")
 def test_right_lessons_are_silent() -> None:
     chosen = [run for name in LESSONS.split() for run in runs(name) if run.ranks == 2]
     assert len(chosen) == len(LESSONS.split())
-    for line in spawn(lessons_in_turn, 2, chosen, timeout=120, limit=240)[0]:
+    for line in spawn(lessons_in_turn, 2, chosen)[0]:
         assert line.startswith("checked: nothing misplaced; ")
 
 
 def test_right_meshes_are_silent() -> None:
-    for sent in spawn(check_meshes, 4, of_meshes(MESHES)[4], timeout=120, limit=240):
+    for sent in spawn(check_meshes, 4, of_meshes(MESHES)[4]):
         assert min(sent) > 0
 
 

@@ -202,7 +202,7 @@ def test_the_deadlock_is_named_with_both_ranks_and_lines() -> None:
 
 def test_as_a_command() -> None:
     command = [str(python()), communication_demo.__file__, "--nproc", "2"]
-    two = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    two = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (two.returncode, two.stdout) == (0, TWO)
 
 

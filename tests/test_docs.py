@@ -260,7 +260,7 @@ def printed_after(page: Path, command: str) -> list[str]:
 def test_worked_examples_print_what_docs_show(lesson: str) -> None:
     chapter = BY_HAND[lesson]
     command = f"python {chapter}/pytorch/{lesson}_by_hand.py --nproc 2"
-    done = run(program_of(command), timeout=120)
+    done = run(program_of(command), timeout=240)
     assert done.returncode == 0, done.stderr
     kept = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith(("┏", "┡", "├", "└"))]
     assert [line.replace("┃", "│") for line in kept] == printed_after(
@@ -271,5 +271,5 @@ def test_worked_examples_print_what_docs_show(lesson: str) -> None:
 @pytest.mark.parametrize("line", RUN)
 def test_commands_of_docs_run(line: str) -> None:
     assert any(line in c.line for page in PAGES for c in commands(page)), "no page has this command"
-    done = run(program_of(line), timeout=120)
+    done = run(program_of(line), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

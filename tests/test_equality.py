@@ -275,7 +275,7 @@ def measured(rt: Runtime) -> list[Case]:
 
 
 def test_the_margin_between_rounding_and_the_smallest_mistake() -> None:
-    rows, _ = spawn(measured, 2, timeout=120)
+    rows, _ = spawn(measured, 2)
     for row in rows:
         print("{:25} {:10} {} {:5} {:.1e} {:8.1f}".format(*row))
     honest = [row for row in rows if row[0] == "honest"]

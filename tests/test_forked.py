@@ -159,7 +159,7 @@ def test_who_ends_the_program_ends_the_script_and_what_it_started(
 ) -> None:
     started, sleeps = waiting(python["env"], tmp_path / "waits.py")
     started.send_signal(how)
-    assert started.communicate(timeout=60) == ("", "")
+    assert started.communicate(timeout=240) == ("", "")
     assert started.returncode == -how
     assert_ended(sleeps)
 
@@ -167,7 +167,7 @@ def test_who_ends_the_program_ends_the_script_and_what_it_started(
 def test_the_end_of_the_server_ends_the_scripts(tmp_path: Path) -> None:
     with forked.interpreter([], os.environ) as folder:
         started, sleeps = waiting(runner.environment(folder), tmp_path / "waits.py")
-    assert started.communicate(timeout=60) == ("", "")
+    assert started.communicate(timeout=240) == ("", "")
     assert started.returncode == 1
     assert_ended(sleeps)
 

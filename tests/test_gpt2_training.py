@@ -191,7 +191,7 @@ def test_every_mesh_trains_as_one_device(file: Path, tmp_path: Path) -> None:
     o = run_options(file)
     alone = {S: trained(ALONE, [replace(o, sequence=S, export=tmp_path / f"alone {S}")])[0] for S in (12, 13)}
     cases = [replace(o, export=tmp_path / str(i), **({"dp": 1} | mesh)) for i, mesh in enumerate(MESHES)]
-    for rank in spawn(trained, 4, cases, timeout=200):
+    for rank in spawn(trained, 4, cases):
         for (ran, norms, tokens), mesh in zip(rank, MESHES, strict=True):
             expected, their_norms, their_tokens = alone[mesh.get("sequence", 13)]
             assert tokens == their_tokens, mesh
@@ -237,7 +237,7 @@ def test_transformers_takes_the_same_step_and_writes_the_same_text(file: Path, t
     mesh = replace(
         o, tokenizer=None, init=begin, export=end, dp=1, pp=2, tp=2
     )  # the tokenizer is in the folder
-    ran = spawn(here_and_there, 4, [(mesh, 0)], timeout=100)[0][0]
+    ran = spawn(here_and_there, 4, [(mesh, 0)])[0][0]
     assert ran.losses[1] == pytest.approx(loss.item(), rel=1e-12)
     torch.nn.utils.clip_grad_norm_(theirs.parameters(), o.clip)
     decayed = [p for p in theirs.parameters() if p.ndim > 1]
@@ -267,7 +267,7 @@ def test_a_folder_comes_back_as_it_was(file: Path, tmp_path: Path) -> None:
     still = replace(
         o, tokenizer=None, init=tmp_path / "a", export=tmp_path / "b", steps=1, learning_rate=0.0, generate=0
     )
-    spawn(here_and_there, 4, [(replace(still, dp=1, pp=2, tp=2), 0)], timeout=100)
+    spawn(here_and_there, 4, [(replace(still, dp=1, pp=2, tp=2), 0)])
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert json.loads((tmp_path / "b" / "config.json").read_text())["vocab_size"] == ODD
@@ -278,7 +278,7 @@ def test_a_run_resumes_on_another_mesh_with_its_tokenizer_alone(file: Path, tmp_
     alone = go(ALONE, o)
     kept = replace(o, checkpoints=tmp_path / "run")
     first, second = replace(kept, dp=2, tp=2, zero=1), replace(kept, dp=1, pp=4, micro_batches=3)
-    parts = spawn(here_and_there, 4, [(first, 1), (second, 0)], timeout=100)[0]
+    parts = spawn(here_and_there, 4, [(first, 1), (second, 0)])[0]
     assert [list(ran.losses) for ran in parts] == [[1, 2], [3, 4]]  # the signal is seen in the next step
     assert parts[0].losses | parts[1].losses == pytest.approx(alone.losses, rel=1e-11)
     assert parts[1].texts[4] == alone.texts[4]

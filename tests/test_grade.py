@@ -155,12 +155,12 @@ def test_messages_of_targets() -> None:
 
 def test_the_command_line() -> None:
     command = [python(), ROOT / "common" / "grade" / "__main__.py", "06/1", "--seed", "3"]
-    stub = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    stub = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert stub.returncode == 1
     assert "06/1  to write  0 of" in stub.stdout
     assert "first: divide the rank" in stub.stdout
     command = [sys.executable, "-m", "common.grade", "06/99"]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 2
+    assert subprocess.run(command, capture_output=True, timeout=240).returncode == 2
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

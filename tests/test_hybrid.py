@@ -104,7 +104,7 @@ def test_sizes_that_do_not_divide() -> None:
     cases = [
         (o, optimizer, on_one_device(here(), o, optimizer)) for o, optimizer in zip(ODD, turns, strict=False)
     ]
-    ranks = spawn(odd, 4, cases, timeout=120)
+    ranks = spawn(odd, 4, cases)
     for o, (worst, _, apart) in zip(ODD, ranks[0], strict=True):
         assert max(worst.values()) <= 1e-12, (o, worst)
         assert apart == []
@@ -134,14 +134,14 @@ def shown(rt: Runtime) -> list[tuple[bool, bool]]:
 
 
 def test_the_lessons_calls_are_those_of_a_hybrid() -> None:
-    for rank in spawn(shown, 4, timeout=120):
+    for rank in spawn(shown, 4):
         assert rank == [(True, True)] * len(SHOWN)
 
 
 @pytest.mark.parametrize(("world", "every"), [(8, 100), (8, 36), (12, 15)])
 def test_rows_of_the_proof_table(world: int, every: int) -> None:
     todo = table(every)[world]
-    for row in spawn(prove_rows, world, todo, False, limit=240)[0]:
+    for row in spawn(prove_rows, world, todo, False)[0]:
         assert row.holds, (row.options, row.proof.rows, row.proof.bytes_agree, row.apart)
 
 
@@ -351,7 +351,7 @@ def torch_parts(rt: Runtime) -> list[tuple[bool, dict[str, Any]]]:
 
 
 def test_torch_s_parts_compose_to_the_same() -> None:
-    assert spawn(torch_parts, 4, timeout=120)[0] == [
+    assert spawn(torch_parts, 4)[0] == [
         (True, {"pp=2 dp=2, ZeRO-1": None, "pp=2 dp=2, torch": True}),
         (True, {"dp=2 tp=2, ZeRO-2": None, "dp=2 tp=2, torch": True}),
     ]

@@ -182,7 +182,7 @@ def compared(rt: Runtime, cases: list[tuple[Options, str, Followed, Change | Non
 def test_equal_to_one_device(world: int, cases: list[Options]) -> None:
     turns = itertools.cycle([*OPTIMIZERS])  # gradients are compared with both
     todo = [(o, name, one_device(o, name), None) for o, name in zip(cases, turns, strict=False)]
-    for rank in spawn(compared, world, todo, timeout=120):
+    for rank in spawn(compared, world, todo):
         for o, (worst, agree) in zip(cases, rank, strict=True):
             assert max(worst.values()) <= 1e-12, (o, worst)
             assert agree, o
@@ -214,7 +214,7 @@ BROKEN: list[tuple[Options, Change]] = [
 
 def test_losses_that_are_wrong_are_caught() -> None:
     todo = [(o, "sgd", one_device(o, "sgd"), change) for o, change in BROKEN]
-    for (_, change), (worst, _) in zip(BROKEN, spawn(compared, 2, todo, timeout=60)[0], strict=True):
+    for (_, change), (worst, _) in zip(BROKEN, spawn(compared, 2, todo)[0], strict=True):
         assert worst["gradients"] > 1e-3, (change.__doc__, worst)
 
 

@@ -68,7 +68,7 @@ def test_a_killed_rank_costs_nothing(tmp_path: Path) -> None:
     )
     # as the command line has them
     whole = replace(whole, learning_rate=TrainOptions.learning_rate, warm_up=TrainOptions.warm_up)
-    spawn(go, 2, whole, timeout=200)
+    spawn(go, 2, whole)
     assert file_of(tmp_path / "killed") == file_of(tmp_path / "whole")
 
 

@@ -98,7 +98,7 @@ def both(rt: Runtime, cases: list[HybridOptions]) -> list[tuple[float, Run]]:
 
 @pytest.mark.parametrize(("world", "cases"), [(4, FEW), (4, MORE), (8, MOST)], ids=["few", "more", "8"])
 def test_equal_to_sums_afterwards(world: int, cases: list[HybridOptions]) -> None:
-    for of_rank in spawn(both, world, cases, timeout=120, limit=300):
+    for of_rank in spawn(both, world, cases, limit=300):
         for o, (difference, run) in zip(cases, of_rank, strict=True):
             assert difference <= 1e-12, o
             assert run.bytes_agree, o
@@ -123,7 +123,7 @@ class Sometimes(Layer):
 def test_parameters_that_ranks_use_at_different_times() -> None:
     """A unit leaves early on one rank and late on another; the exchange of rows to experts is not confused."""
     with patch("common.models.transformer.Layer", Sometimes):
-        found = spawn(sometimes, 4, timeout=20)
+        found = spawn(sometimes, 4)
     for difference, _ in found:
         assert difference <= 1e-12
     assert {tuple(early) for _, early in found} == {(0, 0), (2, 2)}

@@ -104,7 +104,7 @@ def test_resumed_on_other_meshes_it_is_the_same_run(tmp_path: Path) -> None:
     first = replace(o, dp=2, tp=2, zero=1, sequence_parallel=True)
     second = replace(o, pp=2, dp=1, sp=2, asynchronous=True)
     third = replace(o, dp=2, ep=2, zero=2, micro_batches=1)
-    ranks = spawn(runs, 4, (first, 2), (second, 4), (third, 0), timeout=200)
+    ranks = spawn(runs, 4, (first, 2), (second, 4), (third, 0))
     for rank in ranks:
         assert [list(ran.losses) for ran in rank] == [
             [1, 2, 3],
@@ -162,7 +162,7 @@ def test_evaluation_and_text_are_the_same_on_every_mesh() -> None:
         torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten()).item(), rel=1e-12
     )
     assert texts[0] != texts[1]
-    for rank in spawn(looked_at, 4, [replace(o, **mesh) for mesh in MESHES], timeout=200):
+    for rank in spawn(looked_at, 4, [replace(o, **mesh) for mesh in MESHES]):
         for (their_loss, their_texts), mesh in zip(rank, MESHES, strict=True):
             assert their_loss == pytest.approx(loss, rel=1e-12), mesh
             assert their_texts == texts, mesh
@@ -198,7 +198,7 @@ def there_and_back(rt: Runtime, folder: Path, names: list[str]) -> list[bool]:
 @pytest.mark.usefixtures("in_double")
 def test_transformers_reads_what_a_mesh_exports(tmp_path: Path) -> None:
     names = ["nano-llama", "nano-gpt2", "nano-mixtral"]
-    assert spawn(there_and_back, 4, tmp_path, names, timeout=200)[0] == [True] * 3
+    assert spawn(there_and_back, 4, tmp_path, names)[0] == [True] * 3
     for name in names:
         ours = read_huggingface(tmp_path / name, torch.float64)
         hf = type(theirs(ours.config)).from_pretrained(

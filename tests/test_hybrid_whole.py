@@ -184,7 +184,7 @@ def test_ranks_refuse_a_file_together(program: str, tmp_path: Path) -> None:
     """Also what one rank alone finds ends all ranks, with one line: rank 0 cannot write here."""
     missing = tmp_path / "no" / "file"
     for option, why in (("--resume", f"cannot read {missing}"), ("--save", f"{missing} cannot be written")):
-        done = mpirun(3, need_binary(program), "--train", "--dp", "3", option, missing, timeout=60)
+        done = mpirun(3, need_binary(program), "--train", "--dp", "3", option, missing)
         assert done.returncode == 2
         assert (
             done.stderr.count(program)
@@ -217,7 +217,7 @@ exec "$@" --save "$0"
 def test_a_killed_rank_ends_all_and_leaves_a_whole_file(tmp_path: Path) -> None:
     file = tmp_path / "file"
     command = [need_binary("hybrid_mpi"), *TRAIN, "--pp", "2", "--tp", "2", "--steps", "100000"]
-    done = mpirun(4, "sh", "-c", KILLED, file, *command, "--save-every", "1", timeout=60)
+    done = mpirun(4, "sh", "-c", KILLED, file, *command, "--save-every", "1")
     assert done.returncode != 0
     assert "rank 2 with PID" in done.stderr or "signal 9" in done.stderr, done.stderr
     step = int(metadata(file)["step"])

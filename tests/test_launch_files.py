@@ -46,7 +46,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def said(process: subprocess.Popen[str]) -> str:
     """Return the output of the process, which must end within 120 s."""
     try:
-        return process.communicate(timeout=120)[0]
+        return process.communicate(timeout=240)[0]
     except subprocess.TimeoutExpired:
         process.kill()
         pytest.fail(f"no end within 120 s: {process.args}", pytrace=False)
@@ -54,7 +54,7 @@ def said(process: subprocess.Popen[str]) -> str:
 
 def on_this_host(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)

@@ -53,7 +53,7 @@ def sound(rt: Runtime) -> tuple[list[Line], list[Line]]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_sound_machine_passes(n: int) -> None:
-    for lines in spawn(sound, n, timeout=120)[0]:
+    for lines in spawn(sound, n)[0]:
         lines = [
             line for line in lines if line.name not in ("latency of ranks", "links")
         ]  # of a machine that others use
@@ -79,7 +79,7 @@ def wrong_sum(rt: Runtime) -> list[Line]:
 
 
 def test_a_wrong_sum_in_ten_thousand_is_found() -> None:
-    for lines in spawn(wrong_sum, 2, timeout=120):
+    for lines in spawn(wrong_sum, 2):
         assert headline(lines).startswith("FAIL: small sums: rank 1: 1 of 10,000 wrong")
 
 
@@ -101,7 +101,7 @@ def machine_of(answers: machines.Answers) -> Any:
 
 
 def test_slow_ranks_are_named() -> None:
-    work, messages = spawn(slow_rank, 3, timeout=120)[0]
+    work, messages = spawn(slow_rank, 3)[0]
     assert work.status == "fail"
     assert work.found.startswith("rank 1 takes ")
     assert messages.status == "fail"
@@ -157,7 +157,7 @@ def wrong_training(rt: Runtime, what: str) -> Line:
     ],
 )
 def test_wrong_training_is_found(what: str, words: str) -> None:
-    line = spawn(wrong_training, 2, what, timeout=120)[0]
+    line = spawn(wrong_training, 2, what)[0]
     assert line.status == "fail"
     assert words in line.found
 
@@ -195,7 +195,7 @@ def stressed(rt: Runtime, what: str, state: Path | None) -> tuple[list[Line], in
     ],
 )
 def test_stress_names_what_is_wrong(what: str, words: str, tmp_path: Path) -> None:
-    lines, rounds = spawn(stressed, 2, what, tmp_path / "state", timeout=120)[0]
+    lines, rounds = spawn(stressed, 2, what, tmp_path / "state")[0]
     if what != "slow":
         lines = [line for line in lines if line.name not in ("slowest rank", "speed over time")]
     assert re.match(words, headline(lines)), headline(lines)
@@ -211,25 +211,25 @@ def again(rt: Runtime, state: Path, size: int) -> list[Line]:
 
 def test_a_stopped_stress_goes_on_and_a_finished_one_begins_anew(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    spawn(again, 2, state, 64, timeout=60)
+    spawn(again, 2, state, 64)
     whole = state.read_text().splitlines()
     first = json.loads(whole[0])
     first["rounds"][0]["seconds"] = 0.1
     state.write_text(json.dumps(first) + "\n")
-    found = line_of(spawn(again, 2, state, 64, timeout=60)[0], "time").found
+    found = line_of(spawn(again, 2, state, 64)[0], "time").found
     assert "1 round(s) from before" in found
-    found = line_of(spawn(again, 2, state, 64, timeout=60)[0], "time").found
+    found = line_of(spawn(again, 2, state, 64)[0], "time").found
     assert "0 round(s) from before" in found
     first["rounds"][1]["digest"] = "0"  # of rank 1
     state.write_text(json.dumps(first) + "\n")
-    found = headline(spawn(again, 2, state, 64, timeout=60)[0])
+    found = headline(spawn(again, 2, state, 64)[0])
     assert found.startswith("FAIL: bits and memory: rank 1: a product's bits changed")
     state.write_text(json.dumps(first) + "\n")
     with pytest.raises(RankError, match="other ranks or --size"):
-        spawn(again, 2, state, 32, timeout=60)
+        spawn(again, 2, state, 32)
     state.write_text("no JSON\n")
     with pytest.raises(RankError, match="remove it to begin anew"):
-        spawn(again, 1, state, 64, timeout=60)
+        spawn(again, 1, state, 64)
 
 
 @pytest.mark.parametrize("most", [1, 5, 100])
@@ -280,7 +280,7 @@ def bus_factors(rt: Runtime) -> dict[str, float]:
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
-    found = spawn(bus_factors, 4, timeout=60)[1]
+    found = spawn(bus_factors, 4)[1]
     ring = {"all-reduce": 2 * 3 / 4, "all-gather": 3 / 4, "reduce-scatter": 3 / 4, "all-to-all": 3 / 4}
     for name, factor in found.items():
         assert factor == ring.get(name.rpartition(" ")[0], 1.0), name

@@ -48,7 +48,7 @@ def both(
             env = [f"{name}={value}" for name, value in variables.items()]
             running.append(host.start("env", *env, sys.executable, "-m", "common.machine", *words))
     return [
-        (0, "") if p is None else (p.wait(timeout=120), p.stdout.read() if p.stdout else "") for p in running
+        (0, "") if p is None else (p.wait(timeout=240), p.stdout.read() if p.stdout else "") for p in running
     ]
 
 
@@ -93,11 +93,11 @@ def test_communication_across_hosts(hosts: tuple[Host, Host]) -> None:
 def test_a_host_that_cannot_be_reached_is_named(hosts: tuple[Host, Host]) -> None:
     words = ("-m", "common.machine", "check", "--hosts", *(host.address for host in hosts))
     process = hosts[0].start(sys.executable, *words)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said
     hosts[0].network("link set veth0 down")
     process = hosts[0].start(sys.executable, *words)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=240)[0]
     hosts[0].network("link set veth0 up")
     assert process.returncode == 1
     assert said.startswith(f"FAIL: hosts reachable: {hosts[1].address}: ")

@@ -155,7 +155,7 @@ def verdicts(rt: Runtime) -> dict[str, tuple[bool, str]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, tuple[bool, str]]]:
-    return spawn(verdicts, 2, timeout=120, limit=None)
+    return spawn(verdicts, 2, limit=None)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

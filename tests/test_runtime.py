@@ -201,7 +201,7 @@ def test_an_output_that_cannot_be_written_is_one_line(reason: str) -> None:
         with pytest.raises(RankError) as error:
             spawn(print_to, 2, reason)
         assert (str(error.value), error.value.code) == (line, 2)
-        assert alone.communicate(timeout=60)[1].splitlines() == [line]
+        assert alone.communicate(timeout=240)[1].splitlines() == [line]
     assert alone.returncode == 2
 
 

@@ -46,7 +46,7 @@ def measured() -> dict[tuple[Path, str], list[Found]]:
     for world in sorted({world_size(bug) for bug in PAGES}):
         right = [(bug.page, bug.page, bug.path) for bug in PAGES if world_size(bug) == world]
         wrong = [(bug.page, bug.text, bug.path) for bug in RUNS if world_size(bug) == world]
-        of_ranks = spawn(visit_all, world, right, wrong, timeout=60, limit=200)
+        of_ranks = spawn(visit_all, world, right, wrong)
         for i, (_, text, path) in enumerate(right + wrong):
             found[path, text] = [of_rank[i] for of_rank in of_ranks]
     return found

@@ -177,7 +177,7 @@ def test_a_program_of_its_own(ranks: int, fails: bool, tmp_path: Path) -> None:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert (run.returncode != 0) == fails, run.stderr
     assert f"total {3 if ranks else 1}" in run.stdout
     for rank in range(ranks or 1):

@@ -166,7 +166,7 @@ def cluster(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Com
     env = {**os.environ, "PATH": path, "VIRTUAL_ENV": "/somewhere", **variables}
     script = ROOT / "scripts" / "benchmark_cluster.sh"
     return subprocess.run(
-        [script, *arguments], capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path
+        [script, *arguments], capture_output=True, text=True, timeout=240, env=env, cwd=tmp_path
     )
 
 

@@ -146,7 +146,7 @@ def test_the_snippet_of_chapter_01_trains_as_one_device(tmp_path: Path) -> None:
     found = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.pt"
-        done = torchrun(ranks, script, out, timeout=120)
+        done = torchrun(ranks, script, out, timeout=240)
         assert done.returncode == 0, done.stderr
         found.append(torch.load(out))
     for one, two in zip(*found, strict=True):

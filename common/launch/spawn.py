@@ -43,6 +43,7 @@ from common.launch.runtime import session
 from common.launch.watchdog import RankFailed, describe, exit_code
 
 START = ""  # "fork" or "forkserver"; empty: as `_start` finds
+TIMEOUT = 60.0  # seconds that a wait may last unless the caller says otherwise
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # imported once, before the first spawn; optimizers import torch._dynamo
 PRELOAD = [
@@ -115,7 +116,7 @@ def spawn(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 0.0,
     limit: float | None = 0.0,
     device: str = "cpu",
     backend: str = "gloo",
@@ -126,8 +127,8 @@ def spawn(
 
     fn must be importable by name (a function of a module), its arguments and results picklable. A notebook is in no
     file, so functions and classes of its cells are sent as code, with the globals that they read.
-    timeout: seconds, the longest any wait inside may last. limit: seconds for the whole call; `timeout` when
-    left out, None for no limit.
+    timeout: seconds, the longest any wait inside may last; `TIMEOUT` when left out. limit: seconds for the whole
+    call; `timeout` when left out, None for no limit.
     debug: the rank whose debugger reads this process's standard input. reader: the rank that reads it otherwise.
     Raises RankError: with the first failing rank's traceback; naming a rank that a signal ended; or, after
     the timeout, naming each rank that has not returned and where it stands. ValueError when ranks could not
@@ -136,6 +137,7 @@ def spawn(
     script = getattr(sys.modules["__main__"], "__file__", "")  # a notebook has none
     if script and not os.path.exists(script):
         raise ValueError("spawn's ranks import the script again: put it in a file")
+    timeout = timeout or TIMEOUT
     folder = tempfile.mkdtemp(prefix="spawn-", dir=_folder())
     meeting = os.path.join(folder, "store")
     start = START or _start()
