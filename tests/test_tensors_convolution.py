@@ -115,15 +115,15 @@ def test_meanwhile(n: int) -> None:
 def choices(rt: Runtime) -> None:
     """Columns lie in more cache lines than rows: what is added to them counts as much; new rates, new choice."""
     grid = Grid(rt.world)
-    of_weight = Layout.of(grid, (16, 16, 3, 3), Replicate())
+    of_weight = Layout.of(grid, (24, 16, 3, 3), Replicate())
     w = DistributedTensor(torch.zeros(of_weight.local_shape), of_weight)
     for name, dim, lines in ("height", 2, 3 * 64), ("width", 3, 34 * 64):
         x = dt.uniform((2, 16, 34, 34), grid, Shard(dim), 1)
         convolution = conv.Convolution(2, x, w, padding=1)
         split = convolution.split((name,))
         _, (_, _, border, added) = window.plans_of(split, x.dtype)
-        assert (border.sizes, border.times) == ((2, 16, 16, 34, 9), 1)
-        assert added.sizes == (3 * 2 * 16 * lines,)
+        assert (border.sizes, border.times) == ((2, 16, 24, 34, 9), 1)
+        assert added.sizes == (2 * 2 * 24 * lines,)
         copies = {"copy": [(1.0, 1e-3), (1e9, 1e6)]}
         grid.rates = Rates(curves=copies, corrections={"hidden": 1.0})
         assert convolution._saves_time(split) == (name == "height")

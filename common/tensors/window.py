@@ -119,7 +119,7 @@ def plans_of(split: Split, dtype: torch.dtype) -> list[list[Term]]:
     ends, beyond = max(map(len, came)), max(sum(map(size_of, parts)) for parts in came)
     border = images, given, made, -(-beyond // max(1, images * given * ends)), kernel
     added = max(sum(_in_lines(part, dtype.itemsize) for part in parts) for parts in came)
-    added = 3 * added * made // max(1, given)  # read, written, and read again to see that all are finite
+    added = 2 * added * made // max(1, given)  # read and written
     meanwhile = Term("exchange", exchange, hidden=True)
     return [
         before,
