@@ -127,7 +127,7 @@ def calibrated(rt: Runtime) -> list[float]:
 
 
 def test_calibrate() -> None:
-    one, other = spawn(calibrated, 2)  # some 200 timings, each slow beside other programs
+    one, other = spawn(calibrated, 2)
     assert one == other
     assert all(0 < seconds < math.inf for seconds in one)
 
