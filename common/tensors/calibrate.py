@@ -34,9 +34,7 @@ from common.launch.runtime import Runtime
 from common.lesson.runner import DTYPES, LessonOptions, console, run
 from common.tensors.grid import Grid
 from common.tensors.rates import (
-    LIBRARIES,
     LINES,
-    Library,
     Rates,
     Term,
     convolution_features,
@@ -44,7 +42,7 @@ from common.tensors.rates import (
     transform_curve,
     transform_work,
 )
-from common.tensors.slab import transformed
+from common.tensors.slab import height_of, transformed
 from common.tensors.trials import SEEN, TRIALS, corrected, draw, times_of
 from common.utils.pages import keep_freed_memory, new_empty, new_result
 
@@ -197,33 +195,38 @@ def _transforms(
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the curves of transforms: by length, by largest prime factor, and of numbers that are apart."""
 
-    def per_flop(n: int, library: Library = "torch", apart: int = 1) -> float:
+    def per_flop(n: int, banded: bool = False, apart: int = 1) -> float:
         rows = max(1, min(1 << 20, largest // dtype.itemsize) // n // apart)
         x = torch.ones(rows, n, apart, dtype=dtype, device=device)
-        call: Callable[[], Tensor] = partial(torch.fft.fft, x, dim=1)
-        if apart == 1:
-            call = partial(transformed, x[..., 0], "fft", "backward", library)
+        call: Callable[[], object] = partial(torch.fft.fft, x, dim=1)
+        if banded:
+            bands = x[..., 0].split(height_of(n, dtype.itemsize))
+            call = partial(_in_bands, bands)
         return clock(call) / transform_work(rows * apart, n)
 
     found: dict[str, list[tuple[float, float]]] = {}
     alone = Rates(curves=found)
 
-    def rate(n: int, library: Library = "torch") -> float:
-        return alone.seconds(Term("transform", (1, n, 1), dtype, library=library)) / transform_work(1, n)
+    def rate(n: int) -> float:
+        return alone.seconds(Term("transform", (1, n, 1), dtype)) / transform_work(1, n)
 
     lengths = [n for n in LENGTHS if n * dtype.itemsize <= largest]
+    for banded in (False, True):
+        found[transform_curve(dtype, banded)] = [(float(n), per_flop(n, banded)) for n in lengths]
     primes = [(p, p << max(0, (1024 // p).bit_length() - 1)) for p in PRIMES]
-    for library in LIBRARIES if device == "cpu" else LIBRARIES[:1]:
-        name = transform_curve(dtype, library)
-        found[name] = [(float(n), per_flop(n, library)) for n in lengths]
-        by_prime = [(float(p), per_flop(n, library) / rate(n, library)) for p, n in primes]
-        found[f"{name} primes"] = [(2.0, 1.0), *by_prime]
+    by_prime = [(float(p), per_flop(n) / rate(n)) for p, n in primes]
+    found[f"{transform_curve(dtype)} primes"] = [(2.0, 1.0), *by_prime]
     middle = [n for n in lengths if 32 <= n <= 4096]
     for how, apart in (("aligned", LINES), ("apart", LINES + 8)):
         found[f"{transform_curve(dtype)} {how}"] = [
             (float(n), per_flop(n, apart=apart * max(1, n // LINES)) / rate(n)) for n in middle
         ]
     return found
+
+
+def _in_bands(bands: Sequence[Tensor]) -> None:
+    for band in bands:
+        transformed(band, "fft", "backward")
 
 
 def _copy(half: int, device: str) -> Callable[[], Tensor]:

@@ -5,8 +5,8 @@
 
 A dimension is transformed where it is whole. Each rank transforms the dimensions that are whole in its piece; then one
 exchange splits the tensor along another dimension (a slab on one axis of ranks, a pencil on two), and so on. A tensor
-with one dimension takes the six steps of `six_step`. The kernels are those of torch.fft, or of pocketfft for a matrix
-without a gradient, see `slab`.
+with one dimension takes the six steps of `six_step`, a matrix without a gradient that of `slab`. The kernels are those
+of torch.fft.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
 from common.tensors.layout import Layout, Placement, Replicate, Shard, size_of, together
-from common.tensors.rates import LIBRARIES, Library, Term
+from common.tensors.rates import Term
 from common.tensors.six_step import factors, six_step_cost, six_steps
-from common.tensors.slab import fits, layouts, slab
+from common.tensors.slab import fits, height_of, layouts, slab
 from common.tensors.tensor import DistributedTensor, common_grid, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
 
@@ -246,7 +246,7 @@ def _ways(
             ways.append(_way(called, x, start, steps, norm))
     last = kind != "rfft" or dims[-1:] == [1]
     if sorted(dims) == [0, 1] and last and lengths == [x.shape[d] for d in dims] and fits(x, kind):
-        ways += [_transposing(x, kind, norm, order, library) for library in LIBRARIES]
+        ways.append(_transposing(x, kind, norm, order))
     whole = len(start.grid.shape) == 1 and x.ndim == 1 and start.cut_along(0) and lengths[0] == x.shape[0]
     if whole and kind in ("fft", "ifft") and order == "natural" and (pair := factors(lengths[0])):
         ways.append(
@@ -255,27 +255,25 @@ def _ways(
     return ways
 
 
-def _transposing(x: DistributedTensor, kind: str, norm: Norm, order: Order, library: Library) -> Way:
+def _transposing(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> Way:
     def cost() -> Cost:
         wide, n = x.dtype.to_complex(), x.grid.world.size
-        item = wide.itemsize
         rows, columns = layouts(x, kind)
-        times = 2 if order == "natural" else 1
-        most = max(int(bytes_sent(rows, columns, item, r)) for r in range(n))
-        M, N = rows.shape
-        terms = (
-            Term("transform", (-(-M // n), N, 1), wide, library=library),
-            Term("transform", (-(-N // n), M, 1), wide, library=library),
-            Term("exchange", (most, n - 1), times=times),
-        )
-        memory = (
-            received(rows, columns, wide) * 4
-        )  # rows and columns, and where backends join pieces both again
-        back = bytes_sent(columns, rows, item) if times == 2 else 0
-        return Cost(terms, memory, bytes_sent(rows, columns, item) + back)
+        moves = [(rows, columns, x.shape[1], x.dtype.itemsize), (columns, rows, x.shape[0], wide.itemsize)]
+        terms, memory, sent = list[Term](), 0, Fraction(0)
+        for number, (before, after, length, item) in enumerate(moves):
+            height, many = height_of(length, item), -(-before.shape[number] // n)
+            terms.append(Term("transform", (many, rows.shape[1 - number], 1), wide, banded=True))
+            if number == 0 or order == "natural":
+                bands = -(-many // height)
+                most = max(int(bytes_sent(before, after, wide.itemsize, r)) for r in range(n))
+                terms.append(Term("exchange", (most // bands, n - 1), times=bands))
+                # a band, its transform, and where backends join pieces both again
+                memory += received(before, after, wide) + 4 * min(many, height) * length * wide.itemsize
+                sent += bytes_sent(before, after, wide.itemsize)
+        return Cost(tuple(terms), memory, sent)
 
-    name = "transposing" if library == "torch" else f"transposing, {library}"
-    return Way(name, lambda: slab(x, kind, norm, order, library), cost)
+    return Way("transposing", lambda: slab(x, kind, norm, order), cost)
 
 
 def _checked(

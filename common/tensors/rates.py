@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from common.errors import UsageError
 
 ARITHMETIC = {"product", "convolution", "transform"}
 LINES = 256  # strides that are multiples of so many numbers map to few lines of the cache
-
-Library = Literal["torch", "pocketfft"]
-LIBRARIES: tuple[Library, ...] = get_args(Library)
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,8 @@ class Term:
     times: int = 1
     hidden: bool = False
     """True if it travels while the way's arithmetic goes on."""
-    library: Library = "torch"
-    """Library that computes the transform; used by transforms only."""
+    banded: bool = False
+    """True for a transform whose rows are copied into the cache, band by band; see `slab`."""
 
 
 def product_features(sizes: Sequence[int], dtype: torch.dtype) -> tuple[float, ...]:
@@ -76,10 +72,10 @@ def transform_work(rows: int, length: int) -> float:
     return 5.0 * rows * length * math.log2(max(length, 2))
 
 
-def transform_curve(dtype: torch.dtype, library: Library = "torch") -> str:
-    """Return the name of the curve of a library's transforms."""
+def transform_curve(dtype: torch.dtype, banded: bool = False) -> str:
+    """Return the name of the curve of transforms."""
     name = f"transform {str(dtype).removeprefix('torch.')}"
-    return name if library == "torch" else f"{name} {library}"
+    return f"{name} in bands" if banded else name
 
 
 def largest_prime(n: int) -> int:
@@ -104,7 +100,7 @@ class Rates:
     curves: points (amount, seconds), between which it is interpolated on logarithmic axes. Of moves and copies the
     amount is bytes. Of a transform it is the length, with the seconds of a FLOP where the length is a power of two;
     "primes" are by what factor a largest prime factor makes it slower, "apart" and "aligned" the same of numbers that
-    are not neighbours. Those of pocketfft have their own curves.
+    are not neighbours. Transforms in bands have their own curve.
 
     corrections: by kind, the factor from a term that is measured alone to the same term in an operation; "move",
     seconds that each message takes beyond its term; "way product" and its like, seconds that each way with such
@@ -127,10 +123,9 @@ class Rates:
             one = sum(f * c for f, c in zip(features, self.products.get(kind, default), strict=True))
         elif term.kind == "transform":
             rows, length, apart = term.sizes
-            name, slower = transform_curve(term.dtype, term.library), 1.0
-            if name not in self.curves:  # not measured: a little slower than torch's
-                name, slower = transform_curve(term.dtype), 1.0 if term.library == "torch" else 4 / 3
-            rate = slower * self._curve(name, length, wide / 4e9)
+            name = transform_curve(term.dtype)
+            banded = transform_curve(term.dtype, term.banded)
+            rate = self._curve(banded if banded in self.curves else name, length, wide / 4e9)
             rate *= self._curve(f"{name} primes", largest_prime(length), 1.0)
             if apart > 1:
                 rate *= self._curve(f"{name} {'apart' if apart % LINES else 'aligned'}", length, 1.0)

@@ -1,18 +1,16 @@
 """Two-dimensional transform of a matrix that is split by rows; the kernels read contiguous numbers only.
 
-    every row is transformed                                       x_mN
-    the columns travel, transposed on the way                      x_mN -> x_nM
-    every column, a row by now, is transformed                     y_nM
-    in natural order the rows travel back, transposed again        y_nM -> y_mN
+    every row is transformed; the columns travel, transposed on the way                    x_mN -> x_nM
+    every column, a row by now, is transformed; in natural order the rows travel back      x_nM -> y_mN
 
-Sender and receiver exchange views [bands, columns, BAND]. The sender reads the columns of a band of BAND rows; the
-receiver writes each of them, BAND numbers, in one run. Between ranks of one host on MPI the bands need no further copy:
-the sender transposes while it fills the memory that the ranks share. Rows beyond the last whole band are copied by
-torch. With order="transposed" the result stays split by columns, and a column lies in one run of memory: `local` is a
-transposed view.
+Rows are transformed in bands that fit into the cache, and each band travels before the next is transformed: the
+exchange finds it in the cache. The kernels, too, take a band that was copied there, see `transformed`.
 
-The kernels are torch's, which on x86 are MKL's, or those of pocketfft (Reinecke) in SciPy. On an AMD EPYC (Zen 3)
-pocketfft is the faster of the two for long rows.
+Sender and receiver exchange views [blocks, columns, BLOCK]. The sender reads the columns of a block of BLOCK rows; the
+receiver writes each of them, BLOCK numbers, in one run. Between ranks of one host on MPI the blocks need no further
+copy: the sender transposes while it fills the memory that the ranks share. Rows beyond the last whole block are copied
+by torch. With order="transposed" the result stays split by columns, and a column lies in one run of memory: `local` is
+a transposed view.
 """
 
 from __future__ import annotations
@@ -26,11 +24,13 @@ from torch import Tensor
 from common import comm
 from common.comm import Group
 from common.tensors.layout import Layout, Shard
-from common.tensors.rates import Library
 from common.tensors.tensor import DistributedTensor
 from common.utils.pages import new_result
 
-BAND = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
+BAND = (
+    2**21
+)  # bytes: with its transform it fits into the last cache, where the kernels' input is read twice as fast
+BLOCK = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
 KINDS = "fft", "ifft", "rfft"
 
@@ -50,65 +50,80 @@ def layouts(x: DistributedTensor, kind: str) -> tuple[Layout, Layout]:
     return rows, rows.placed(Shard(1))
 
 
-def slab(x: DistributedTensor, kind: str, norm: str, order: str, library: Library) -> DistributedTensor:
+def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedTensor:
     """Return the transform of a matrix for which `fits` is True."""
     rows, columns = layouts(x, kind)
-    M = x.shape[0]
     m_spans, n_spans = [box[0] for box in rows.boxes], [box[1] for box in columns.boxes]
-    lo, hi = columns.mine[1]
-    world = replace(x.grid.world, axis="grid")
+    world, M = replace(x.grid.world, axis="grid"), x.shape[0]
     x.grid.meet()
-    if len(x.local):
-        x_mN = transformed(x.local, kind, norm, library)
-    else:  # the kernels refuse empty tensors
-        x_mN = x.local.new_empty(rows.local_shape, dtype=x.dtype.to_complex())
-    x_nM = new_result((hi - lo, M), x_mN.dtype, x_mN.device, world)
-    _turn(x_mN, x_nM, m_spans, n_spans, world)
-    del x_mN  # its memory serves the next transform
-    y_nM = x_nM
-    if len(x_nM):
-        y_nM = transformed(x_nM, "fft" if kind == "rfft" else kind, norm, library, in_place=True)
-    del x_nM
-    if order == "transposed":
-        return DistributedTensor(y_nM.T, columns)
-    y_mN = new_result(rows.local_shape, y_nM.dtype, y_nM.device, world)
-    _turn(y_nM, y_mN, n_spans, m_spans, world)
-    return DistributedTensor(y_mN, rows)
+    x_nM = _turned(x.local, kind, norm, m_spans, n_spans, world)
+    kind = "fft" if kind == "rfft" else kind
+    if order == "natural":
+        return DistributedTensor(_turned(x_nM, kind, norm, n_spans, m_spans, world), rows)
+    height = height_of(M, x_nM.element_size())
+    for first in range(0, len(x_nM), height):
+        band = x_nM[first : first + height]
+        band.copy_(transformed(band, kind, norm))
+    return DistributedTensor(x_nM.T, columns)
 
 
-def transformed(x: Tensor, kind: str, norm: str, library: Library, in_place: bool = False) -> Tensor:
-    """Return the transforms of the rows of x by a library.
+def height_of(length: int, item: int) -> int:
+    """Return how many rows of numbers of `item` bytes are transformed at once, a multiple of BLOCK."""
+    return max(1, BAND // (length * item * BLOCK)) * BLOCK
 
-    in_place: x may be overwritten, and the result may share its memory. torch's kernels leave x as it is.
+
+def transformed(x: Tensor, kind: str, norm: str) -> Tensor:
+    """Return the transforms of the rows of a band.
+
+    A copy brings the band into the cache faster than the kernels would, which read it in another order.
     """
-    if library == "torch":
-        found: Tensor = getattr(torch.fft, kind)(x, norm=norm)
-        return found
-    from scipy import fft  # imported late: takes half a second
+    cached = x.detach().clone(memory_format=torch.contiguous_format)
+    found: Tensor = getattr(torch.fft, kind)(cached, norm=norm)
+    return found
 
-    rows = x.detach().resolve_conj().resolve_neg().numpy()
-    threads = torch.get_num_threads()
-    return torch.from_numpy(getattr(fft, kind)(rows, norm=norm, overwrite_x=in_place, workers=threads))
+
+def _turned(
+    x: Tensor,
+    kind: str,
+    norm: str,
+    from_spans: Sequence[Span],
+    to_spans: Sequence[Span],
+    world: Group,
+) -> Tensor:
+    """Return this rank's rows of the transposed matrix whose rows x are transformed, band by band.
+
+    Rank r holds rows from_spans[r] before, and to_spans[r] afterwards.
+    """
+    lo, hi = to_spans[world.rank]
+    length, wide = to_spans[-1][1], x.dtype.to_complex()
+    turned = new_result((hi - lo, from_spans[-1][1]), wide, x.device, world)
+    height = height_of(x.shape[1], x.element_size())
+    for first in range(0, max(end - begin for begin, end in from_spans), height):
+        spans = [(min(begin + first, end), min(begin + first + height, end)) for begin, end in from_spans]
+        rows = x[first : first + height]
+        found = transformed(rows, kind, norm) if len(rows) else x.new_empty((0, length), dtype=wide)
+        _turn(found, turned, spans, to_spans, world)
+    return turned
 
 
 def _turn(
     x: Tensor, turned: Tensor, from_spans: Sequence[Span], to_spans: Sequence[Span], world: Group
 ) -> None:
-    """Fill this rank's rows of a transposed matrix. Rank r holds rows from_spans[r] before, to_spans[r] afterwards."""
+    """Fill columns of this rank's rows of a transposed matrix: those that are rows from_spans[r] of rank r before."""
     pieces = [x[:, slice(*span)] for span in to_spans]
     places = [turned[:, slice(*span)].T for span in from_spans]
     heights = [hi - lo for lo, hi in from_spans]
-    if max(heights) >= BAND:
-        comm.all_to_all_views(list(map(_bands, places)), list(map(_bands, pieces)), world)
-    if any(height % BAND for height in heights):
+    if max(heights) >= BLOCK:
+        comm.all_to_all_views(list(map(_blocks, places)), list(map(_blocks, pieces)), world)
+    if any(height % BLOCK for height in heights):
         comm.all_to_all_views(list(map(_rest, places)), list(map(_rest, pieces)), world)
 
 
-def _bands(x: Tensor) -> Tensor:
-    """Return a view [bands, columns, BAND] of all rows that fill bands."""
-    bands = len(x) // BAND
-    return x[: bands * BAND].view(bands, BAND, x.shape[1]).transpose(1, 2)
+def _blocks(x: Tensor) -> Tensor:
+    """Return a view [blocks, columns, BLOCK] of all rows that fill blocks."""
+    blocks = len(x) // BLOCK
+    return x[: blocks * BLOCK].view(blocks, BLOCK, x.shape[1]).transpose(1, 2)
 
 
 def _rest(x: Tensor) -> Tensor:
-    return x[len(x) // BAND * BAND :]
+    return x[len(x) // BLOCK * BLOCK :]
