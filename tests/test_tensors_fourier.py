@@ -122,6 +122,12 @@ def long(rt: Runtime) -> None:
             assert torch.equal(x.full(), whole), "the operand was changed"
             cases.assert_close(found.full(), getattr(torch.fft, kind)(whole, norm="ortho"), times=200)
             assert found.placements == ((Shard(0),) if order == "natural" else (Shard(1),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slab, "BAND", 1)  # several bands of 32 rows, the last one shorter
+        whole = cases.numbers((90 * n, 150 * n + 1), torch.float64)
+        for order in ("natural", "transposed"):
+            found = fourier.rfft2(dt.from_full(whole, grid, Shard(0)), order=order, way="transposing")
+            cases.assert_close(found.full(), torch.fft.rfft2(whole), times=500)
     with Ledger() as none:
         fourier.rfft(dt.full((4, 8), 1.0, grid, Shard(0)))
     assert none.bytes() == 0
