@@ -27,9 +27,7 @@ from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 from common.utils.pages import new_result
 
-BAND = (
-    2**21
-)  # bytes: with its transform it fits into the last cache, where the kernels' input is read twice as fast
+BAND = 2**21  # bytes, which with their transform fit into the last cache
 BLOCK = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
 KINDS = "fft", "ifft", "rfft"
