@@ -18,6 +18,7 @@ from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
 from common.tensors import DistributedTensor, Grid, Replicate, Shard, fourier, slab
 from common.tensors.cost import ways_of
+from common.utils.memory import peak_allocated
 
 WORLDS = (1, 2, 3, 4, 5)
 NORMS = ("backward", "ortho", "forward")
@@ -62,7 +63,7 @@ def test_transforms(n: int) -> None:
 def matrices(grid: Grid, data: Any, widest: int = 150) -> None:
     """Compare the ways of a transform of a matrix without a gradient, with transposing exchanges among them.
 
-    These transform and send all rows at once, or by bands of 32.
+    With the transposing way each rank transforms and sends all rows at once, or 32 of them.
     """
     kind = data.draw(st.sampled_from(["fft", "ifft", "rfft"]))
     lengths = st.integers(1, 9), st.integers(1, widest)
@@ -178,6 +179,34 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             call()
+
+
+def memory(rt: Runtime) -> None:
+    """Compare the memory that a transform of a tall or wide matrix needs with its predicted one."""
+    grid = Grid(rt.world)
+    for shape in ((1 << 14, 64), (64, 1 << 14), (2048, 512)):
+        x = dt.normal(shape, grid, Shard(0), dtype=torch.complex64)
+        for order in ("natural", "transposed"):
+            [way] = [w for w in ways_of(fourier.fft2, x, order=order) if w.name == "transposing"]
+            way.run()
+            assert 0.4 <= peak_allocated(way.run) / way.cost.memory <= 1.1, (shape, order)
+
+
+def test_memory() -> None:
+    spawn(memory, 2)
+
+
+def lines(rt: Runtime) -> None:
+    """Predict the transforms of the rank that has most rows, and of their own length."""
+    grid = Grid(rt.world)
+    x = dt.from_full(torch.ones(64, 30), grid, Shard(0, (60, 4)))
+    [way] = [w for w in ways_of(fourier.rfft2, x) if w.name == "transposing"]
+    found = [term.sizes for term in way.cost.terms if term.kind == "transform"]
+    assert found == [(60, 30, 1), (8, 64, 1)]
+
+
+def test_lines() -> None:
+    spawn(lines, 2)
 
 
 def of_integers(rt: Runtime) -> None:

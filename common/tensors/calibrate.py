@@ -193,7 +193,7 @@ def _convolution(image: Sequence[int], dtype: torch.dtype, device: str) -> Calla
 def _transforms(
     dtype: torch.dtype, largest: int, device: str, clock: Clock
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the curves of transforms: by length, by largest prime factor, and of numbers that are apart."""
+    """Return the curves of transforms: by length, in bands, by largest prime factor, and of numbers that are apart."""
 
     def per_flop(n: int, banded: bool = False, apart: int = 1) -> float:
         rows = max(1, min(1 << 20, largest // dtype.itemsize) // n // apart)
@@ -211,7 +211,7 @@ def _transforms(
         return alone.seconds(Term("transform", (1, n, 1), dtype)) / transform_work(1, n)
 
     lengths = [n for n in LENGTHS if n * dtype.itemsize <= largest]
-    for banded in (False, True):
+    for banded in (False, True) if device == "cpu" else (False,):
         found[transform_curve(dtype, banded)] = [(float(n), per_flop(n, banded)) for n in lengths]
     primes = [(p, p << max(0, (1024 // p).bit_length() - 1)) for p in PRIMES]
     by_prime = [(float(p), per_flop(n) / rate(n)) for p, n in primes]

@@ -5,8 +5,8 @@
 
 A dimension is transformed where it is whole. Each rank transforms the dimensions that are whole in its piece; then one
 exchange splits the tensor along another dimension (a slab on one axis of ranks, a pencil on two), and so on. A tensor
-with one dimension takes the six steps of `six_step`, a matrix without a gradient that of `slab`. The kernels are those
-of torch.fft.
+with one dimension can take the six steps of `six_step`, and a matrix without a gradient the transposing exchanges of
+`slab`. The kernels are those of torch.fft.
 """
 
 from __future__ import annotations
@@ -259,18 +259,21 @@ def _transposing(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> W
     def cost() -> Cost:
         wide, n = x.dtype.to_complex(), x.grid.world.size
         rows, columns = layouts(x, kind)
-        moves = [(rows, columns, x.shape[1], x.dtype.itemsize), (columns, rows, x.shape[0], wide.itemsize)]
-        terms, memory, sent = list[Term](), 0, Fraction(0)
-        for number, (before, after, length, item) in enumerate(moves):
-            height, many = height_of(length, item), -(-before.shape[number] // n)
-            terms.append(Term("transform", (many, rows.shape[1 - number], 1), wide, banded=True))
-            if number == 0 or order == "natural":
-                bands = -(-many // height)
+        terms, held, memory, sent = list[Term](), 0, 0, Fraction(0)
+        moves = (rows, columns, x.dtype), (columns, rows, wide)
+        for dim, (before, after, dtype) in enumerate(moves):
+            lines, length = max(box[dim][1] - box[dim][0] for box in before.boxes), x.shape[1 - dim]
+            height = height_of(length, dtype.itemsize)
+            terms.append(Term("transform", (lines, length, 1), wide, banded=True))
+            # two transforms and a copy of a band; or one, and where backends join pieces both again
+            band = 4 * min(lines, height) * length * wide.itemsize
+            if dim == 0 or order == "natural":
+                held += received(before, after, wide)
+                bands = -(-lines // height)
                 most = max(int(bytes_sent(before, after, wide.itemsize, r)) for r in range(n))
                 terms.append(Term("exchange", (most // bands, n - 1), times=bands))
-                # a band, its transform, and where backends join pieces both again
-                memory += received(before, after, wide) + 4 * min(many, height) * length * wide.itemsize
                 sent += bytes_sent(before, after, wide.itemsize)
+            memory = max(memory, held + band)
         return Cost(tuple(terms), memory, sent)
 
     return Way("transposing", lambda: slab(x, kind, norm, order), cost)

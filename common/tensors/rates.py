@@ -128,7 +128,7 @@ class Rates:
             rate = self._curve(banded if banded in self.curves else name, length, wide / 4e9)
             rate *= self._curve(f"{name} primes", largest_prime(length), 1.0)
             if apart > 1:
-                rate *= self._curve(f"{name} {'apart' if apart % LINES else 'aligned'}", length, 1.0)
+                rate *= self._curve(f"{name} {'apart' if apart % LINES else 'aligned'}", length, 1.5)
             one = transform_work(rows, length) * rate
         elif term.kind == "convolution":
             default = (5e-6, wide / 50e9, 1 / 20e9, 1 / 10e9)

@@ -1,10 +1,11 @@
 """Two-dimensional transform of a matrix that is split by rows; the kernels read contiguous numbers only.
 
-    every row is transformed; the columns travel, transposed on the way                    x_mN -> x_nM
-    every column, a row by now, is transformed; in natural order the rows travel back      x_nM -> y_mN
+    rows are transformed, and the columns travel, transposed on the way                    x_mN -> x_nM
+    columns, which are rows now, are transformed; in natural order the rows travel back    x_nM -> y_mN
 
-Rows are transformed in bands that fit into the cache, and each band travels before the next is transformed: the
-exchange finds it in the cache. The kernels, too, take a band that was copied there, see `transformed`.
+The matrix has M rows and N columns, of which each rank holds m or n. Each rank transforms one band of its rows and
+sends it before it transforms the next, so that the exchange reads the band from the cache. For the same reason the
+kernels read a copy of the band, see `transformed`.
 
 Sender and receiver exchange views [blocks, columns, BLOCK]. The sender reads the columns of a block of BLOCK rows; the
 receiver writes each of them, BLOCK numbers, in one run. Between ranks of one host on MPI the blocks need no further
@@ -27,7 +28,7 @@ from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 from common.utils.pages import new_result
 
-BAND = 2**21  # bytes, which with their transform fit into the last cache
+BAND = 2**21  # bytes of a band; with its transform it fits into the last cache. 32 long rows may be more
 BLOCK = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
 KINDS = "fft", "ifft", "rfft"
@@ -66,14 +67,14 @@ def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedT
 
 
 def height_of(length: int, item: int) -> int:
-    """Return how many rows of numbers of `item` bytes are transformed at once, a multiple of BLOCK."""
+    """Return how many rows of numbers of `item` bytes are transformed at once: whole blocks, at least one."""
     return max(1, BAND // (length * item * BLOCK)) * BLOCK
 
 
 def transformed(x: Tensor, kind: str, norm: str) -> Tensor:
     """Return the transforms of the rows of a band.
 
-    A copy brings the band into the cache faster than the kernels would, which read it in another order.
+    The kernels do not read their input in the order of memory. A copy does, and brings it into the cache faster.
     """
     cached = x.detach().clone(memory_format=torch.contiguous_format)
     found: Tensor = getattr(torch.fft, kind)(cached, norm=norm)
@@ -99,8 +100,9 @@ def _turned(
     for first in range(0, max(end - begin for begin, end in from_spans), height):
         spans = [(min(begin + first, end), min(begin + first + height, end)) for begin, end in from_spans]
         rows = x[first : first + height]
-        found = transformed(rows, kind, norm) if len(rows) else x.new_empty((0, length), dtype=wide)
-        _turn(found, turned, spans, to_spans, world)
+        empty = x.new_empty((0, length), dtype=wide)  # which the kernels refuse
+        rows = transformed(rows, kind, norm) if len(rows) else empty
+        _turn(rows, turned, spans, to_spans, world)
     return turned
 
 
