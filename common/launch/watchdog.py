@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
 
 import torch.distributed as dist
 
@@ -28,6 +27,9 @@ from common.launch import debugger
 from common.launch.program import WATCHDOG, leave_at_once
 
 LOOK_EVERY = 0.2  # seconds between polls of the store
+PYTHON = os.path.dirname(os.__file__) + os.sep
+COMMON = os.path.dirname(os.path.dirname(__file__))
+FOLDERS = {os.path.join(COMMON, name) for name in ("comm", "launch", "tensors")}
 GRACE = 4.0  # seconds in which a rank must end by itself after another failed
 STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
 
@@ -56,22 +58,18 @@ def describe(error: BaseException, rank: int) -> str:
     return f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
-def where(frame: FrameType | None) -> str:
+def where(stack: traceback.StackSummary) -> str:
     """Return the collective this rank waits in, and the innermost line of code outside the libraries."""
-    lines = [
-        f"{f.filename}:{f.lineno} ({f.name})"
-        for f in traceback.extract_stack(frame)
-        if "site-packages" not in f.filename
-        and "<frozen" not in f.filename
-        and os.path.basename(f.filename)
-        not in ("calls.py", "travel.py", "hooks.py", "program.py", "threading.py", "selectors.py")
-    ]
-    state = dict(blocked_in)
-    waiting = ""
-    if state:
+    found = [f"{f.filename}:{f.lineno} ({f.name})" for f in stack if not _of_a_library(f.filename)][-1:]
+    if state := dict(blocked_in):
         seconds = time.perf_counter() - float(str(state["since"]))
-        waiting = f"in {state['op']} over {state['axis']!r} for {seconds:.1f} s, "
-    return waiting + (lines[-1] if lines else "unknown")
+        found.insert(0, f"in {state['op']} over {state['axis']!r} for {seconds:.1f} s")
+    return ", ".join(found) or "unknown"
+
+
+def _of_a_library(file: str) -> bool:
+    foreign = "site-packages" in file or file.startswith((PYTHON, "<frozen"))
+    return foreign or os.path.dirname(file) in FOLDERS
 
 
 class Watchdog(threading.Thread):
@@ -130,7 +128,7 @@ class Watchdog(threading.Thread):
                 self.show(f"rank {self.rank}: {STORE_GONE}")
             if failed:
                 if not self.someone_failed:
-                    self._answer(where(sys._current_frames().get(self.main or 0)))
+                    self._answer(where(traceback.extract_stack(sys._current_frames().get(self.main or 0))))
                 while not self.done.wait(GRACE):
                     if not debugger.at_prompt.is_set():
                         self._wait_for_debugger()
@@ -143,7 +141,7 @@ class Watchdog(threading.Thread):
         if self.world_size > 1 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ended, report = RankFailed(exit_code(error)), describe(error, self.rank)
-        self._answer(_where_raised(error))
+        self._answer(where(traceback.extract_tb(error.__traceback__)))
         try:
             if self.store.add("failures", 1) > 1:
                 with suppress(RuntimeError):
@@ -189,7 +187,7 @@ class Watchdog(threading.Thread):
         why = re.sub(r"^(\[.*?\] )+", "", str(error).splitlines()[0])  # the library begins with its own file
         if time.perf_counter() - float(str(blocked_in["since"])) > 0.9 * self.timeout:
             why = f"timed out after {self.timeout:g} s"  # the library blames the other rank, which timed out first
-        lines = [f"rank {self.rank} failed {_where_raised(error)}: {why}"]
+        lines = [f"rank {self.rank} failed {where(traceback.extract_tb(error.__traceback__))}: {why}"]
         silent = self._missing("where", 10 * LOOK_EVERY)
         for rank in range(self.world_size):
             if rank in silent:
@@ -197,10 +195,3 @@ class Watchdog(threading.Thread):
             elif rank != self.rank:
                 lines.append(f"  rank {rank} stood {self.store.get(f'where/{rank}').decode()}")
         return "\n".join(lines)
-
-
-def _where_raised(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    return where(trace.tb_frame if trace else None)
