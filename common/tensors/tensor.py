@@ -22,6 +22,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -385,8 +386,8 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     grid = common_grid([x for x in operands if not isinstance(x, numbers.Number)], name)
     tensors = [x for x in operands if isinstance(x, DistributedTensor)]
     try:
-        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    except RuntimeError:
+        shape = torch.Size(np.broadcast_shapes(*(x.shape for x in tensors)))  # torch's imports SymPy: seconds
+    except ValueError:
         raise UsageError(f"{name}: shapes {describe(*tensors)} do not broadcast") from None
     with grid.operation(f"{name}({describe(*operands)})"):
         leading = max(
