@@ -27,10 +27,10 @@ from common.launch import debugger
 from common.launch.program import WATCHDOG, leave_at_once
 
 LOOK_EVERY = 0.2  # seconds between polls of the store
+GRACE = 4.0  # seconds in which a rank must end by itself after another failed
 PYTHON = os.path.dirname(os.__file__) + os.sep
 COMMON = os.path.dirname(os.path.dirname(__file__))
 FOLDERS = {os.path.join(COMMON, name) for name in ("comm", "launch", "tensors")}
-GRACE = 4.0  # seconds in which a rank must end by itself after another failed
 STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
 
 

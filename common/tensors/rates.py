@@ -100,7 +100,7 @@ class Rates:
     curves: points (amount, seconds), between which it is interpolated on logarithmic axes. Of moves and copies the
     amount is bytes. Of a transform it is the length, with the seconds of a FLOP where the length is a power of two;
     "primes" are by what factor a largest prime factor makes it slower, "apart" and "aligned" the same of numbers that
-    are not neighbours. Transforms in bands have their own curve.
+    are not neighbours, 1.5 where that is not measured. Transforms in bands have their own curve.
 
     corrections: by kind, the factor from a term that is measured alone to the same term in an operation; "move",
     seconds that each message takes beyond its term; "way product" and its like, seconds that each way with such
