@@ -275,6 +275,10 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
         lambda g: dt.load(g.folder / ("absent.npy" if g.rank else "there.npy"), g.grid, Shard(0)),
         r"rank\(s\) 1: \S*absent.npy: No such file",
     ),
+    "absent safetensors": (
+        lambda g: dt.load(g.folder / "absent.safetensors", g.grid, Shard(0), "x"),
+        r"rank\(s\) 0, 1: \S*absent.safetensors: No such file or directory$",
+    ),
     "words": (lambda g: dt.load(g.folder / "words.npy", g.grid, Shard(0)), r"rank\(s\) 0, 1: .*words.npy"),
     "no array": (lambda g: dt.load(g.folder / "no-array.npy", g.grid, Shard(0)), "magic string"),
     "piece": (lambda g: dt.from_pieces(torch.ones(2 + g.rank, 6), (4, 6), g.grid, Shard(0)), "needed is"),
@@ -319,6 +323,11 @@ def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=WRONG[what][1]) as failure:
         spawn(wrong, 2, what, tmp_path)
     assert failure.value.code == 2
+
+
+def test_placements_print_as_they_are_written() -> None:
+    shown = repr((Shard(1), Shard(0, (2, 3)), Replicate(), Partial()))
+    assert shown == "(Shard(1), Shard(0, (2, 3)), Replicate(), Partial())"
 
 
 def test_what_an_array_has_and_a_distributed_tensor_has_not() -> None:

@@ -32,6 +32,9 @@ class Shard:
     dim: int
     sizes: tuple[int, ...] | None = None
 
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, {self.sizes})"
+
 
 @dataclass(frozen=True)
 class FlatShard:

@@ -187,12 +187,5 @@ def together(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 def show(placements: Sequence[object]) -> str:
     """Return placements as they are written in a program."""
-    shown = [
-        f"Shard({p.dim})"
-        if isinstance(p, Shard) and p.sizes is None
-        else f"Shard({p.dim}, {p.sizes})"
-        if isinstance(p, Shard)
-        else repr(p)
-        for p in placements
-    ]
+    shown = [repr(p) for p in placements]
     return shown[0] if len(shown) == 1 else f"({', '.join(shown)})"

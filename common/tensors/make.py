@@ -242,6 +242,7 @@ def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tu
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
+        path.open("rb").close()  # its error has the reason apart from the path, safe_open's has not
         file = safe_open(path, "pt")
         if name not in file.keys():  # noqa: SIM118
             raise UsageError(f"no tensor {name!r}; it has {', '.join(sorted(file.keys())[:5])}")
