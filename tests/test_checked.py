@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from check_everything import ROOT, Run, check_lesson, check_meshes, runs
 from forgotten_sum import partial_gelu
@@ -16,11 +20,14 @@ from common import comm
 from common.comm import collectives, ledger
 from common.comm.checked import RULES, Misplaced, checked, declare
 from common.comm.checked.asked import asking
+from common.comm.checked.report import Absent
+from common.comm.frames import is_users
 from common.comm.mesh import Mesh
 from common.comm.placement import shard, sum_gradients
 from common.errors import RankError
 from common.launch.runtime import Runtime
 from common.launch.spawn import spawn
+from common.launch.watchdog import Watchdog
 from common.lesson.equality import OPTIMIZERS
 
 from hybrid_rows import of_meshes
@@ -232,6 +239,43 @@ def test_a_rank_that_does_not_come_is_named_with_its_place() -> None:
     said = str(error.value)
     assert "waits in all_reduce, but rank 1 does not come within 1 s" in said
     assert "rank 1 stood in barrier over 'world'" in said
+    assert re.search(r"in all_reduce over .world. for .*test_checked.py:\d+ \(one_leaves\)", said)
+
+
+def test_a_report_says_who_gave_up_waiting() -> None:
+    """The checker, after its own timeout, or the collective, after that of the runtime."""
+    watchdog = Watchdog(dist.HashStore(), 0, 1, print)
+    watchdog.timeout = 1.0
+    absent = Absent(
+        "meet", "x", "world", 0, "program.py:3", "waits for rank 1, which does not come within 2 s"
+    )
+    comm.blocked_in.update(op="all_reduce", axis="world", since=time.perf_counter() - 2)
+    try:
+        assert "does not come within 2 s" in watchdog._roll_call(absent)
+        assert "timed out after 1 s" in watchdog._roll_call(RuntimeError("connection closed"))
+    finally:
+        comm.blocked_in.clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "users"),
+    [
+        ("/somewhere/program.py", True),
+        (str(ROOT / "03-tensor-parallelism/tp_linear.py"), True),
+        (str(ROOT / "common/models/gpt.py"), True),
+        (str(ROOT / "common/tensors/examples/mean.py"), True),
+        (str(ROOT / "common/tensors_of_a_user/program.py"), True),
+        (str(ROOT / "common/tensors/manager/functions.py"), False),
+        (str(ROOT / "common/comm/checked/report.py"), False),
+        (str(ROOT / "common/lesson/runner.py"), False),
+        (torch.nn.functional.__file__, False),
+        (os.__file__, False),
+        ("/usr/lib/python3/dist-packages/numpy/linalg.py", False),
+        ("<frozen runpy>", False),
+    ],
+)
+def test_whose_a_frame_is(file: str, users: bool) -> None:
+    assert is_users(file) == users
 
 
 def lessons_in_turn(rt: Runtime, chosen: list[Run]) -> list[str]:

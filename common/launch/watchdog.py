@@ -8,7 +8,6 @@ and names those that do not answer.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -22,15 +21,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common.comm import blocked_in
+from common.comm.checked.report import Absent
+from common.comm.frames import is_users
 from common.errors import RankError, UsageError
 from common.launch import debugger
 from common.launch.program import WATCHDOG, leave_at_once
 
 LOOK_EVERY = 0.2  # seconds between polls of the store
 GRACE = 4.0  # seconds in which a rank must end by itself after another failed
-PYTHON = os.path.dirname(os.__file__) + os.sep
-COMMON = os.path.dirname(os.path.dirname(__file__))
-FOLDERS = {os.path.join(COMMON, name) for name in ("comm", "launch", "tensors")}
 STORE_GONE = "the store is gone: rank 0, or the launcher that held it, was killed"
 
 
@@ -59,17 +57,13 @@ def describe(error: BaseException, rank: int) -> str:
 
 
 def where(stack: traceback.StackSummary) -> str:
-    """Return the collective this rank waits in, and the innermost line of code outside the libraries."""
-    found = [f"{f.filename}:{f.lineno} ({f.name})" for f in stack if not _of_a_library(f.filename)][-1:]
+    """Return the collective this rank waits in, and the innermost line of the user's code, or the outermost line."""
+    users = [f for f in stack if is_users(f.filename)][-1:] or stack[:1]
+    found = [f"{f.filename}:{f.lineno} ({f.name})" for f in users]
     if state := dict(blocked_in):
         seconds = time.perf_counter() - float(str(state["since"]))
         found.insert(0, f"in {state['op']} over {state['axis']!r} for {seconds:.1f} s")
     return ", ".join(found) or "unknown"
-
-
-def _of_a_library(file: str) -> bool:
-    foreign = "site-packages" in file or file.startswith((PYTHON, "<frozen"))
-    return foreign or os.path.dirname(file) in FOLDERS
 
 
 class Watchdog(threading.Thread):
@@ -185,7 +179,8 @@ class Watchdog(threading.Thread):
     def _roll_call(self, error: BaseException) -> str:
         """Return the report on a broken or timed out collective: each rank's place, or its silence."""
         why = re.sub(r"^(\[.*?\] )+", "", str(error).splitlines()[0])  # the library begins with its own file
-        if time.perf_counter() - float(str(blocked_in["since"])) > 0.9 * self.timeout:
+        waited = time.perf_counter() - float(str(blocked_in["since"]))
+        if waited > 0.9 * self.timeout and not isinstance(error, Absent):
             why = f"timed out after {self.timeout:g} s"  # the library blames the other rank, which timed out first
         lines = [f"rank {self.rank} failed {where(traceback.extract_tb(error.__traceback__))}: {why}"]
         silent = self._missing("where", 10 * LOOK_EVERY)

@@ -24,7 +24,7 @@ import torch
 
 from common import comm
 from common.comm import Group, ledger, travel
-from common.comm.checked.report import line_of_user
+from common.comm.frames import line_of_user
 from common.comm.mesh import Mesh
 from common.errors import UsageError
 from common.tensors.rates import Rates

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.weak import WeakIdKeyDictionary
 
-from common.comm.checked.report import Absent, Report, line_of_user
+from common.comm.checked.report import Absent, Report
 from common.comm.checked.table import Table
+from common.comm.frames import line_of_user
 from common.comm.group import Group
 from common.comm.travel import blocked_in
 

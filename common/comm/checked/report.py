@@ -1,18 +1,12 @@
-"""The error that the checker raises, and the line of the program that it names."""
+"""The error that the checker raises."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Collection
-from pathlib import Path
 
-import torch
+from common.comm.frames import line_of_user
 
 RULES = ("mix", "linear", "once", "root", "sum", "call", "meet", "equal", "step")
-COMMON = Path(__file__).parents[2]
-OURS = (COMMON / name for name in ("comm", "lesson", "tensors"))
-MACHINERY = tuple(map(str, (Path(torch.__file__).parent, Path(os.__file__).parent, *OURS)))
 
 
 class Misplaced(AssertionError):
@@ -41,11 +35,3 @@ class Report:
         """Raise Misplaced, if the rule is on."""
         if rule in self.rules:
             raise kind(rule, tensor, axis, self.rank, line_of_user(), text) from None
-
-
-def line_of_user() -> str:
-    """Return file:line of the innermost frame outside of torch, Python's library, and the folders OURS."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*MACHINERY, "<")):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

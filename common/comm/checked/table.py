@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from common.comm.checked.report import line_of_user
 from common.comm.checked.types import I, Kind, R, S, dual
+from common.comm.frames import line_of_user
 from common.comm.placement import Shard, gradient_axes, placement
 
 Kinds = dict[str, Kind]

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from common.comm import hooks
 from common.comm.checked.meeting import Meeting
-from common.comm.checked.report import Report, line_of_user
+from common.comm.checked.report import Report
 from common.comm.checked.table import Kinds, Table
 from common.comm.checked.types import I, Kind, P, S, V, dual
+from common.comm.frames import line_of_user
 from common.comm.group import Group
 
 GIVES = {"all_reduce": I, "broadcast": I, "all_gather_into": I, "reduce_scatter_into": S}  # others: V

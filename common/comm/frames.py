@@ -1,0 +1,32 @@
+"""Frames of a stack that are the user's: neither a library's nor those of our own code that carries out their calls.
+
+The programs of tensors/examples are users' programs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+COMMON = Path(__file__).parents[1]
+EXAMPLES = f"{COMMON / 'tensors' / 'examples'}{os.sep}"
+OURS = (COMMON / name for name in ("comm", "launch", "lesson", "tensors"))
+LIBRARIES = (Path(torch.__file__).parent, Path(os.__file__).parent, *OURS)
+INSIDE = (*(f"{folder}{os.sep}" for folder in LIBRARIES), "<")
+
+
+def is_users(file: str) -> bool:
+    """Return True if a frame with code of this file is the user's."""
+    packages = "site-packages" in file or "dist-packages" in file
+    return file.startswith(EXAMPLES) or not (packages or file.startswith(INSIDE))
+
+
+def line_of_user() -> str:
+    """Return file:line of the innermost frame that is the user's, of the outermost frame if none is."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
