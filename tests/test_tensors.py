@@ -81,7 +81,7 @@ def test_a_grid_is_freed_with_its_tensors() -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_on_mpi(n: int) -> None:
-    """The ranks of a host exchange views through the memory that they share: moves, transforms, convolutions."""
+    """The ranks of a host exchange views through the memory that they share; transforms need as much as predicted."""
     need_module("fived_c10d")
     worker = ROOT / "tests" / "mpi" / "tensors_worker.py"
     done = mpirun(n, python(), worker, str(cases.EXAMPLES), timeout=240 + 3 * cases.EXAMPLES)

@@ -37,7 +37,10 @@ from common.tensors.transfer import (
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a way: its terms, bytes beyond the operands, and the bytes that this rank sends, exactly."""
+    """Cost of a way: its terms, bytes beyond the operands, and the bytes that this rank sends, exactly.
+
+    The copies that a backend packs messages into are not counted among the bytes beyond the operands.
+    """
 
     terms: tuple[Term, ...]
     memory: int

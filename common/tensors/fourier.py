@@ -265,8 +265,8 @@ def _transposing(x: DistributedTensor, kind: str, norm: Norm, order: Order) -> W
             lines, length = max(box[dim][1] - box[dim][0] for box in before.boxes), x.shape[1 - dim]
             height = height_of(length, dtype.itemsize)
             terms.append(Term("transform", (lines, length, 1), wide, banded=True))
-            # two transforms and a copy of a band; or one, and where backends join pieces both again
-            band = 4 * min(lines, height) * length * wide.itemsize
+            copy, made = length * dtype.itemsize, before.shape[1 - dim] * wide.itemsize
+            band = min(lines, height) * (copy + made)
             if dim == 0 or order == "natural":
                 held += received(before, after, wide)
                 bands = -(-lines // height)
@@ -376,7 +376,7 @@ def _way(name: str, x: DistributedTensor, start: Layout, steps: Sequence[Step], 
 
     def cost() -> Cost:
         at, kind = x.layout, x.dtype
-        terms, memory, sent = list[Term](), 0, Fraction(0)
+        terms, held, memory, sent = list[Term](), 0, 0, Fraction(0)
         for step in (Step(start), *steps):
             if step.kernel:
                 lengths = [hi - lo for lo, hi in max(step.layout.boxes, key=size_of)]
@@ -384,11 +384,15 @@ def _way(name: str, x: DistributedTensor, start: Layout, steps: Sequence[Step], 
                 terms.append(
                     Term("transform", (math.prod(lengths[: step.dim]) * apart, step.n, apart), complex_type)
                 )
+                read, length = step.n // 2 + 1 if step.kernel == "irfft" else step.n, at.shape[step.dim]
+                padded = at.largest // length * read * kind.itemsize if read > length else 0
                 kind = x.dtype.to_real() if step.kernel == "irfft" else complex_type
+                made = step.layout.largest * kind.itemsize
             else:
                 terms += moving(at, step.layout, kind)
-                memory += received(at, step.layout, kind)
+                made, padded = received(at, step.layout, kind), 0
                 sent += bytes_sent(at, step.layout, kind.itemsize)
+            memory, held = max(memory, held + padded + made), made or held  # x itself is not counted
             at = step.layout
         return Cost(tuple(terms), memory, sent)
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from common.tensors.cost import Cost, moving, received
+from common.tensors.cost import Cost, moving
 from common.tensors.layout import Layout, Shard
 from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor, settled, to_layout
@@ -52,19 +52,26 @@ def six_steps(
     flat, rows, columns, ordered = _layouts(x, pair)
     wide = x.dtype.to_complex()
     kernel, sign = (torch.fft.fft, -2) if kind == "fft" else (torch.fft.ifft, 2)
-    a = to_layout(x, flat)
-    a = DistributedTensor(a.local.to(wide).view(rows.local_shape), rows)
-    a = to_layout(a, columns)
-    b = kernel(a.local, dim=0, norm=norm) if a.local.numel() else a.local
-    lo, hi = columns.mine[1]
-    turns = (torch.arange(n1)[:, None] * torch.arange(lo, hi)).to(torch.float64) / (n1 * n2)
-    twiddles = torch.polar(torch.ones_like(turns), sign * math.pi * turns).to(b)
-    b = b * twiddles
-    c = to_layout(DistributedTensor(b, columns), rows)
-    d = DistributedTensor(kernel(c.local, dim=1, norm=norm) if c.local.numel() else c.local, rows)
-    d = to_layout(d, columns)  # columns of D are the rows of the result
-    y = DistributedTensor(d.local.T.contiguous().view(ordered.local_shape), ordered)
+
+    def transformed(y: DistributedTensor, dim: int) -> torch.Tensor:
+        return kernel(y.local, dim=dim, norm=norm) if y.local.numel() else y.local
+
+    y = to_layout(x, flat)
+    y = DistributedTensor(y.local.to(wide).view(rows.local_shape), rows)
+    y = to_layout(y, columns)
+    twiddles = _twiddles(n1, columns.mine[1], sign * math.pi / (n1 * n2)).to(y.local)
+    y = DistributedTensor(transformed(y, 0) * twiddles, columns)
+    y = to_layout(y, rows)
+    y = DistributedTensor(transformed(y, 1), rows)
+    y = to_layout(y, columns)  # whose columns are the rows of the result
+    y = DistributedTensor(y.local.T.contiguous().view(ordered.local_shape), ordered)
     return to_layout(y, settled(x.layout))
+
+
+def _twiddles(rows: int, columns: tuple[int, int], angle: float) -> torch.Tensor:
+    """Return exp(i k n angle) for k < rows and n in [columns), [rows, columns] complex128."""
+    k, n = torch.arange(rows, dtype=torch.float64), torch.arange(*columns, dtype=torch.float64)
+    return torch.polar(torch.ones((), dtype=torch.float64), torch.outer(k, n).mul_(angle))
 
 
 def six_step_cost(x: DistributedTensor, pair: tuple[int, int]) -> Cost:
@@ -84,4 +91,7 @@ def six_step_cost(x: DistributedTensor, pair: tuple[int, int]) -> Cost:
     terms += [Term("transform", (most[0], n1, 1), wide), Term("transform", (most[1], n2, 1), wide)]
     terms.append(Term("copy", (4 * most[0] * n1 * wide.itemsize,)))
     sent = sum((bytes_sent(source, target, of.itemsize) for source, target, of in moves), Fraction(0))
-    return Cost(tuple(terms), sum(received(*move) for move in moves), sent)
+    memory = (
+        4 * columns.largest * wide.itemsize
+    )  # a piece, its transforms, the twiddle factors, and their product
+    return Cost(tuple(terms), memory, sent)

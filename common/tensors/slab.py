@@ -28,7 +28,7 @@ from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 from common.utils.pages import new_result
 
-BAND = 2**21  # bytes of a band; with its transform it fits into the last cache. 32 long rows may be more
+BAND = 2**21  # bytes of a band; with its transform it fits into the last cache, unless 32 rows are longer
 BLOCK = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
 KINDS = "fft", "ifft", "rfft"
@@ -50,7 +50,10 @@ def layouts(x: DistributedTensor, kind: str) -> tuple[Layout, Layout]:
 
 
 def slab(x: DistributedTensor, kind: str, norm: str, order: str) -> DistributedTensor:
-    """Return the transform of a matrix for which `fits` is True."""
+    """Return the transform of a matrix [M, N] for which `fits` is True; for rfft [M, N // 2 + 1].
+
+    It lies as x does in natural order, split by columns in transposed order, where `local` is a transposed view.
+    """
     rows, columns = layouts(x, kind)
     m_spans, n_spans = [box[0] for box in rows.boxes], [box[1] for box in columns.boxes]
     world, M = replace(x.grid.world, axis="grid"), x.shape[0]
@@ -72,7 +75,7 @@ def height_of(length: int, item: int) -> int:
 
 
 def transformed(x: Tensor, kind: str, norm: str) -> Tensor:
-    """Return the transforms of the rows of a band.
+    """Return the transforms of the rows of a band [rows, N]; for rfft [rows, N // 2 + 1].
 
     The kernels do not read their input in the order of memory. A copy does, and brings it into the cache faster.
     """
@@ -89,27 +92,26 @@ def _turned(
     to_spans: Sequence[Span],
     world: Group,
 ) -> Tensor:
-    """Return this rank's rows of the transposed matrix whose rows x are transformed, band by band.
+    """Return this rank's rows [n, M] of the transposed transform; x_mN has its rows before, transformed band by band.
 
-    Rank r holds rows from_spans[r] before, and to_spans[r] afterwards.
+    Rank r holds rows from_spans[r] of the M before, and rows to_spans[r] of the N afterwards.
     """
     lo, hi = to_spans[world.rank]
     length, wide = to_spans[-1][1], x.dtype.to_complex()
     turned = new_result((hi - lo, from_spans[-1][1]), wide, x.device, world)
     height = height_of(x.shape[1], x.element_size())
+    empty = x.new_empty((0, length), dtype=wide)  # torch.fft refuses a band without rows
     for first in range(0, max(end - begin for begin, end in from_spans), height):
         spans = [(min(begin + first, end), min(begin + first + height, end)) for begin, end in from_spans]
         rows = x[first : first + height]
-        empty = x.new_empty((0, length), dtype=wide)  # which the kernels refuse
-        rows = transformed(rows, kind, norm) if len(rows) else empty
-        _turn(rows, turned, spans, to_spans, world)
+        _turn(transformed(rows, kind, norm) if len(rows) else empty, turned, spans, to_spans, world)
     return turned
 
 
 def _turn(
     x: Tensor, turned: Tensor, from_spans: Sequence[Span], to_spans: Sequence[Span], world: Group
 ) -> None:
-    """Fill columns of this rank's rows of a transposed matrix: those that are rows from_spans[r] of rank r before."""
+    """Send the rows x of a band, and write those of rank r to columns from_spans[r] of `turned`."""
     pieces = [x[:, slice(*span)] for span in to_spans]
     places = [turned[:, slice(*span)].T for span in from_spans]
     heights = [hi - lo for lo, hi in from_spans]

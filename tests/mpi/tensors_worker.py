@@ -17,7 +17,7 @@ import torch
 from test_collectives import exchange_views
 from test_tensors import move
 from test_tensors_convolution import convolve
-from test_tensors_fourier import matrices
+from test_tensors_fourier import matrices, memory
 from torch import Tensor
 
 from common.launch.runtime import Runtime, runtime
@@ -74,6 +74,7 @@ def write_straight(rt: Runtime) -> None:
 if __name__ == "__main__":
     with runtime(backend="mpi") as rt:
         exchange_views(rt)
+        memory(rt)
         checks = partial(move, longest=40), partial(matrices, widest=300), convolve
         for check in checks:
             cases.examples_of(rt, check, int(sys.argv[1]))
