@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor import distribute_tensor
 
 import common.tensors as dt
+from common import random as by_position
 from common.comm import Group
 from common.comm.ledger import Ledger
 from common.errors import RankError, UsageError
@@ -60,6 +62,26 @@ def made(grid: Grid, data: Any) -> None:
 @pytest.mark.parametrize("n", WORLDS)
 def test_made_in_parallel(n: int) -> None:
     cases.on_grids(n, made)
+
+
+@pytest.mark.parametrize("shape", [(), (70_000,), (3, 40_000), (40_000, 3), (0, 5)])
+def test_random_numbers_of_large_tensors(shape: tuple[int, ...]) -> None:
+    index = np.arange(math.prod(shape)).reshape(shape)
+    grid = Grid(Group.alone())
+    for make, numbers in ((dt.uniform, by_position.uniform), (dt.normal, by_position.normal)):
+        real, imaginary = (torch.from_numpy(numbers(3, k, index)).view(shape) for k in (0, 1))
+        assert torch.equal(make(shape, grid, Replicate(), 3, torch.float64).local, real)
+        found = make(shape, grid, Replicate(), 3, torch.complex128).local
+        assert torch.equal(found, torch.complex(real, imaginary))
+
+
+def test_arrays_in_any_order() -> None:
+    grid, a = Grid(Group.alone()), np.arange(12.0).reshape(3, 4)
+    for array in (a, a[::-1], a[:, ::-2], a.T, a.astype(">f8"), np.array(2.0)):
+        for make in (dt.from_root, dt.from_full):
+            assert np.array_equal(make(array, grid, Replicate()).local.numpy(), array)
+    with pytest.raises(UsageError, match="an array of <U3: torch has no such type"):
+        dt.from_full(np.array(["one", "two"]), grid, Replicate())
 
 
 def elementwise(grid: Grid, data: Any) -> None:
@@ -270,6 +292,10 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
         lambda g: dt.from_root(torch.ones(4), g.grid, Shard(0)),
         r"rank\(s\) 1: .* only rank 0 gives",
     ),
+    "words on the root": (
+        lambda g: dt.from_root(None if g.rank else np.array(["one", "two"]), g.grid, Shard(0)),
+        r"rank\(s\) 0: from_root: an array of <U3: torch has no such type",
+    ),
     "no rank": (lambda g: g.x.on_root(9), "give one from 0 to 1"),
     "file": (
         lambda g: dt.load(g.folder / ("absent.npy" if g.rank else "there.npy"), g.grid, Shard(0)),
@@ -289,6 +315,7 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "number": (lambda g: float(g.x), NO_ARRAY),
     "element": (lambda g: g.x[0], NO_ARRAY),
     "no function": (lambda g: dt.pointwise("exp", g.x), "give a name, a function and operands"),
+    "numbers only": (lambda g: dt.pointwise("exp", torch.exp, 1.0), "operands, one of them distributed"),
     "no elementwise function": (
         lambda g: dt.pointwise("total", torch.sum, g.x),
         r"total: the function returns \[\] for a piece of \[2, 6\]",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -96,26 +97,21 @@ def _random(
 ) -> DistributedTensor:
     layout = _laid_out(grid, shape, placements)
     _noted(grid, f"{numbers.__name__}({list(shape)}, seed={seed})")
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    made = torch.empty(layout.local_shape, dtype=dtype)
-    rows = layout.mine[0] if shape else (0, 1)
-    inner = np.zeros((1,) * max(len(shape) - 1, 0), np.uint64)
-    for d, (lo, hi) in enumerate(layout.mine[1:]):
-        along = np.arange(lo, hi, dtype=np.uint64) * np.uint64(strides[d + 1])
-        inner = inner + along.reshape([-1 if k == d else 1 for k in range(len(shape) - 1)])
-    for k in range(*rows):  # a row at a time, so that the indices take little memory
-        first = np.uint64(k * strides[0] if shape else 0)
-        words = 2 if dtype.is_complex else 1
-        parts = [
-            torch.from_numpy(numbers(seed, word, (inner + first).reshape(-1))).view(inner.shape)
-            for word in range(words)
-        ]
-        row = torch.complex(*parts) if words == 2 else parts[0]
-        if shape:
-            made[k - rows[0]] = row
-        else:
-            made.copy_(row.view(()))
-    return DistributedTensor(made.to(device), layout)
+    box = layout.mine or ((0, 1),)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(box))]
+    axes = [
+        np.arange(lo, hi, dtype=np.uint64) * np.uint64(n) for (lo, hi), n in zip(box, strides, strict=True)
+    ]
+    within: Any = reduce(np.add.outer, axes[1:], np.uint64(0))  # positions in a row
+    made = torch.empty([len(axis) for axis in axes], dtype=dtype)
+    height = max(
+        1, by_position.CHUNK // max(1, within.size)
+    )  # rows at a time: their positions take little memory
+    for first in range(0, len(made), height):
+        positions = np.add.outer(axes[0][first : first + height], within)
+        parts = [torch.from_numpy(numbers(seed, k, positions)) for k in range(1 + dtype.is_complex)]
+        made[first : first + height] = torch.complex(*parts) if dtype.is_complex else parts[0]
+    return DistributedTensor(made.view(layout.local_shape).to(device), layout)
 
 
 def uniform(
@@ -145,24 +141,41 @@ def normal(
     return _random(by_position.normal, shape, grid, placements, seed, dtype, device)
 
 
+def _tensor_of(whole: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor, or an array as one, without a copy where torch can read the array's memory.
+
+    Raises UsageError for a type that torch does not have.
+    """
+    if not isinstance(whole, np.ndarray):
+        return torch.as_tensor(whole)
+    try:
+        return torch.from_numpy(np.asarray(whole, whole.dtype.newbyteorder("="), order="C"))
+    except TypeError:
+        raise UsageError(f"an array of {whole.dtype}: torch has no such type") from None
+
+
 def from_root(
     whole: Tensor | np.ndarray[Any, Any] | None, grid: Grid, placements: Placements, root: int = 0
 ) -> DistributedTensor:
     """Return the tensor, or array, that rank `root` holds, spread over all ranks; the others give None.
 
     Not differentiable. Rank `root` sends each rank its piece. Raises UsageError on every rank if `root` gives none, or
-    another rank gives one.
+    an array of a type that torch does not have, or another rank gives one.
     """
     n = grid.world.size
-    whole = torch.from_numpy(whole) if isinstance(whole, np.ndarray) else whole
     if not 0 <= root < n:
         raise UsageError(f"from_root: rank {root} of {n}; give one from 0 to {n - 1}")
     with grid.operation(f"from_root({placements!r}, root {root})"):
         problem = ""
-        if grid.world.rank == root and not isinstance(whole, Tensor):
+        if grid.world.rank == root and not isinstance(whole, (Tensor, np.ndarray)):
             problem = "from_root: this rank must give a tensor or a NumPy array"
         elif grid.world.rank != root and whole is not None:
             problem = f"from_root: only rank {root} gives a tensor, the others None; from_full takes it on every rank"
+        elif whole is not None:
+            try:
+                whole = _tensor_of(whole)
+            except UsageError as error:
+                problem = f"from_root: {error}"
         grid.meet(problem)
         with ledger.uncounted():
             shape, dtype, device = comm.everyones(
@@ -183,9 +196,10 @@ def from_root(
 def from_full(whole: Tensor | np.ndarray[Any, Any], grid: Grid, placements: Placements) -> DistributedTensor:
     """Return a tensor, or array, that every rank holds whole, cut to its layout. Differentiable; sends nothing.
 
-    The gradient of `whole` is complete on every rank: an all-gather sends it.
+    The gradient of `whole` is complete on every rank: an all-gather sends it. Raises UsageError for an array of a type
+    that torch does not have.
     """
-    whole = torch.as_tensor(whole)
+    whole = _tensor_of(whole)
     target = _laid_out(grid, whole.shape, placements)
     replicated = target.placed(*(Replicate() for _ in target.placements))
     with grid.operation(f"from_full({list(whole.shape)} to {target.placements})"):
@@ -242,7 +256,9 @@ def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tu
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
-        path.open("rb").close()  # its error has the reason apart from the path, safe_open's has not
+        path.open(
+            "rb"
+        ).close()  # raises an error whose strerror is the reason alone; safe_open's repeats the path
         file = safe_open(path, "pt")
         if name not in file.keys():  # noqa: SIM118
             raise UsageError(f"no tensor {name!r}; it has {', '.join(sorted(file.keys())[:5])}")

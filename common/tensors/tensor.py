@@ -377,11 +377,13 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     A function that mixes elements, such as a softmax, gives wrong numbers: it sees this rank's piece only.
 
     The result lies as the largest operand does, terms summed and split; the others follow it. Sends what they lack.
-    Raises UsageError for shapes that do not broadcast, and for a function that returns another shape.
+    Raises UsageError if no operand is distributed, for shapes that do not broadcast, and for a function that returns
+    another shape.
     """
-    if not callable(function) or not operands:
+    if not callable(function) or all(isinstance(x, numbers.Number) for x in operands):
         raise UsageError(
-            'pointwise: give a name, a function and operands, as in pointwise("exp", torch.exp, x)'
+            'pointwise: give a name, a function and operands, one of them distributed, as in pointwise("exp", '
+            "torch.exp, x)"
         )
     grid = common_grid([x for x in operands if not isinstance(x, numbers.Number)], name)
     tensors = [x for x in operands if isinstance(x, DistributedTensor)]
