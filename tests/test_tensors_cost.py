@@ -120,6 +120,7 @@ def test_explain_shows_the_ways_of_the_call() -> None:
 def calibrated(rt: Runtime) -> list[float]:
     """Measure this machine in short."""
     rates = calibrate(Grid(rt.world), seconds=0.0, largest=1 << 20, trials=1)
+    assert {transform_curve(torch.complex64, banded) for banded in (False, True)} <= set(rates.curves)
     terms = [Term("product", (1, n, n, n)) for n in (32, 256)] + [
         Term("exchange", (n, 1)) for n in (10**3, 10**6)
     ]

@@ -49,7 +49,9 @@ class Options(Checked):
     """Samples of each layer, in turn, after ten to warm up."""
 
     def validate(self) -> None:
-        """Check the number of ranks. Raises UsageError."""
+        """Check the size and the number of ranks. Raises UsageError."""
+        if self.size % 4:
+            raise UsageError(f"--size {self.size}: give a multiple of 4 bytes, the size of a number")
         if WORLD.size < 2:
             raise UsageError("an all-reduce takes at least 2 ranks, not 1; start with mpirun -np 2")
 
@@ -125,12 +127,13 @@ def main(options: Options) -> bool:
     options.validate()
     torch.set_num_threads(1)
     mpi_backend.register()
-    folder = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD.size)
-    dist.init_process_group(mpi_backend.NAME, store=store, rank=WORLD.rank, world_size=WORLD.size)
-    shown, right = measure(options)
-    terminal(quiet=WORLD.rank != 0, plain=True).print(shown)
-    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:  # rank 0's is used
+        store = dist.FileStore(str(Path(WORLD.bcast(folder), "store")), WORLD.size)
+        dist.init_process_group(mpi_backend.NAME, store=store, rank=WORLD.rank, world_size=WORLD.size)
+        shown, right = measure(options)
+        terminal(quiet=WORLD.rank != 0, plain=True).print(shown)
+        dist.destroy_process_group()
+        WORLD.Barrier()
     return right
 
 

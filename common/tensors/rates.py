@@ -73,7 +73,7 @@ def transform_work(rows: int, length: int) -> float:
 
 
 def transform_curve(dtype: torch.dtype, banded: bool = False) -> str:
-    """Return the name of the curve of transforms."""
+    """Return the name of the curve of transforms of this complex type; banded: of those of `slab`, in bands of rows."""
     name = f"transform {str(dtype).removeprefix('torch.')}"
     return f"{name} in bands" if banded else name
 
@@ -98,9 +98,10 @@ class Rates:
     products, convolutions: per dtype, seconds for each of `product_features` and `convolution_features`.
 
     curves: points (amount, seconds), between which it is interpolated on logarithmic axes. Of moves and copies the
-    amount is bytes. Of a transform it is the length, with the seconds of a FLOP where the length is a power of two;
-    "primes" are by what factor a largest prime factor makes it slower, "apart" and "aligned" the same of numbers that
-    are not neighbours, 1.5 where that is not measured. Transforms in bands have their own curve.
+    amount is bytes. Of a transform it is the length, a power of two, and the seconds are those of a FLOP. Transforms in
+    bands have their own curve. Three further curves of transforms hold factors instead of seconds: "primes", of a
+    length with this largest prime factor; "aligned", of numbers that lie a multiple of LINES apart; "apart", of others
+    that are not neighbours. The last two are 1.5 where they were not measured.
 
     corrections: by kind, the factor from a term that is measured alone to the same term in an operation; "move",
     seconds that each message takes beyond its term; "way product" and its like, seconds that each way with such
