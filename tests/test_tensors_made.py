@@ -80,7 +80,7 @@ def test_arrays_in_any_order() -> None:
     for array in (a, a[::-1], a[:, ::-2], a.T, a.astype(">f8"), np.array(2.0)):
         for make in (dt.from_root, dt.from_full):
             assert np.array_equal(make(array, grid, Replicate()).local.numpy(), array)
-    with pytest.raises(UsageError, match="an array of <U3: torch has no such type"):
+    with pytest.raises(UsageError, match="an array of <U3: torch makes no tensor of it"):
         dt.from_full(np.array(["one", "two"]), grid, Replicate())
 
 
@@ -294,8 +294,32 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     ),
     "words on the root": (
         lambda g: dt.from_root(None if g.rank else np.array(["one", "two"]), g.grid, Shard(0)),
-        r"rank\(s\) 0: from_root: an array of <U3: torch has no such type",
+        r"rank\(s\) 0: from_root: an array of <U3: torch makes no tensor of it",
     ),
+    "types of pieces": (
+        lambda g: dt.from_pieces(
+            torch.ones(2, 6, dtype=(torch.float32, torch.float64)[g.rank]), (4, 6), g.grid, Shard(0)
+        ),
+        DIFFER,
+    ),
+    "random integers": (
+        lambda g: dt.uniform((4,), g.grid, Shard(0), dtype=torch.int64),
+        "uniform of torch.int64: give a floating-point",
+    ),
+    "seed of words": (
+        lambda g: dt.normal((4,), g.grid, Shard(0), seed="a"),
+        "normal: seed 'a': give an integer",
+    ),  # type: ignore[arg-type]
+    "a number": (
+        lambda g: dt.full((), 1.0, g.grid, Shard(0)),
+        r"Shard\(0\) of a shape \[\]: it has no dimension",
+    ),
+    "no integer": (lambda g: g.x.sum(0.5), "sum: dimension 0.5: give an integer"),  # type: ignore[arg-type]
+    "a type in words": (lambda g: g.x.to("float64"), "give a type of torch"),  # type: ignore[arg-type]
+    "no equation": (lambda g: dt.einsum(g.x, g.x), "give the equation first"),  # type: ignore[arg-type]
+    "no operand": (lambda g: dt.einsum("->"), "einsum: give at least one distributed tensor"),
+    "measured less than never": (lambda g: dt.explain(dt.matmul, g.x, g.x.T, measure=-1), "measure=-1: give"),
+    "with its line": (lambda g: g.x @ g.x, r"\(test_tensors_made.py:\d+\)$"),
     "no rank": (lambda g: g.x.on_root(9), "give one from 0 to 1"),
     "file": (
         lambda g: dt.load(g.folder / ("absent.npy" if g.rank else "there.npy"), g.grid, Shard(0)),
@@ -303,7 +327,7 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     ),
     "absent safetensors": (
         lambda g: dt.load(g.folder / "absent.safetensors", g.grid, Shard(0), "x"),
-        r"rank\(s\) 0, 1: \S*absent.safetensors: No such file or directory$",
+        r"rank\(s\) 0, 1: \S*absent.safetensors: No such file or directory \(test_\S*\)$",
     ),
     "words": (lambda g: dt.load(g.folder / "words.npy", g.grid, Shard(0)), r"rank\(s\) 0, 1: .*words.npy"),
     "no array": (lambda g: dt.load(g.folder / "no-array.npy", g.grid, Shard(0)), "magic string"),
@@ -315,7 +339,10 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
     "number": (lambda g: float(g.x), NO_ARRAY),
     "element": (lambda g: g.x[0], NO_ARRAY),
     "no function": (lambda g: dt.pointwise("exp", g.x), "give a name, a function and operands"),
-    "numbers only": (lambda g: dt.pointwise("exp", torch.exp, 1.0), "operands, one of them distributed"),
+    "numbers only": (
+        lambda g: dt.pointwise("exp", torch.exp, 1.0),
+        "exp: give at least one distributed tensor",
+    ),
     "no elementwise function": (
         lambda g: dt.pointwise("total", torch.sum, g.x),
         r"total: the function returns \[\] for a piece of \[2, 6\]",
@@ -350,6 +377,23 @@ def test_bad_input_ends_every_rank(what: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=WRONG[what][1]) as failure:
         spawn(wrong, 2, what, tmp_path)
     assert failure.value.code == 2
+
+
+def test_integers_may_be_numpys() -> None:
+    grid, one, two = Grid(Group.alone()), np.int64(1), np.int64(2)
+    x, y = (dt.normal((4, 6), grid, Shard(p), seed=s) for p, s in ((np.int64(0), np.int64(1)), (-one, 2)))
+    assert y.placements == (Shard(1),)
+    whole = x.full()
+    assert torch.equal(x.sum(one).full(), whole.sum(1))
+    assert torch.equal(x.permute([1, 0]).full(), whole.T)
+    assert torch.equal(x.transpose(-one, 0).full(), whole.T)
+    assert torch.equal(dt.tensordot(x, y.T, one).full(), torch.tensordot(whole, y.full().T, 1))
+    assert torch.equal(dt.fftn(x, dim=one).full(), torch.fft.fftn(whole, dim=1))
+    for name in ("fft2", "rfft2", "irfft2"):
+        assert torch.equal(getattr(dt, name)(x, (two, -1)).full(), getattr(torch.fft, name)(whole, (2, -1)))
+    image, w = (dt.normal(shape, grid, Replicate()) for shape in ((1, 1, 9, 9), (1, 1, 3, 3)))
+    found = dt.conv2d(image, w, stride=two, padding=np.array([1, 2]))
+    assert torch.equal(found.full(), torch.conv2d(image.full(), w.full(), stride=2, padding=(1, 2)))
 
 
 def test_placements_print_as_they_are_written() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensor_cases as cases
 import torch
@@ -125,6 +126,11 @@ def wrong(rt: Runtime, what: str) -> None:
         mpi.scatter([1] if rt.rank == 0 else None)
     elif what == "tensor":
         TensorDistributor(mpi).distribute(None)
+    elif what == "words":
+        TensorDistributor(mpi).distribute(np.array(["one"]) if rt.rank == 0 else None)
+    elif what == "product of words":
+        words = np.array([["one"]]) if rt.rank == 0 else None
+        distributed_matmul(words, words, mpi, TensorDistributor(mpi))
     elif what == "op":
         mpi.allreduce(1, "mean")
     elif what == "grid":
@@ -139,6 +145,8 @@ WRONG = {
     "root": "rank 5 of 2; give one from 0 to 1",
     "scatter": "gives 1 objects for 2 ranks",
     "tensor": "must give a tensor",
+    "words": "an array of <U3: torch makes no tensor of it",
+    "product of words": "an array of <U3: torch makes no tensor of it",
     "op": "'mean' is unknown; choose one of sum, max, min",
     "grid": "whose product is 2",
     "compress": "torch.float16, torch.bfloat16 or None",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -117,6 +118,50 @@ def with_nan(rt: Runtime) -> None:
 
 def test_nan() -> None:
     spawn(with_nan, 3)
+
+
+SPECIAL = (
+    *([1.0, 2.0], [2.0, 2.0, 1.0], [0.0, 3.0], [0.0, 0.0, 0.0], [-math.inf, 2.0, 3.0]),
+    *([1.0, math.inf, 3.0], [math.inf, math.inf, 1.0], [math.nan], [1.0, math.nan, 3.0]),
+    *([math.nan, math.nan, 3.0], [0.0, math.inf], [0.0, math.nan], [[1.0, math.nan], [2.0, 3.0], [5.0, 1.0]]),
+)
+
+
+def special(rt: Runtime) -> None:
+    """Compare reductions of infinite, undefined and zero numbers, and their gradients, with torch."""
+    grid = Grid(rt.world)
+    kinds = [("max", 0.0), ("min", 0.0), ("mean", 0.0), *(("norm", p) for p in ORDERS if p)]
+    for numbers, (name, p), placed in itertools.product(SPECIAL, kinds, (Replicate(), Shard(0))):
+        if name == "norm" and 2 < p < math.inf and numbers == [0.0, math.nan]:
+            continue  # a rank of zeros gets zeros, torch NaN
+        whole = torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
+        x = dt.from_full(whole.detach().clone(), grid, placed).requires_grad_()
+        expected = _torch(name, whole, 0, False, p)
+        found = x.norm(p, 0) if name == "norm" else getattr(x, name)(0)
+        torch.testing.assert_close(found.detach().full(), expected.detach(), equal_nan=True)
+        expected.sum().backward()
+        found.sum().backward()
+        assert x.grad is not None
+        assert whole.grad is not None
+        same = torch.allclose(x.grad.full(), whole.grad, equal_nan=True)
+        assert same, (name, p, numbers, placed, x.grad.full(), whole.grad)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gradients_of_special_numbers(n: int) -> None:
+    spawn(special, n)
+
+
+def places_of_none(rt: Runtime) -> None:
+    """Find the places in tensors without numbers, along dimensions that have some."""
+    for placed in (Replicate(), Shard(0), Shard(1)):
+        for shape, dim in (((0, 3), 1), ((3, 0), 0)):
+            found = dt.full(shape, 1.0, Grid(rt.world), placed).argmax(dim)
+            assert torch.equal(found.full(), torch.ones(shape).argmax(dim))
+
+
+def test_places_of_none() -> None:
+    spawn(places_of_none, 2)
 
 
 @pytest.mark.parametrize("n", WORLDS)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from common.comm import blocked_in
 from common.comm.checked.report import Absent
-from common.comm.frames import is_users
+from common.comm.frames import is_users, line_of_call
 from common.errors import RankError, UsageError
 from common.launch import debugger
 from common.launch.program import WATCHDOG, leave_at_once
@@ -48,9 +48,13 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException, rank: int) -> str:
-    """Return one line for bad input and a debugger that was left, the traceback for anything else."""
+    """Return one line for bad input and a debugger that was left, the traceback for anything else.
+
+    Bad input of a tensor operation is shown with the line of its call.
+    """
     if isinstance(error, UsageError):
-        return f"error: {error}"
+        line = line_of_call(error)
+        return f"error: {error} ({line})" if line and line not in str(error) else f"error: {error}"
     if isinstance(error, RankError):
         return str(error)
     return f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)).rstrip()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common import comm
-from common.comm import ledger, sizes_of
+from common.comm import ledger
 from common.errors import UsageError
 from common.tensors.grid import Grid
 
@@ -26,8 +26,10 @@ from common.tensors.grid import Grid
 def proportional(total: int, rates: Sequence[float]) -> list[int]:
     """Return lengths that add up to `total`, in proportion to the rates; the largest fractions are rounded up.
 
-    Raises UsageError for a rate that is not positive and finite.
+    Raises UsageError for a rate that is not positive and finite, and for a negative total.
     """
+    if total < 0:
+        raise UsageError(f"a total of {total}: give 0 or more")
     if not rates or not all(math.isfinite(r) and r > 0 for r in rates):
         raise UsageError(f"rates {list(rates)}: give a positive number for each rank")
     shares = [total * r / math.fsum(rates) for r in rates]
@@ -76,17 +78,18 @@ class Balancer:
             raise UsageError(
                 f"memory {memory} and hysteresis {hysteresis}: give 0 <= memory < 1, hysteresis >= 0"
             )
-        self.sizes = tuple(
-            sizes_of(total, speeds) if isinstance(speeds, int) else proportional(total, speeds)
-        )
+        self.sizes = tuple(proportional(total, [1.0] * speeds if isinstance(speeds, int) else speeds))
         self.total, self.hysteresis, self.memory = total, hysteresis, memory
         self.seconds_per_row: list[float | None] = [None] * len(self.sizes)
 
     def observe(self, seconds: Sequence[float]) -> bool:
         """Take the seconds that each rank worked on its piece; return True if `sizes` changed.
 
-        A rank without rows tells nothing; it keeps the rate that it had, or gets the mean of the others.
+        A rank without rows tells nothing; it keeps the rate that it had, or gets the mean of the others. Raises
+        UsageError unless there is a number for each rank.
         """
+        if len(seconds) != len(self.sizes):
+            raise UsageError(f"{len(seconds)} seconds: give one number for each of {len(self.sizes)} ranks")
         for i, (rows, took) in enumerate(zip(self.sizes, seconds, strict=True)):
             if rows and took > 0:
                 before, now = self.seconds_per_row[i], took / rows

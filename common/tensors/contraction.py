@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 import opt_einsum
 import torch
 from opt_einsum.parser import get_symbol, parse_einsum_input
@@ -26,7 +27,7 @@ from common.errors import UsageError
 from common.launch.terminal import make_table, terminal
 from common.tensors import reductions
 from common.tensors.cost import choose
-from common.tensors.layout import Layout, Placement, Replicate, Shard, together
+from common.tensors.layout import Layout, Placement, Replicate, Shard, integer, together
 from common.tensors.pairwise import Pair
 from common.tensors.tensor import DistributedTensor, common_grid, describe, dimension, settled, to_layout
 
@@ -44,6 +45,8 @@ def einsum(
     list of tuples is the path itself. memory: bytes that an intermediate tensor may have on a rank; default: those of
     `grid.rates`. Sends what each product lacks. Raises UsageError for an equation that does not fit the shapes.
     """
+    if not isinstance(equation, str):
+        raise UsageError('einsum: give the equation first, as in einsum("ij,jk->ik", a, b)')
     common_grid(operands, "einsum")
     return expression(equation, *(tuple(x.shape) for x in operands), optimize=optimize, memory=memory)(
         *operands
@@ -55,7 +58,8 @@ def tensordot(
 ) -> DistributedTensor:
     """Return the sum over the last `dims` dimensions of a and the first of b, or over two lists. Differentiable."""
     common_grid([a, b], "tensordot")
-    if isinstance(dims, int):
+    if not np.iterable(dims):
+        dims = integer(dims, "tensordot: dimensions")
         if not 0 <= dims <= min(a.ndim, b.ndim):
             raise UsageError(f"tensordot over {dims} dimensions of {list(a.shape)} and {list(b.shape)}")
         left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))

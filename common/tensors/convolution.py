@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +29,7 @@ from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
 from common.tensors.halo import Exchange, Halo, sent_back
-from common.tensors.layout import Box, Layout, Placement, Replicate, Shard, size_of, together
+from common.tensors.layout import Box, Layout, Placement, Replicate, Shard, integers, size_of, together
 from common.tensors.rates import Term
 from common.tensors.tensor import DistributedTensor, brought, common_grid, describe, settled, to_layout
 from common.tensors.transfer import bytes_sent
@@ -145,7 +146,7 @@ class Convolution:
         self.window = Window(
             tuple(weight.shape[2:]),
             _each(d, stride, "stride", 1),
-            tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in _pairs(d, padding)),
+            _pairs(d, padding),
             _each(d, dilation, "dilation", 1),
             groups,
         )
@@ -294,15 +295,19 @@ class Convolution:
 
 
 def _each(d: int, given: Sizes, name: str, least: int) -> tuple[int, ...]:
-    found = (given,) * d if isinstance(given, int) else tuple(given)
+    found = tuple(integers(given, name)) * (1 if np.iterable(given) else d)
     if len(found) != d or min(found) < least:
         raise UsageError(f"{name}={given}: give one number or {d}, at least {least}")
     return found
 
 
-def _pairs(d: int, padding: Padding) -> list[int | Sequence[int]]:
-    found: list[int | Sequence[int]] = [padding] * d if isinstance(padding, int) else list(padding)
-    numbers = [n for p in found for n in ((p,) if isinstance(p, int) else p)]
-    if len(found) != d or any(not isinstance(p, int) and len(p) != 2 for p in found) or min(numbers) < 0:
-        raise UsageError(f"padding={padding}: give one number, {d} numbers or {d} pairs, none negative")
-    return found
+def _pairs(d: int, padding: Padding) -> tuple[tuple[int, int], ...]:
+    """Return the zeros before and after each dimension."""
+    given: Any = padding if np.iterable(padding) else [padding] * d
+    found = [integers(p, "padding") for p in given]
+    if len(found) != d or any(not 0 < len(p) <= 2 or min(p) < 0 for p in found):
+        raise UsageError(
+            f"padding={padding}: give one number, or a list with a number or a pair (before, after) for each of "
+            f"{d} dimension(s), none negative"
+        )
+    return tuple((p[0], p[-1]) for p in found)

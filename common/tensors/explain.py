@@ -95,9 +95,11 @@ def explain(
     measure: how often to run each way that fits into memory, in turn; 0 runs none. The runs record no gradients, but
     the ways are those of the call, which are fewer where an operand needs one.
 
-    All ranks call it, with the same arguments. Raises UsageError as the operation does, and for a `way` that does not
-    exist.
+    All ranks call it, with the same arguments. Raises UsageError as the operation does, for a `way` that does not
+    exist, and for a negative `measure`.
     """
+    if measure < 0:
+        raise UsageError(f"explain: measure={measure}: give how often to run each way, 0 for not at all")
     first = first_operand(operation, *args, **kwargs)
     name, grid = operation.__name__, first.grid
     given = describe(*(x for x in (*args, *kwargs.values()) if not callable(x)))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.errors import UsageError
 from common.tensors.cost import Cost, Way, choose, moving, received
-from common.tensors.layout import Layout, Placement, Replicate, Shard, size_of, together
+from common.tensors.layout import Layout, Placement, Replicate, Shard, integers, size_of, together
 from common.tensors.rates import Term
 from common.tensors.six_step import factors, six_step_cost, six_steps
 from common.tensors.slab import fits, height_of, layouts, slab
@@ -100,7 +100,10 @@ def fft2(
     order: Order = "natural",
     way: str | None = None,
 ) -> DistributedTensor:
-    """Return the transform along two dimensions; s: their lengths after trimming or padding; see `fft`."""
+    """Return the transform along two dimensions; s: their lengths after trimming or padding, -1 for their own.
+
+    See `fft`.
+    """
     return _transform("fft2", x, s, dim, norm, order, way)
 
 
@@ -212,7 +215,7 @@ def _transform(
     with grid.operation(f"{name}({describe(x)}, {s}, {dim}, {norm}, {order}, {way})"):
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             x = x.to(torch.get_default_dtype())  # as torch.fft does
-        key = (x.layout, x.dtype, tuple(s or ()), tuple(dim or ()), norm, order)
+        key = (x.layout, x.dtype, str(s), str(dim), norm, order)
         return choose(grid, name, _ways(name, x, s, dim, norm, order), way, key).run()
 
 
@@ -292,7 +295,11 @@ def _checked(
         raise UsageError(f"{name}: order={order!r}; choose one of natural, transposed")
     if x.dtype.is_complex and name.startswith("rfft"):
         raise UsageError(f"{name} of {x.dtype}: give real numbers, or call {name[1:]}")
-    given = list(dim) if dim is not None else list(range(x.ndim - len(s), x.ndim) if s else range(x.ndim))
+    s = None if s is None else integers(s, f"{name}: lengths")
+    if dim is None:
+        given = [*range(x.ndim - len(s), x.ndim)] if s else [*range(x.ndim)]
+    else:
+        given = integers(dim, f"{name}: dimensions")
     if not given or any(not -x.ndim <= d < x.ndim for d in given):
         raise UsageError(f"{name}: dimensions {given} of a tensor with {x.ndim}")
     dims = [d % x.ndim for d in given]
@@ -300,9 +307,11 @@ def _checked(
         raise UsageError(
             f"{name}: dimensions {given} and lengths {s}: give each dimension once, with one length"
         )
-    lengths = list(s) if s is not None else [x.shape[d] for d in dims]
-    if s is None and name.startswith("irfft"):
+    lengths = [x.shape[d] for d in dims]
+    if name.startswith("irfft"):
         lengths[-1] = 2 * (x.shape[dims[-1]] - 1)
+    if s is not None:
+        lengths = [own if n == -1 else n for n, own in zip(s, lengths, strict=True)]
     if min(lengths) < 1 or min(x.shape[d] for d in dims) < 1:
         raise UsageError(f"{name}: lengths {lengths} of {list(x.shape)}: give at least 1")
     return dims, lengths

@@ -129,7 +129,8 @@ class Grid:
         by = [f"{line}: {last} on rank(s) {', '.join(map(str, of))}" for (last, line), of in ranks.items()]
         if len({last for last, _, _ in said}) == 1:
             by.append(
-                "what they called before differs, in a shape, a number or a seed; make a new Grid to go on"
+                "what they called before differs, in an operation, a shape, a number or a seed; "
+                "make a new Grid to go on"
             )
         raise UsageError(
             f"all ranks must call the same operations in the same order, but called {'; '.join(by)}"

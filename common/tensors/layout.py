@@ -16,10 +16,14 @@ A piece may be empty. If both axes cut the same dimension, the second one cuts t
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
+import numpy as np
 import torch
 
 from common.comm import sizes_of
@@ -40,6 +44,19 @@ class Partial:
 
 Placement = Shard | Replicate | Partial
 Box = tuple[tuple[int, int], ...]  # [begin, end) in each dimension
+
+
+def integer(given: Any, name: str) -> int:
+    """Return an integer of Python or NumPy as int. Raises UsageError for anything else."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise UsageError(f"{name} {given!r}: give an integer") from None
+
+
+def integers(given: Any, name: str) -> list[int]:
+    """Return one integer, or several, as a list. Raises UsageError for anything else."""
+    return [integer(n, name) for n in (given if np.iterable(given) else [given])]
 
 
 def size_of(box: Box) -> int:
@@ -93,13 +110,12 @@ class Layout:
         dims, checked, cut = len(shape), list[Placement](), set[int]()
         for axis, p in enumerate(given):
             if isinstance(p, Shard):
-                if not isinstance(p.dim, int) or not -dims <= p.dim < dims:
-                    raise UsageError(
-                        f"Shard({p.dim}) of a shape {list(shape)}: it has dimensions 0 to {dims - 1}"
-                    )
-                dim = p.dim % dims
+                if not isinstance(p.dim, Integral) or not -dims <= p.dim < dims:
+                    has = f"dimensions 0 to {dims - 1}" if dims else "no dimension"
+                    raise UsageError(f"Shard({p.dim!r}) of a shape {list(shape)}: it has {has}")
+                dim = int(p.dim) % dims
                 if p.sizes is not None:
-                    sizes = tuple(p.sizes)
+                    sizes = tuple(integers(p.sizes, f"Shard({dim}): sizes"))
                     if len(sizes) != grid.shape[axis] or min(sizes) < 0 or sum(sizes) != shape[dim]:
                         raise UsageError(
                             f"Shard({dim}, sizes={sizes}): "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from common import random as by_position
 from common.comm import ledger
 from common.errors import UsageError
 from common.tensors.grid import Grid
-from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard
+from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, integer
 from common.tensors.tensor import DistributedTensor, on_one_rank, to_layout
 from common.tensors.transfer import moved
 
@@ -95,6 +94,9 @@ def _random(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> DistributedTensor:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"{numbers.__name__} of {dtype}: give a floating-point or a complex type")
+    seed = integer(seed, f"{numbers.__name__}: seed")
     layout = _laid_out(grid, shape, placements)
     _noted(grid, f"{numbers.__name__}({list(shape)}, seed={seed})")
     box = layout.mine or ((0, 1),)
@@ -102,7 +104,9 @@ def _random(
     axes = [
         np.arange(lo, hi, dtype=np.uint64) * np.uint64(n) for (lo, hi), n in zip(box, strides, strict=True)
     ]
-    within: Any = reduce(np.add.outer, axes[1:], np.uint64(0))  # positions in a row
+    within = np.zeros((), np.uint64)  # positions in a row
+    for axis in axes[1:]:
+        within = np.add.outer(within, axis)
     made = torch.empty([len(axis) for axis in axes], dtype=dtype)
     height = max(
         1, by_position.CHUNK // max(1, within.size)
@@ -122,7 +126,10 @@ def uniform(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DistributedTensor:
-    """Return numbers from [0, 1), which depend on the seed and the index alone. Sends nothing."""
+    """Return numbers from [0, 1), which depend on the seed and the index alone. Sends nothing.
+
+    Raises UsageError for a type of integers.
+    """
     return _random(by_position.uniform, shape, grid, placements, seed, dtype, device)
 
 
@@ -136,22 +143,24 @@ def normal(
 ) -> DistributedTensor:
     """Return standard normal numbers, which depend on the seed and the index alone. Sends nothing.
 
-    The real and the imaginary part of complex numbers are standard normal each.
+    The real and the imaginary part of complex numbers are standard normal each. Raises UsageError for a type of
+    integers.
     """
     return _random(by_position.normal, shape, grid, placements, seed, dtype, device)
 
 
-def _tensor_of(whole: Tensor | np.ndarray[Any, Any]) -> Tensor:
+def tensor_of(whole: Tensor | np.ndarray[Any, Any]) -> Tensor:
     """Return a tensor, or an array as one, without a copy where torch can read the array's memory.
 
     Raises UsageError for a type that torch does not have.
     """
-    if not isinstance(whole, np.ndarray):
-        return torch.as_tensor(whole)
+    kind = f"an array of {whole.dtype}" if isinstance(whole, np.ndarray) else f"a {type(whole).__name__}"
     try:
-        return torch.from_numpy(np.asarray(whole, whole.dtype.newbyteorder("="), order="C"))
-    except TypeError:
-        raise UsageError(f"an array of {whole.dtype}: torch has no such type") from None
+        if isinstance(whole, np.ndarray):
+            whole = np.asarray(whole, whole.dtype.newbyteorder("="), order="C")
+        return torch.as_tensor(whole)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{kind}: torch makes no tensor of it") from None
 
 
 def from_root(
@@ -173,7 +182,7 @@ def from_root(
             problem = f"from_root: only rank {root} gives a tensor, the others None; from_full takes it on every rank"
         elif whole is not None:
             try:
-                whole = _tensor_of(whole)
+                whole = tensor_of(whole)
             except UsageError as error:
                 problem = f"from_root: {error}"
         grid.meet(problem)
@@ -199,7 +208,7 @@ def from_full(whole: Tensor | np.ndarray[Any, Any], grid: Grid, placements: Plac
     The gradient of `whole` is complete on every rank: an all-gather sends it. Raises UsageError for an array of a type
     that torch does not have.
     """
-    whole = _tensor_of(whole)
+    whole = tensor_of(whole)
     target = _laid_out(grid, whole.shape, placements)
     replicated = target.placed(*(Replicate() for _ in target.placements))
     with grid.operation(f"from_full({list(whole.shape)} to {target.placements})"):
@@ -212,7 +221,7 @@ def from_pieces(piece: Tensor, shape: Sequence[int], grid: Grid, placements: Pla
     Raises UsageError on every rank if a piece has not the shape of its box.
     """
     layout = Layout.of(grid, shape, placements)
-    with grid.operation(f"from_pieces({list(shape)} as {placements!r})"):
+    with grid.operation(f"from_pieces({list(shape)} {piece.dtype} as {placements!r})"):
         wrong = tuple(piece.shape) != layout.local_shape
         grid.meet(f"a piece of {list(piece.shape)}, needed is {list(layout.local_shape)}" if wrong else "")
     return DistributedTensor(piece, layout)

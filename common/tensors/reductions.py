@@ -21,7 +21,7 @@ from torch import Tensor
 from common import comm
 from common.comm.collectives import linear_map
 from common.errors import UsageError
-from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard
+from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, integers
 from common.tensors.tensor import DistributedTensor, describe, method, settled, to_layout
 
 Dims = int | Sequence[int] | None
@@ -31,7 +31,7 @@ ROWS = 64  # rows that are added by one product
 
 def _dims(x: DistributedTensor, dim: Dims, operation: str) -> list[int]:
     """Return the dimensions to reduce, none negative, rising. Raises UsageError."""
-    given = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    given = range(x.ndim) if dim is None else integers(dim, f"{operation}: dimension")
     if bad := [d for d in given if not -builtins.max(x.ndim, 1) <= d < builtins.max(x.ndim, 1)]:
         raise UsageError(f"{operation}: dimension {bad[0]} of a tensor with {x.ndim}")
     found = sorted(d % builtins.max(x.ndim, 1) for d in given)
@@ -126,8 +126,18 @@ def mean(x: DistributedTensor, dim: Dims = None, keepdim: bool = False) -> Distr
 
 
 def _extreme(
-    name: str, local: Callable[..., Tensor], op: str, x: DistributedTensor, dim: Dims, keepdim: bool
+    name: str,
+    local: Callable[..., Tensor],
+    op: str,
+    x: DistributedTensor,
+    dim: Dims,
+    keepdim: bool,
+    nan_shares: bool = False,
 ) -> DistributedTensor:
+    """Return the extremes that `local` finds. nan_shares: where the result is NaN, the NaNs share its gradient.
+
+    Without it all numbers get NaN there, as from torch.amax.
+    """
     dims = _dims(x, dim, name)
     if x.dtype.is_complex:
         raise UsageError(f"{name} of {x.dtype}: complex numbers have no order")
@@ -151,7 +161,10 @@ def _extreme(
         if not (torch.is_grad_enabled() and x.local.requires_grad):
             return DistributedTensor(shaped, target)
         # torch.amax and amin divide the gradient evenly among equal numbers, which may lie on several ranks
-        chosen = ((x.local == best) | (x.local.isnan() & best.isnan())).to(x.dtype)
+        equal = x.local == best
+        if nan_shares:
+            equal |= x.local.isnan() & best.isnan()
+        chosen = equal.to(x.dtype)
         count = _local_sum(chosen, dims, True)
         for group in groups:
             comm.all_reduce(count, group)
@@ -223,7 +236,7 @@ def argmax(x: DistributedTensor, dim: int | None = None, keepdim: bool = False) 
     dims = _dims(x, dim, "argmax")
     if x.dtype.is_complex or x.dtype == torch.bool:
         raise UsageError(f"argmax of {x.dtype}: give numbers that have an order")
-    if any(x.shape[d] == 0 for d in dims) or not x.shape.numel():
+    if any(x.shape[d] == 0 for d in dims):
         raise UsageError(f"argmax along a dimension of length 0 of {list(x.shape)}")
     with x.grid.operation(f"argmax({describe(x)}, {dim}, {keepdim})"), torch.no_grad():
         x = to_layout(x, settled(x.layout))
@@ -289,7 +302,14 @@ def norm(x: DistributedTensor, p: float = 2.0, dim: Dims = None, keepdim: bool =
     with x.grid.operation(f"norm({describe(x)}, {p}, {dim}, {keepdim})"):
         x = to_layout(x, settled(x.layout))
         if math.isinf(p):
-            return (max if p > 0 else min)(DistributedTensor(x.local.abs(), x.layout), dims, keepdim)
+            magnitudes = DistributedTensor(x.local.abs(), x.layout)
+
+            def extreme(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+                found: Tensor = torch.linalg.vector_norm(x, p, dims, keepdim)
+                return found
+
+            op = "max" if p > 0 else "min"
+            return _extreme("norm", extreme, op, magnitudes, dims, keepdim, nan_shares=True)
         target = _reduced(x.layout, dims, keepdim, Partial())
         local = (
             x.local if dims else x.local.reshape(1)
@@ -307,7 +327,10 @@ def norm(x: DistributedTensor, p: float = 2.0, dim: Dims = None, keepdim: bool =
 
 
 def _norm_of_norms(mine: Tensor, p: float, groups: Sequence[comm.Group], x: DistributedTensor) -> Tensor:
-    """Return the norm over ranks of each rank's norm; the gradient of a rank's norm is (mine / total)^(p - 1)."""
+    """Return the norm over ranks of each rank's norm; the gradient of a rank's norm is (mine / total)^(p - 1).
+
+    Where another rank has NaN, a rank of zeros alone gets the gradient 0 for p > 2, which torch has as NaN.
+    """
     x.grid.meet()
     with torch.no_grad():
         scale = mine.clone(memory_format=torch.contiguous_format)
@@ -319,8 +342,6 @@ def _norm_of_norms(mine: Tensor, p: float, groups: Sequence[comm.Group], x: Dist
         for group in groups:
             comm.all_reduce(powers, group)
         total = safe * powers ** (1 / p)
-        ratio = torch.where(
-            total > 0, mine / torch.where(total > 0, total, torch.ones_like(total)), total * 0
-        )
-        slope = ratio ** (p - 1)
+        ratio = torch.where(mine == total, 1, mine / total)  # also of 0 and of inf
+        slope = (ratio ** (p - 1)).masked_fill((mine == 0) & total.isfinite(), 0)  # p < 1 has no slope at 0
     return linear_map(mine, lambda _: total, lambda dy: dy * slope)

@@ -29,7 +29,17 @@ from torch import Tensor
 from common.comm.collectives import linear_map
 from common.errors import UsageError
 from common.tensors.grid import Grid, same_grid
-from common.tensors.layout import Layout, Partial, Placement, Replicate, Shard, show, together
+from common.tensors.layout import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    integer,
+    integers,
+    show,
+    together,
+)
 from common.tensors.transfer import moved
 
 Number = int | float | complex
@@ -170,7 +180,12 @@ class DistributedTensor:
         return DistributedTensor(self.local.clone(), self.layout)
 
     def to(self, dtype: torch.dtype) -> DistributedTensor:
-        """Return the tensor in another type. Differentiable. A sum of terms is summed first."""
+        """Return the tensor in another type. Differentiable. A sum of terms is summed first.
+
+        Raises UsageError for anything but a torch.dtype.
+        """
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"to({dtype!r}): give a type of torch, such as torch.float64")
         return pointwise("to", lambda x: x.to(dtype), self)
 
     def __add__(self, other: Operand) -> DistributedTensor:
@@ -252,9 +267,10 @@ class DistributedTensor:
         order[a], order[b] = order[b], order[a]
         return self.permute(*order)
 
-    def permute(self, *dims: int) -> DistributedTensor:
-        """Return the tensor with its dimensions in another order; its pieces stay where they are."""
-        order = [dimension(d, self.ndim, "permute") for d in dims]
+    def permute(self, *dims: int | Sequence[int]) -> DistributedTensor:
+        """Return the tensor with its dimensions in another order, given one by one or as a list; its pieces stay."""
+        listed = dims[0] if len(dims) == 1 else dims
+        order = [dimension(d, self.ndim, "permute") for d in integers(listed, "permute: dimensions")]
         if sorted(order) != list(range(self.ndim)):
             raise UsageError(f"permute{dims}: give each of the {self.ndim} dimensions once")
         shape = [self.shape[d] for d in order]
@@ -310,6 +326,7 @@ def describe(*operands: object) -> str:
 
 def dimension(dim: int, dims: int, operation: str) -> int:
     """Return a dimension of a tensor with `dims`, counted from 0. Raises UsageError if it has no such dimension."""
+    dim = integer(dim, f"{operation}: dimension")
     if not -dims <= dim < dims:
         raise UsageError(
             f"{operation}: dimension {dim} of a tensor with {dims}; give one from 0 to {dims - 1}"
@@ -380,10 +397,9 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
     Raises UsageError if no operand is distributed, for shapes that do not broadcast, and for a function that returns
     another shape.
     """
-    if not callable(function) or all(isinstance(x, numbers.Number) for x in operands):
+    if not callable(function):
         raise UsageError(
-            'pointwise: give a name, a function and operands, one of them distributed, as in pointwise("exp", '
-            "torch.exp, x)"
+            'pointwise: give a name, a function and operands, as in pointwise("exp", torch.exp, x)'
         )
     grid = common_grid([x for x in operands if not isinstance(x, numbers.Number)], name)
     tensors = [x for x in operands if isinstance(x, DistributedTensor)]
@@ -407,7 +423,12 @@ def pointwise(name: str, function: Callable[..., Tensor], *operands: Operand) ->
 
 
 def common_grid(operands: Sequence[object], name: str) -> Grid:
-    """Return the grid that all operands lie on. Raises UsageError if they differ, or if one is a plain tensor."""
+    """Return the grid that all operands lie on.
+
+    Raises UsageError if they differ, if one is a plain tensor, or if there is none.
+    """
+    if not operands:
+        raise UsageError(f"{name}: give at least one distributed tensor")
     if bad := [x for x in operands if not isinstance(x, DistributedTensor)]:
         raise UsageError(
             f"{name} of a {type(bad[0]).__name__}: from_full(x, grid, Replicate()) makes a distributed tensor of it, "

@@ -20,7 +20,7 @@ from common.tensors.fourier import Norm
 from common.tensors.layout import Placement, Replicate, Shard
 from common.tensors.make import from_root
 from common.tensors.manager.mpi_manager import MPIManager
-from common.tensors.manager.tensor_distributor import TensorDistributor, Whole
+from common.tensors.manager.tensor_distributor import TensorDistributor, Whole, tensors_of_root
 from common.tensors.tensor import DistributedTensor
 
 Place = Callable[[Sequence[int]], Placement]  # how an operand of a shape lies before the operation
@@ -51,15 +51,12 @@ def _on_root(
     distributor: TensorDistributor,
 ) -> Tensor | None:
     """Spread the operands of rank 0, apply the operation, and return the result on rank 0."""
-    wholes = [torch.as_tensor(x) if mpi.is_master_process() and x is not None else None for x in operands]
-    shapes = mpi.broadcast([None if x is None else tuple(x.shape) for x in wholes])
-    if missing := [i for i, shape in enumerate(shapes) if shape is None]:
-        raise UsageError(f"{name}: rank 0 gives no tensor as operand {missing[0]}; it must give all of them")
-    grid, device = distributor.grid, mpi.device
-    split = [
-        from_root(None if x is None else x.to(device), grid, place(shape))
-        for x, place, shape in zip(wholes, places, shapes, strict=True)
-    ]
+    split = []
+    for i, (whole, place) in enumerate(zip(tensors_of_root(mpi, operands), places, strict=True)):
+        if whole is None:
+            raise UsageError(f"{name}: rank 0 gives no tensor as operand {i}; it must give all of them")
+        mine = whole.to(mpi.device) if mpi.is_master_process() else None
+        split.append(from_root(mine, distributor.grid, place(whole.shape)))
     with torch.no_grad():
         return operation(*split).on_root()
 

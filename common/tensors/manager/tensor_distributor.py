@@ -18,12 +18,29 @@ from common import comm
 from common.errors import UsageError
 from common.tensors.grid import Grid
 from common.tensors.layout import Placement, Replicate, Shard
-from common.tensors.make import from_pieces, from_root
+from common.tensors.make import from_pieces, from_root, tensor_of
 from common.tensors.manager.mpi_manager import MPIManager
 
 HALF = (torch.float16, torch.bfloat16)
 Whole = Tensor | np.ndarray[Any, Any] | None
 """What rank 0 gives of a tensor; the others give None."""
+
+
+def tensors_of_root(mpi: MPIManager, wholes: Sequence[Whole]) -> list[Tensor | None]:
+    """Return as tensors what rank 0 gives, and on the other ranks tensors on "meta", of the same shapes and types.
+
+    Raises UsageError on every rank if rank 0 gives what torch makes no tensor of.
+    """
+    found, problem = list[Tensor | None](), ""
+    if mpi.is_master_process():
+        try:
+            found = [None if x is None else tensor_of(x) for x in wholes]
+        except UsageError as error:
+            problem = str(error)
+    problem, meta = mpi.broadcast((problem, [None if x is None else x.to("meta") for x in found]))
+    if problem:
+        raise UsageError(problem)
+    return found if mpi.is_master_process() else meta
 
 
 class TensorDistributor:
@@ -91,10 +108,11 @@ class TensorDistributor:
         return x.to(self.compress) if self.compress and x.dtype in (torch.float32, torch.float64) else x
 
     def _spread(self, tensor: Whole, grid: Grid, *placements: Placement) -> Tensor:
-        given = torch.as_tensor(tensor) if self.mpi.is_master_process() and tensor is not None else None
-        kind = self.mpi.broadcast(None if given is None else given.dtype)
-        sent = None if given is None else self._packed(given.to(self.mpi.device))
-        return from_root(sent, grid, placements).local.to(kind)
+        [given] = tensors_of_root(self.mpi, [tensor])
+        if given is None:
+            raise UsageError("rank 0 must give a tensor or a NumPy array")
+        mine = self._packed(given.to(self.mpi.device)) if self.mpi.is_master_process() else None
+        return from_root(mine, grid, placements).local.to(given.dtype)
 
     def _joined(self, local: Tensor, grid: Grid, dims: Sequence[int]) -> Tensor | None:
         shapes, shape, placements = (
