@@ -11,3 +11,7 @@ class RankError(RuntimeError):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
+
+
+class AbsentRank(RuntimeError):
+    """A rank has not come to a collective in time; the message says how long the others waited."""

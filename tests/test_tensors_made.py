@@ -307,9 +307,9 @@ WRONG: dict[str, tuple[Callable[[Given], object], str]] = {
         "uniform of torch.int64: give a floating-point",
     ),
     "seed of words": (
-        lambda g: dt.normal((4,), g.grid, Shard(0), seed="a"),
+        lambda g: dt.normal((4,), g.grid, Shard(0), seed="a"),  # type: ignore[arg-type]
         "normal: seed 'a': give an integer",
-    ),  # type: ignore[arg-type]
+    ),
     "a number": (
         lambda g: dt.full((), 1.0, g.grid, Shard(0)),
         r"Shard\(0\) of a shape \[\]: it has no dimension",

@@ -21,9 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common.comm import blocked_in
-from common.comm.checked.report import Absent
 from common.comm.frames import is_users, line_of_call
-from common.errors import RankError, UsageError
+from common.errors import AbsentRank, RankError, UsageError
 from common.launch import debugger
 from common.launch.program import WATCHDOG, leave_at_once
 
@@ -184,7 +183,7 @@ class Watchdog(threading.Thread):
         """Return the report on a broken or timed out collective: each rank's place, or its silence."""
         why = re.sub(r"^(\[.*?\] )+", "", str(error).splitlines()[0])  # the library begins with its own file
         waited = time.perf_counter() - float(str(blocked_in["since"]))
-        if waited > 0.9 * self.timeout and not isinstance(error, Absent):
+        if waited > 0.9 * self.timeout and not isinstance(error, AbsentRank):
             why = f"timed out after {self.timeout:g} s"  # the library blames the other rank, which timed out first
         lines = [f"rank {self.rank} failed {where(traceback.extract_tb(error.__traceback__))}: {why}"]
         silent = self._missing("where", 10 * LOOK_EVERY)

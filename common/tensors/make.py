@@ -108,9 +108,8 @@ def _random(
     for axis in axes[1:]:
         within = np.add.outer(within, axis)
     made = torch.empty([len(axis) for axis in axes], dtype=dtype)
-    height = max(
-        1, by_position.CHUNK // max(1, within.size)
-    )  # rows at a time: their positions take little memory
+    # so many rows at a time that their positions take little memory
+    height = max(1, by_position.CHUNK // max(1, within.size))
     for first in range(0, len(made), height):
         positions = np.add.outer(axes[0][first : first + height], within)
         parts = [torch.from_numpy(numbers(seed, k, positions)) for k in range(1 + dtype.is_complex)]
@@ -265,9 +264,7 @@ def _opened(path: Path, name: str | None) -> tuple[tuple[int, ...], Callable[[tu
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
-        path.open(
-            "rb"
-        ).close()  # raises an error whose strerror is the reason alone; safe_open's repeats the path
+        path.open("rb").close()  # its error has the reason alone as strerror; safe_open's repeats the path
         file = safe_open(path, "pt")
         if name not in file.keys():  # noqa: SIM118
             raise UsageError(f"no tensor {name!r}; it has {', '.join(sorted(file.keys())[:5])}")

@@ -91,7 +91,5 @@ def six_step_cost(x: DistributedTensor, pair: tuple[int, int]) -> Cost:
     terms += [Term("transform", (most[0], n1, 1), wide), Term("transform", (most[1], n2, 1), wide)]
     terms.append(Term("copy", (4 * most[0] * n1 * wide.itemsize,)))
     sent = sum((bytes_sent(source, target, of.itemsize) for source, target, of in moves), Fraction(0))
-    memory = (
-        4 * columns.largest * wide.itemsize
-    )  # a piece, its transforms, the twiddle factors, and their product
-    return Cost(tuple(terms), memory, sent)
+    # at once: a piece, its transforms, the twiddle factors, and their product
+    return Cost(tuple(terms), 4 * columns.largest * wide.itemsize, sent)

@@ -28,7 +28,7 @@ from common.tensors.layout import Layout, Shard
 from common.tensors.tensor import DistributedTensor
 from common.utils.pages import new_result
 
-BAND = 2**21  # bytes of a band; with its transform it fits into the last cache, unless 32 rows are longer
+BAND = 2**21  # bytes of a band; with its transform it fits into the last cache, unless 32 rows take more
 BLOCK = 32  # rows: of complex numbers 256 or 512 bytes, which the transport copies in blocks
 Span = tuple[int, int]
 KINDS = "fft", "ifft", "rfft"
@@ -92,9 +92,10 @@ def _turned(
     to_spans: Sequence[Span],
     world: Group,
 ) -> Tensor:
-    """Return this rank's rows [n, M] of the transposed transform; x_mN has its rows before, transformed band by band.
+    """Transform the rows x [m, N] band by band; return this rank's rows [n, M] of the transposed matrix.
 
-    Rank r holds rows from_spans[r] of the M before, and rows to_spans[r] of the N afterwards.
+    Rank r holds from_spans[r] of the M rows before, and to_spans[r] of the transposed matrix's rows afterwards: N, or
+    N // 2 + 1 for rfft.
     """
     lo, hi = to_spans[world.rank]
     length, wide = to_spans[-1][1], x.dtype.to_complex()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from common.comm.frames import line_of_user
+from common.errors import AbsentRank
 
 RULES = ("mix", "linear", "once", "root", "sum", "call", "meet", "equal", "step")
 
@@ -21,8 +22,8 @@ class Misplaced(AssertionError):
         return f"{where}: {self.tensor} {self.wrong} [rule: {self.rule}]"
 
 
-class Absent(Misplaced, RuntimeError):
-    """A rank does not come; as a RuntimeError it makes the watchdog ask every rank where it stands."""
+class Absent(Misplaced, AbsentRank):
+    """A rank does not come; the watchdog then asks every rank where it stands."""
 
 
 class Report:
